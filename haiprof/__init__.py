@@ -1,0 +1,27 @@
+"""haiprof finds out why a PyTorch training job is slow, without a changed line of user code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from haiprof.analysis.analyzer import Analyzer as Analyzer
+
+__version__ = "0.1.0"
+__all__ = ["Analyzer", "__version__"]
+
+# Names loaded on first use: the hook imports this package inside the job, where nothing of the
+# analysis (polars, plotly) may be loaded or even installed.
+_LAZY = {"Analyzer": "haiprof.analysis.analyzer"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'haiprof' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

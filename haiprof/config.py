@@ -1,0 +1,298 @@
+"""Options: one table for the command line, the environment, pyproject.toml and the manifest."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from haiprof.errors import UsageError
+
+RECORDERS = ("phases", "host", "process", "gpu")
+RECORDER_GROUPS = {"all": RECORDERS, "basic": ("phases", "host", "process")}
+DEFAULT_INTERVAL_S = 1.0
+MIN_INTERVAL_S = 0.1
+
+ENV_PREFIX = "HAIPROF_"
+ENV_ENABLED = "HAIPROF_ENABLED"
+ENV_ACTIVE = "HAIPROF_ACTIVE_RUN"  # set in the job: the run directory that is being recorded
+ENV_DEBUG = "HAIPROF_DEBUG"
+_INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
+_PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
+_NAME_OK = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run records, and where it is written."""
+
+    time_s: float = 0.0
+    """Seconds to record, from the first training step after the warm-up; 0 is the whole run."""
+    warmup_s: float = 0.0
+    """Seconds from the first training step that are not recorded."""
+    trace: bool = False
+    """A torch.profiler window; not in this version."""
+    recorder: tuple[str, ...] = RECORDERS
+    """Which recorders run."""
+    interval_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two samples, by recorder; others take 1 s."""
+    log_dir: Path = Path("haiprof-logs")
+    """Where run directories are created."""
+    name: str = ""
+    """Name of the job; empty takes the script's."""
+    run_id: str = ""
+    """Shared by launchers of one job on several nodes, so that they write one run directory."""
+    tensorboard: bool = False
+    """Live scalars for TensorBoard beside the run."""
+    quiet: bool = False
+    """Print neither the first line nor the verdict."""
+
+    def __post_init__(self) -> None:
+        for name in ("time_s", "warmup_s"):
+            if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
+                raise UsageError(f"{name.removesuffix('_s')} must be 0 or more seconds")
+        for recorder, seconds in self.interval_s.items():
+            if recorder not in RECORDERS:
+                raise UsageError(
+                    f"interval.{recorder}: no such recorder", hint=f"one of {', '.join(RECORDERS)}"
+                )
+            if not math.isfinite(seconds) or seconds < MIN_INTERVAL_S:
+                raise UsageError(f"interval.{recorder} must be {MIN_INTERVAL_S} s or more")
+        if self.trace:
+            raise UsageError(
+                "trace windows (--trace, profile.trace, HAIPROF_TRACE) are not in this version",
+                hint="leave the option out to record phases and counters",
+            )
+
+    def interval(self, recorder: str) -> float:
+        """Seconds between two samples of one recorder."""
+        return self.interval_s.get(recorder, DEFAULT_INTERVAL_S)
+
+    def as_json(self) -> dict[str, object]:
+        """The options as plain JSON values, by their names on the command line."""
+        return {
+            "time": self.time_s,
+            "warmup": self.warmup_s,
+            "trace": self.trace,
+            "recorder": list(self.recorder),
+            "interval": dict(self.interval_s),
+            "log_dir": str(self.log_dir),
+            "name": self.name,
+            "run_id": self.run_id,
+            "tensorboard": self.tensorboard,
+            "quiet": self.quiet,
+        }
+
+
+def _seconds(text: str) -> float:
+    return float(text)
+
+
+def _switch(text: str) -> bool:
+    """`1`, `true`, `yes`, `on` and their opposites."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def _recorders(text: str) -> tuple[str, ...]:
+    chosen: set[str] = set()
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        group = RECORDER_GROUPS.get(word, (word,))
+        if not set(group) <= set(RECORDERS):
+            known = ", ".join((*RECORDER_GROUPS, *RECORDERS))
+            raise ValueError(f"no recorder {word!r}; known: {known}")
+        chosen.update(group)
+    return tuple(r for r in RECORDERS if r in chosen)
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One option as users write it."""
+
+    name: str
+    """`--NAME`, `profile.NAME`, and the key in `[tool.haiprof]`."""
+    field: str
+    """The field of `Options`."""
+    parse: Callable[[str], object]
+    """From text; raises ValueError."""
+    env: str
+    """Its environment variable."""
+    metavar: str
+    """What the help shows for its value; empty for a switch."""
+    help: str
+    """One line."""
+
+
+OPTIONS = (
+    OptionSpec("time", "time_s", _seconds, "HAIPROF_TIME", "SECONDS",
+               "record this long after the warm-up, then leave the job alone (0: whole run)"),
+    OptionSpec("warmup", "warmup_s", _seconds, "HAIPROF_WARMUP", "SECONDS",
+               "leave out this long, counted from the first training step"),
+    OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
+               "torch.profiler window (not in this version)"),
+    OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
+               "comma list of all, basic, phases, host, process, gpu"),
+    OptionSpec("log-dir", "log_dir", Path, "HAIPROF_LOG_DIR", "DIR",
+               "where run directories go (default: haiprof-logs)"),
+    OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",
+               "name of the job (default: the script's)"),
+    OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
+               "the same on every node of one job: they share a run directory"),
+    OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
+               "write live scalars for TensorBoard beside the run"),
+    OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
+               "print neither the first line nor the verdict"),
+)  # fmt: skip
+INTERVAL_HELP = "seconds between two samples of one recorder, e.g. --interval.gpu 0.5"
+
+_BY_NAME = {spec.name: spec for spec in OPTIONS}
+
+
+def option_spec(name: str) -> OptionSpec | None:
+    """The option of that name; `log_dir` and `log-dir` are the same."""
+    return _BY_NAME.get(name.replace("_", "-"))
+
+
+def is_option(name: str) -> bool:
+    """Whether haiprof takes `--NAME` (also `interval.RECORDER` and `options`)."""
+    return option_spec(name) is not None or name.startswith("interval.")
+
+
+def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
+    """One option's text as (field of `Options`, value); intervals as (`interval.X`, seconds).
+
+    Raises:
+        UsageError: Unknown name or a value that does not fit; the message names `origin`.
+    """
+    spec = option_spec(name)
+    try:
+        if spec is not None:
+            return spec.field, spec.parse(text)
+        if name.startswith("interval."):
+            return name, _seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{origin}: {text!r} does not fit {name} ({error})") from None
+    known = ", ".join([*_BY_NAME, "interval.RECORDER"])
+    raise UsageError(f"{origin}: no option {name!r}", hint=f"known options: {known}")
+
+
+def parse_dotted(text: str, *, origin: str = "--options") -> tuple[str, object]:
+    """`profile.NAME=VALUE` as the published tool takes it; VALUE may hold further `=`.
+
+    Raises:
+        UsageError: Not of that form.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.startswith("profile."):
+        raise UsageError(f"{origin} {text!r}: expected profile.NAME=VALUE")
+    return parse_value(key.removeprefix("profile."), value, origin=f"{origin} {key}")
+
+
+def options_from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    """The HAIPROF_* variables with their published meanings; empty ones count as unset.
+
+    Raises:
+        UsageError: A value that does not fit.
+    """
+    values: dict[str, object] = {}
+    if environ.get(_PLATFORM_LOG_DIR):
+        values["log_dir"] = Path(environ[_PLATFORM_LOG_DIR]) / "haiprof"
+    for spec in OPTIONS:
+        if environ.get(spec.env):
+            key, value = parse_value(spec.name, environ[spec.env], origin=spec.env)
+            values[key] = value
+    for variable, text in environ.items():
+        match = _INTERVAL_ENV.match(variable)
+        if match and text:
+            name = f"interval.{match[1].lower()}"
+            values[name] = parse_value(name, text, origin=variable)[1]
+    return values
+
+
+def options_from_pyproject(path: Path) -> dict[str, object]:
+    """`[tool.haiprof]` of a pyproject.toml; no file or no such table is no options.
+
+    Raises:
+        UsageError: The table cannot be read or holds something unknown.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return {}
+    if b"haiprof" not in content:
+        return {}
+    table = _toml_table(path, content)
+    values: dict[str, object] = {}
+    for name, value in _flattened(table):
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        key, parsed = parse_value(name, text, origin=f"{path} [tool.haiprof]")
+        values[key] = parsed
+    return values
+
+
+def _toml_table(path: Path, content: bytes) -> dict[str, object]:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        tool = tomllib.loads(content.decode()).get("tool", {})
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    table = tool.get("haiprof", {}) if isinstance(tool, dict) else {}
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: [tool.haiprof] must be a table")
+    return table
+
+
+def _flattened(table: Mapping[str, object]) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            rows += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        else:
+            rows.append((name, value))
+    return rows
+
+
+def merge_options(*layers: Mapping[str, object]) -> Options:
+    """Options from layers, later ones first in rank: pyproject, environment, command line.
+
+    Raises:
+        UsageError: A combination that cannot be.
+    """
+    merged: dict[str, object] = {}
+    for layer in layers:
+        merged.update(layer)
+    prefix = "interval."
+    intervals = {k[len(prefix) :]: v for k, v in merged.items() if k.startswith(prefix)}
+    for group, recorders in RECORDER_GROUPS.items():
+        for recorder in recorders if group in intervals else ():
+            intervals.setdefault(recorder, intervals[group])
+        intervals.pop(group, None)
+    fields = {k: v for k, v in merged.items() if not k.startswith(prefix)}
+    return Options(**fields, interval_s=intervals)  # type: ignore[arg-type]
+
+
+def enabled(environ: Mapping[str, str]) -> bool:
+    """HAIPROF_ENABLED=0 runs the job plain; anything else, and unset, records.
+
+    Raises:
+        UsageError: Neither a yes nor a no.
+    """
+    try:
+        return _switch(environ.get(ENV_ENABLED) or "1")
+    except ValueError as error:
+        raise UsageError(f"{ENV_ENABLED}: {error}") from None
+
+
+def safe_name(text: str) -> str:
+    """A name as a folder can carry it."""
+    return _NAME_OK.sub("-", os.path.basename(text)).strip("-.")[:80] or "job"

@@ -1,0 +1,114 @@
+"""run.json: what was run, with which options, when, and how it ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from haiprof.errors import RunFormatError, RunNotFoundError
+from haiprof.rundir.layout import MANIFEST_NAME, RunPaths
+from haiprof.rundir.reader import check_version, read_json
+from haiprof.rundir.schema import SCHEMA_VERSION
+from haiprof.rundir.writer import write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What run.json holds."""
+
+    version: int = SCHEMA_VERSION
+    """Format version of the whole run directory."""
+    haiprof_version: str
+    """Release that recorded it."""
+    name: str
+    """The job's name."""
+    command: list[str]
+    """The job's command line."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options in force, by name."""
+    cwd: str = ""
+    """Where the job was started."""
+    host: str = ""
+    """Host of the launcher that created the run."""
+    launcher_pid: int = 0
+    """Its process id."""
+    start_wall_ns: int = 0
+    """Unix time at which the job was started."""
+    end_wall_ns: int | None = None
+    """Unix time at which it ended; null while it runs, and after a kill of everything."""
+    exit_status: int | None = None
+    """The job's exit status; null while it runs or when a signal ended it."""
+    signal: str | None = None
+    """Name of the signal that ended the job."""
+
+
+def write_manifest(run: RunPaths, manifest: Manifest) -> None:
+    """Puts run.json in place.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    write_json(run.manifest, asdict(manifest))
+
+
+def read_manifest(run: RunPaths) -> Manifest:
+    """Reads run.json; fields that a later minor release added are ignored.
+
+    Raises:
+        RunNotFoundError: There is none.
+        RunFormatError: It is damaged or of another version.
+    """
+    if not os.path.lexists(run.manifest):
+        raise RunNotFoundError(
+            f"{run.root}: no haiprof run here (it has no {MANIFEST_NAME})",
+            hint="haiprof list DIR shows the runs below a log directory",
+        )
+    content = read_json(run.manifest)
+    check_version(run.manifest, content.get("version"))
+    known = {k: v for k, v in content.items() if k in Manifest.__dataclass_fields__}
+    try:
+        return Manifest(**known)
+    except TypeError as error:
+        raise RunFormatError(f"{run.manifest}: {error}") from None
+
+
+def find_runs(log_dir: Path) -> list[Path]:
+    """Run directories directly below a log directory, oldest first; links are not followed.
+
+    Raises:
+        RunNotFoundError: The directory does not exist or cannot be listed.
+    """
+    try:
+        with os.scandir(log_dir) as entries:
+            folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise RunNotFoundError(f"{log_dir}: {error.strerror or error}") from None
+    runs = [folder for folder in folders if os.path.lexists(folder / MANIFEST_NAME)]
+    return sorted(runs, key=_started)
+
+
+def newest_run(path: Path) -> Path:
+    """The run directory itself, or the newest run of a log directory.
+
+    Raises:
+        RunNotFoundError: Neither.
+    """
+    if os.path.lexists(path / MANIFEST_NAME):
+        return path
+    runs = find_runs(path)
+    if not runs:
+        raise RunNotFoundError(
+            f"{path}: neither a run directory nor a log directory with runs",
+            hint="record one: haiprof train.py",
+        )
+    return runs[-1]
+
+
+def _started(run: Path) -> tuple[int, str]:
+    """Sorting key: start in the manifest, or the folder's own time where that cannot be read."""
+    try:
+        return (read_manifest(RunPaths(run)).start_wall_ns, run.name)
+    except (RunFormatError, RunNotFoundError):
+        return (run.stat().st_mtime_ns, run.name)

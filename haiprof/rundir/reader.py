@@ -1,0 +1,157 @@
+"""Reads what is whole in a run directory's files, and says what was not."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.errors import RunFormatError
+from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.schema import FORMAT_NAME, SCHEMA_VERSION
+
+_HEADER_LIMIT_BYTES = 1 << 20
+_TYPE_BYTES = {"i64": 8, "f64": 8, "f32": 4, "u32": 4}
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The whole records of one file."""
+
+    path: Path
+    table: str
+    columns: tuple[tuple[str, str, str, str], ...]
+    """(name, type, unit, kind) of each column, as the writer had them."""
+    header: dict[str, Any]
+    data: bytes
+    """Whole records only."""
+    notes: tuple[str, ...]
+    """What had to be left out, for people."""
+
+    @property
+    def clock(self) -> ClockAnchor:
+        """The anchor of the records' monotonic times."""
+        return ClockAnchor(self.header["clock"]["wall_ns"], self.header["clock"]["mono_ns"])
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of one record."""
+        return int(self.header["record_bytes"])
+
+    @property
+    def count(self) -> int:
+        """Number of whole records."""
+        return len(self.data) // self.record_bytes
+
+
+def read_records(path: Path) -> RecordFile:
+    """Reads a `.rec` file; a torn tail is cut at the last whole record and noted.
+
+    Raises:
+        RunFormatError: The file is missing, unreadable, not haiprof's or of another version.
+    """
+    content = _read_bytes(path)
+    end = content.find(b"\n", 0, _HEADER_LIMIT_BYTES)
+    if end < 0:
+        raise RunFormatError(f"{path}: no complete header line: {_shape(content)}")
+    header = _parse_header(path, content[:end])
+    columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
+    record_bytes = header["record_bytes"]
+    body = content[end + 1 :]
+    torn = len(body) % record_bytes
+    notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn else ()
+    return RecordFile(path, header["table"], columns, header, body[: len(body) - torn], notes)
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others.
+
+    Raises:
+        RunFormatError: The file exists but cannot be read. A missing file is no lines.
+    """
+    if not os.path.lexists(path):
+        return [], ()
+    lines, bad = [], 0
+    for text in _read_bytes(path).split(b"\n"):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict):
+            lines.append(line)
+        else:
+            bad += 1
+    return lines, (f"{path}: {bad} damaged lines left out",) if bad else ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds one object.
+
+    Raises:
+        RunFormatError: It is missing, unreadable or something else.
+    """
+    content = _read_bytes(path)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RunFormatError(f"{path}: not JSON ({error}): {_shape(content)}") from None
+    if not isinstance(value, dict):
+        raise RunFormatError(f"{path}: holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def check_version(path: Path, version: object) -> None:
+    """Refuses what another version wrote.
+
+    Raises:
+        RunFormatError: It is not this version's.
+    """
+    if version != SCHEMA_VERSION:
+        raise RunFormatError(
+            f"{path}: written in format version {version!r}, this haiprof reads {SCHEMA_VERSION}",
+            hint="open it with the haiprof that recorded it",
+        )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
+        raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
+    check_version(path, header.get("version"))
+    if not _consistent(header):
+        raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
+    return header
+
+
+def _consistent(header: dict[str, Any]) -> bool:
+    try:
+        sizes = [_TYPE_BYTES[column_type] for _, column_type, _, _ in header["columns"]]
+        clock = header["clock"]
+        return bool(
+            isinstance(header["table"], str)
+            and sizes
+            and header["record_bytes"] == sum(sizes)
+            and isinstance(clock["wall_ns"], int)
+            and isinstance(clock["mono_ns"], int)
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _shape(content: bytes) -> str:
+    """What a person needs to recognise the file: its length and how it begins."""
+    return f"{len(content)} bytes, begins {content[:24]!r}" if content else "it is empty"
