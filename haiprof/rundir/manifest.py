@@ -13,6 +13,10 @@ from haiprof.rundir.reader import check_version, read_json
 from haiprof.rundir.schema import SCHEMA_VERSION
 from haiprof.rundir.writer import write_json
 
+_INTEGERS = ("version", "launcher_pid", "start_wall_ns")
+_INTEGERS_OR_NULL = ("end_wall_ns", "exit_status")
+_INTEGER_LIMIT = 1 << 63
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -68,10 +72,28 @@ def read_manifest(run: RunPaths) -> Manifest:
     content = read_json(run.manifest)
     check_version(run.manifest, content.get("version"))
     known = {k: v for k, v in content.items() if k in Manifest.__dataclass_fields__}
+    for name, value in known.items():
+        if not _fits(name, value):
+            raise RunFormatError(
+                f"{run.manifest}: {name!r} holds a {type(value).__name__} that does not fit"
+            )
     try:
         return Manifest(**known)
     except TypeError as error:
         raise RunFormatError(f"{run.manifest}: {error}") from None
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value from JSON is what the field of that name holds."""
+    if name == "command":
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    if name == "options":
+        return isinstance(value, dict)
+    if name in _INTEGERS:
+        return type(value) is int and abs(value) < _INTEGER_LIMIT
+    if name in _INTEGERS_OR_NULL:
+        return value is None or (type(value) is int and abs(value) < _INTEGER_LIMIT)
+    return isinstance(value, str) or (name == "signal" and value is None)
 
 
 def find_runs(log_dir: Path) -> list[Path]:
@@ -111,4 +133,4 @@ def _started(run: Path) -> tuple[int, str]:
     try:
         return (read_manifest(RunPaths(run)).start_wall_ns, run.name)
     except (RunFormatError, RunNotFoundError):
-        return (run.stat().st_mtime_ns, run.name)
+        return (run.lstat().st_mtime_ns if os.path.lexists(run) else 0, run.name)

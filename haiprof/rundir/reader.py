@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from haiprof.rundir.schema import FORMAT_NAME, SCHEMA_VERSION
 
 _HEADER_LIMIT_BYTES = 1 << 20
 _TYPE_BYTES = {"i64": 8, "f64": 8, "f32": 4, "u32": 4}
+_CLOCK_LIMIT_NS = 1 << 62  # sums and differences of two clocks stay within 64 bits
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,11 @@ def check_version(path: Path, version: object) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        # Not blocking: a pipe or a device that was put in a file's place must not stop the reader.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RunFormatError(f"{path}: not a regular file")
+            return file.read()
     except OSError as error:
         raise RunFormatError(f"{path}: {error.strerror or error}") from None
 
@@ -139,14 +145,18 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
 
 def _consistent(header: dict[str, Any]) -> bool:
     try:
-        sizes = [_TYPE_BYTES[column_type] for _, column_type, _, _ in header["columns"]]
-        clock = header["clock"]
+        words = [tuple(column) for column in header["columns"]]
+        names = [name for name, _, _, _ in words]
+        sizes = [_TYPE_BYTES[column_type] for _, column_type, _, _ in words]
+        clock = (header["clock"]["wall_ns"], header["clock"]["mono_ns"])
         return bool(
             isinstance(header["table"], str)
             and sizes
+            and all(isinstance(word, str) and word for column in words for word in column)
+            and len(set(names)) == len(names)
+            and type(header["record_bytes"]) is int
             and header["record_bytes"] == sum(sizes)
-            and isinstance(clock["wall_ns"], int)
-            and isinstance(clock["mono_ns"], int)
+            and all(type(time) is int and 0 <= time < _CLOCK_LIMIT_NS for time in clock)
         )
     except (KeyError, TypeError, ValueError):
         return False

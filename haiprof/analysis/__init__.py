@@ -1,0 +1,1 @@
+"""From a run directory to frames: no drawing, no printing."""
