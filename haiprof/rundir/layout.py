@@ -50,7 +50,7 @@ class NodePaths:
 
     @property
     def events(self) -> Path:
-        """What happened beside the job: agent start and end, cost, processes that did not report."""
+        """What happened beside the job: cost, missing counters, processes that did not report."""
         return self.root / "events.jsonl"
 
     def records(self, source: str) -> Path:

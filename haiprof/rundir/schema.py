@@ -61,9 +61,7 @@ OPTIMIZER = 8  # Optimizer.step
 SCALER = 9  # GradScaler.step: holds the optimizer, or nothing when the step is skipped
 GC = 10  # garbage collector pause; tag = generation
 SAVE = 11  # checkpoint save (torch.save, distributed checkpoint, safetensors)
-FORWARD_EVAL = (
-    12  # as FORWARD but the module is in eval mode (fine-tuning, or eval without no_grad)
-)
+FORWARD_EVAL = 12  # as FORWARD with the module in eval mode: fine-tuning, or no no_grad
 
 KIND_NAMES = {
     DATA: "dataloader",

@@ -1,0 +1,61 @@
+"""What `haiprof --help` and `haiprof --version` print; loads nothing heavy."""
+
+from __future__ import annotations
+
+import platform
+
+import haiprof
+from haiprof.config import INTERVAL_HELP, OPTIONS
+
+_USAGE = """\
+haiprof finds out why a PyTorch training job is slow, without a changed line of user code.
+
+Usage: put haiprof in front of any training command
+  haiprof train.py                                 record the whole run, end with a verdict
+  haiprof train.py --time 120                      record 120 s, then leave the job alone
+  haiprof --time 120 train.py --lr 0.1
+  haiprof -m pkg.train
+  haiprof torchrun --nproc-per-node 2 train.py
+  haiprof accelerate launch train.py
+  haiprof bash -c '...'
+  haiprof -- any command --time 5                  from -- on everything is the command's own
+
+Options, before the script or (those marked *) after it:
+"""
+
+_REST = """\
+
+Each option can also be given as --options profile.NAME=VALUE (repeatable), as an environment
+variable (HAIPROF_TIME, HAIPROF_WARMUP, HAIPROF_RECORDERS, HAIPROF_LOG_DIR, HAIPROF_GPU_INTERVAL,
+...) and in [tool.haiprof] of pyproject.toml. The command line wins over the environment, which
+wins over pyproject.toml. HAIPROF_ENABLED=0 runs the command without haiprof.
+
+After (or while) a job runs; DIR is a run directory, or a log directory whose newest run is taken:
+"""
+
+
+def help_text(commands: dict[str, str], after_script: tuple[str, ...]) -> str:
+    """The whole help.
+
+    Args:
+        commands: One line per command, by name.
+        after_script: Options that are taken after the script, too.
+    """
+    rows = [
+        (f"--{s.name} {s.metavar}".rstrip() + ("*" if s.name in after_script else ""), s.help)
+        for s in OPTIONS
+    ]
+    rows.append(("--interval.NAME SECONDS*", INTERVAL_HELP))
+    rows.append(("--options profile.NAME=VALUE*", "any of these, as the published tool takes them"))
+    shown = [tuple(line.split(": ", 1)) for line in commands.values()]
+    return _USAGE + _table(rows) + _REST + _table([(left, right) for left, right in shown])
+
+
+def version_text() -> str:
+    """haiprof's and Python's version in one line."""
+    return f"haiprof {haiprof.__version__} (Python {platform.python_version()})\n"
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(left) for left, _ in rows) + 2
+    return "".join(f"  {left:<{width}}{right}\n" for left, right in rows)

@@ -1,0 +1,1 @@
+"""The folder whose copy goes in front of PYTHONPATH; it holds sitecustomize alone."""

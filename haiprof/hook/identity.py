@@ -1,0 +1,108 @@
+"""Who this process is in the job: rank, attempt, versions; its report to the run directory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.layout import RankPaths, RunPaths
+from haiprof.rundir.schema import SCHEMA_VERSION
+from haiprof.rundir.writer import write_json
+
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_MAX_ATTEMPTS = 1000
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the world size: from torch.distributed, else from the launcher."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    rank = _integer(_RANK_VARIABLES)
+    world = _integer(_WORLD_VARIABLES)
+    return rank or 0, world or 1
+
+
+def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
+    """Creates this process's folder; a rank seen before gives another attempt.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    run.ranks.mkdir(exist_ok=True)
+    for attempt in range(_MAX_ATTEMPTS):
+        paths = run.rank(rank, attempt)
+        try:
+            paths.root.mkdir()
+        except FileExistsError:
+            continue
+        return attempt, paths
+    raise OSError(f"{run.ranks}: rank {rank} has {_MAX_ATTEMPTS} attempts already")
+
+
+def report_in(
+    paths: RankPaths, *, attempt: int, clock: ClockAnchor, phases: Mapping[str, str]
+) -> None:
+    """Writes rank.json.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    rank, world = rank_and_world()
+    write_json(
+        paths.report,
+        {
+            "version": SCHEMA_VERSION,
+            "rank": rank,
+            "attempt": attempt,
+            "restart": _integer(("TORCHELASTIC_RESTART_COUNT",)) or 0,
+            "local_rank": _integer(_LOCAL_RANK_VARIABLES),
+            "world_size": world,
+            "pid": os.getpid(),
+            "ppid": os.getppid(),
+            "start_ticks": _start_ticks(),
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "argv": list(getattr(sys, "orig_argv", sys.argv)),
+            "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
+            "phases": dict(phases),
+            **_torch_facts(),
+        },
+    )
+
+
+def _torch_facts() -> dict[str, Any]:
+    """Version and device; CUDA is asked only where the job itself has started it."""
+    import torch
+
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
+    if torch.cuda.is_initialized():
+        facts["device"] = "cuda"
+        uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+        facts["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"
+    return facts
+
+
+def _integer(variables: tuple[str, ...]) -> int | None:
+    for variable in variables:
+        text = os.environ.get(variable, "")
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _start_ticks() -> int | None:
+    """Field 22 of /proc/self/stat: with the pid it names a process for good."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,232 @@
+"""Puts the wrappers in place, takes them out again, and measures what one costs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from haiprof.hook import patches
+from haiprof.hook.device import DeviceTimer
+from haiprof.hook.imports import after_import
+from haiprof.hook.recorder import Recorder
+from haiprof.hook.roots import Registry, RootDescriber, describe_optimizer
+from haiprof.rundir.schema import DATA_ITER, SAVE, SCALER
+
+_LATE_SAVES = (
+    ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
+    ("safetensors.torch", ("save_file",)),
+)
+
+
+class Installer:
+    """Holds what was replaced, so that it can be put back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        import torch
+
+        self.recorder = recorder
+        self.state = patches.State(recorder, _tracing_test(torch))
+        is_grad_enabled = torch.is_grad_enabled
+        self.roots = Registry(self._describe_root, recorder.lines, is_grad_enabled)
+        self.optimizers = Registry(describe_optimizer, recorder.lines, is_grad_enabled)
+        self._root_describer = RootDescriber()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Installs each part; one that fails is noted and leaves its phase unmeasured."""
+        parts = (
+            ("forward", self._forward),
+            ("backward", self._backward),
+            ("optimizer", self._optimizer),
+            ("dataloader", self._dataloader),
+            ("scaler", self._scaler),
+            ("gc", self._gc),
+            ("save", self._saves),
+        )
+        for name, part in parts:
+            try:
+                part()
+                self.recorder.phases[name] = "ok"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                self.recorder.phases[name] = reason
+                self.recorder.lines.append(
+                    {"type": "patch_failed", "phase": name, "reason": reason}
+                )
+        self.recorder.uninstall = self.uninstall
+        self.recorder.calibrate = self.calibrate
+
+    def _attempt(self, name: str, part: Callable[[], None]) -> str:
+        try:
+            part()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.recorder.lines.append({"type": "patch_failed", "phase": name, "reason": reason})
+            return reason
+        return "ok"
+
+    def uninstall(self) -> None:
+        """Puts the originals back; what somebody wrapped again stays, and is inert."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.state.device = None
+
+    # -- the parts ----------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        from torch.nn import Module
+
+        original = Module.__call__
+        wrapper = patches.wrap_module_call(original, self.state, self.roots)
+        self._replace(Module, "__call__", wrapper)
+        self._undo.append(lambda: _tell_dynamo(wrapper, original))
+
+    def _backward(self) -> None:
+        import torch.autograd
+        import torch.autograd.graph
+
+        original = torch.autograd.graph._engine_run_backward
+        wrapper = patches.wrap_backward(original, self.state)
+        self._replace(torch.autograd.graph, "_engine_run_backward", wrapper)
+        self._replace(torch.autograd, "_engine_run_backward", wrapper)
+
+    def _optimizer(self) -> None:
+        from torch.optim import optimizer
+
+        before, after = patches.optimizer_hooks(self.state, self.optimizers)
+        _skip_frame(before)
+        _skip_frame(after)
+        first = optimizer.register_optimizer_step_pre_hook(before)
+        second = optimizer.register_optimizer_step_post_hook(after)
+        self._undo += [first.remove, second.remove]
+
+    def _dataloader(self) -> None:
+        from torch.utils.data import dataloader
+
+        base = dataloader._BaseDataLoaderIter
+        self._replace(base, "__next__", patches.wrap_next(base.__next__, self.state))
+        loader = dataloader.DataLoader
+        self._replace(loader, "__iter__", patches.wrap_span(loader.__iter__, self.state, DATA_ITER))
+
+    def _scaler(self) -> None:
+        from torch.amp.grad_scaler import GradScaler
+
+        self._replace(GradScaler, "step", patches.wrap_span(GradScaler.step, self.state, SCALER))
+
+    def _gc(self) -> None:
+        callback = patches.gc_callback(self.state)
+        gc.callbacks.append(callback)
+        self._undo.append(lambda: patches.uncollected(callback))
+
+    def _saves(self) -> None:
+        import torch
+        import torch.serialization
+
+        wrapper = patches.wrap_span(torch.serialization.save, self.state, SAVE)
+        self._replace(torch.serialization, "save", wrapper)
+        self._replace(torch, "save", wrapper)
+        for module, names in _LATE_SAVES:
+            self._undo.append(after_import(module, self._late(names)))
+
+    def _late(self, names: tuple[str, ...]) -> Callable[[Any], None]:
+        def patch(module: Any) -> None:
+            for name in names:
+                if hasattr(module, name):
+                    wrapper = patches.wrap_span(getattr(module, name), self.state, SAVE)
+                    self._replace(module, name, wrapper)
+
+        return patch
+
+    # -- tools --------------------------------------------------------------------------------
+
+    def _replace(self, holder: Any, name: str, wrapper: Any) -> None:
+        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
+        _skip_frame(wrapper)
+        own = name in vars(holder)
+        original = getattr(holder, name)
+        setattr(holder, name, wrapper)
+
+        def undo() -> None:
+            if vars(holder).get(name) is wrapper:
+                if own:
+                    setattr(holder, name, original)
+                else:
+                    delattr(holder, name)
+
+        self._undo.append(undo)
+
+    def _describe_root(self, module: Any) -> dict[str, Any] | None:
+        if self.state.device is None:
+            self.state.device = DeviceTimer.where_started(self.recorder.device_records)
+        return self._root_describer(module)
+
+    def calibrate(self) -> tuple[float, float]:
+        """What one span and one passed-on module call cost here, in ns: wrappers around nothing."""
+        scratch = SimpleNamespace(words=[], armed=True, closed=False)
+        state = patches.State(scratch, self.state.is_tracing)  # type: ignore[arg-type]
+        state.owner = patches._ident()
+        roots = Registry(lambda _: {}, [], self.roots.is_grad_enabled)
+        call = patches.wrap_module_call(_nothing, state, roots)
+        _skip_frame(call)
+        target = _Target()
+        roots.tags[id(target)] = 1
+        bare = _price(_nothing, target)
+        span = _price(call, target) - bare
+        state.busy = 1
+        return max(span, 0.0), max(_price(call, target) - bare, 0.0)
+
+
+class _Target:
+    """Stands for a module while a wrapper is timed."""
+
+    training = True
+
+
+def _nothing(target: Any) -> None:
+    """Stands for a module's call while a wrapper is timed."""
+
+
+def _price(function: Callable[[Any], Any], target: Any) -> float:
+    """Best of five rounds: ns per call, undisturbed by the job that runs beside."""
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter_ns()
+        for _ in range(patches.CALIBRATION_CALLS):
+            function(target)
+        best = min(best, (time.perf_counter_ns() - begin) / patches.CALIBRATION_CALLS)
+    return best
+
+
+def _tracing_test(torch: Any) -> Callable[[], bool]:
+    """The cheapest test for "Dynamo is tracing this", which Dynamo itself folds to a constant."""
+    compiler = getattr(torch, "compiler", None)
+    for name in ("is_dynamo_compiling", "is_compiling"):
+        test: Callable[[], bool] | None = getattr(compiler, name, None)
+        if test is not None:
+            return test
+    return lambda: False
+
+
+def _skip_frame(function: Any) -> None:
+    """Tells Dynamo to leave a wrapper's own frame alone, and to go on as usual below it."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        strategy = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError):
+        return  # older torch: the wrapper's own test for tracing has to do
+
+
+def _tell_dynamo(wrapper: Any, original: Any) -> None:
+    """Dynamo remembers `Module.__call__` to tell patched modules; it must not remember ours."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and getattr(utils, "unpatched_nn_module_call", None) is wrapper:
+        setattr(utils, "unpatched_nn_module_call", original)  # noqa: B010

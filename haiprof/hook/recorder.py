@@ -1,0 +1,204 @@
+"""The buffer that the hooks append to, and the one thread that drains it once a second."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from haiprof.hook.files import RankFiles
+from haiprof.hook.window import Window
+from haiprof.rundir.layout import RunPaths
+
+DRAIN_INTERVAL_S = 1.0
+COST_EVERY_DRAINS = 10
+UNARMED_LIMIT_WORDS = 1024  # spans kept in a process that has not shown yet that it trains
+EXIT_WAIT_S = 5.0
+
+_now = time.perf_counter_ns
+
+
+class Recorder:
+    """Takes spans from the hooks and writes them out.
+
+    A process is recorded once it *arms*: it ran a backward pass or an optimizer step. Until then
+    nothing is written and no thread runs, so that launchers, compile workers, DataLoader workers
+    and forked children stay as they are. Two integers per span go into `words` (schema.PHASES);
+    `words.extend` is atomic under the interpreter lock, so no lock is taken in the job's thread.
+    """
+
+    def __init__(self, run: RunPaths, *, time_s: float, warmup_s: float) -> None:
+        self.run = run
+        self.words: list[int] = []
+        self.lines: list[dict[str, Any]] = []
+        self.device_records: list[bytes] = []
+        self.phases: dict[str, str] = {}
+        self.armed = False
+        self.closed = False
+        self.uninstall: Callable[[], None] = _nothing
+        self.calibrate: Callable[[], tuple[float, float]] = _no_calibration
+        self._files: RankFiles | None = None
+        self._start_noted = False
+        self._window = Window(time_s=time_s, warmup_s=warmup_s)
+        self._lock = _thread.allocate_lock()
+        self._wake = _thread.allocate_lock()
+        self._is_child = _has_parent()
+        os.register_at_fork(after_in_child=self._after_fork)
+        atexit.register(self.finish)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Recorder:
+        """From what the launcher wrote beside sitecustomize."""
+        run = RunPaths(Path(config["run_dir"]))
+        return cls(run, time_s=float(config["time"]), warmup_s=float(config["warmup"]))
+
+    def arm(self) -> None:
+        """Starts the thread; called on the training thread at its first backward or step."""
+        if self.armed or self.closed:
+            return
+        self.armed = True
+        if _has_parent():
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self.finish, exitpriority=0)  # such processes end without atexit
+        _thread.start_new_thread(self._loop, ())
+
+    def overflow(self) -> None:
+        """Many spans and still no training: an evaluation is recorded, a worker is left alone."""
+        if self._is_child:
+            self._close()
+        else:
+            self.arm()
+
+    def finish(self) -> None:
+        """Writes what is left; at exit of the process."""
+        if self.closed:
+            return
+        if not self.armed and (self._is_child or not self.words):
+            self._close()
+            return
+        if not self._lock.acquire(timeout=EXIT_WAIT_S):
+            return  # the thread is stuck in a write; the file keeps its whole records
+        try:
+            self._drain()
+            self._end("exit")
+        except Exception as error:
+            self.fault("finish", error)
+        finally:
+            self._lock.release()
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Something of ours broke: everything is switched off, and the run directory says why."""
+        if self.closed:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        line = {"type": "hook_error", "time_ns": _now(), "where": where, "reason": reason}
+        self._close(last_line=line)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        count = 0
+        self._wake.acquire()
+        while not self.closed:
+            with self._lock:
+                try:
+                    self._drain()
+                    count += 1
+                    if count % COST_EVERY_DRAINS == 0:
+                        self._note_cost()
+                except Exception as error:
+                    self.fault("drain", error)
+            self._wake.acquire(timeout=DRAIN_INTERVAL_S)
+
+    def _drain(self) -> None:
+        """Moves the buffer's whole spans to the file; ends the recording when its time is up."""
+        if self.closed:
+            return
+        began = time.thread_time_ns()
+        if self._files is None:
+            self._files = RankFiles(self.run, self.phases)
+            self._files.event_ns, self._files.module_call_ns = self.calibrate()
+        files = self._files
+        count = len(self.words) & ~1
+        batch = array("q", self.words[:count])
+        del self.words[:count]
+        kept, over = self._window.cut(batch, _now())
+        self._note_start(files)
+        lines, self.lines[:] = list(self.lines), []
+        for line in lines:
+            files.note(line)
+        records, self.device_records[:] = list(self.device_records), []
+        files.write(kept, records if self._start_noted else [])
+        files.drain_cpu_ns += time.thread_time_ns() - began
+        if over:
+            self._end("time")
+
+    def _note_start(self, files: RankFiles) -> None:
+        window = self._window
+        if window.started_ns is None or self._start_noted:
+            return
+        self._start_noted = True
+        files.note(
+            {
+                "type": "record_start",
+                "time_ns": window.started_ns,
+                "optimizer_steps_before": window.steps_before,
+            }
+        )
+
+    def _note_cost(self) -> None:
+        if self._files is not None and not self.closed:
+            self._files.note_cost(self._window.started_ns)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        if self.closed:
+            return
+        self._note_cost()
+        ended_ns = self._window.ended_ns or _now()
+        self._close(last_line={"type": "record_end", "time_ns": ended_ns, "reason": reason})
+
+    def _close(self, *, last_line: Mapping[str, Any] | None = None) -> None:
+        self.closed = True
+        self.uninstall()
+        self.words.clear()
+        if self._files is not None:
+            if last_line is not None:
+                self._files.note(last_line)
+            self._files.close()
+
+    def _after_fork(self) -> None:
+        """In a forked child: nothing of the parent's is written, and it must train to arm."""
+        if self._files is not None:
+            self._files.close()
+        self._files = None
+        self._start_noted = False
+        self._lock = _thread.allocate_lock()
+        self._wake = _thread.allocate_lock()
+        self._is_child = True
+        self.armed = False
+        self.words.clear()
+        self.device_records.clear()
+        self._window = self._window.fresh()
+
+
+def _has_parent() -> bool:
+    """Whether multiprocessing started this process."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _nothing() -> None:
+    """What there is to uninstall before anything is installed."""
+
+
+def _no_calibration() -> tuple[float, float]:
+    return 0.0, 0.0

@@ -1,0 +1,86 @@
+"""Small numbers for modules and optimizers, so that a span can name them without a string."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from haiprof.rundir.schema import TAG_MASK
+
+MANY = TAG_MASK  # the tag of all that came after the numbers ran out
+
+
+class Registry:
+    """Numbers objects from 1; 0 stands for "not of interest" (a module without parameters).
+
+    Args:
+        describe: Gives the line for events.jsonl of an object, or None where it is of no interest.
+        lines: Where those lines go; the drain thread writes them.
+        is_grad_enabled: torch's, kept here so that a wrapper finds it without a global look-up.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[Any], dict[str, Any] | None],
+        lines: list[dict[str, Any]],
+        is_grad_enabled: Callable[[], bool],
+    ) -> None:
+        self.tags: dict[int, int] = {}
+        self.is_grad_enabled = is_grad_enabled
+        self._describe = describe
+        self._lines = lines
+        self._next = 1
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, target: Any) -> int:
+        """Numbers an object seen for the first time; its number goes when the object does."""
+        key = id(target)
+        line = self._describe(target)
+        tag = 0
+        if line is not None:
+            tag = min(self._next, MANY)
+            if tag < MANY:
+                self._next += 1
+                self._lines.append({**line, "tag": tag})
+        self._references[key] = weakref.ref(target, lambda _: self._forget(key))
+        self.tags[key] = tag
+        return tag
+
+    def _forget(self, key: int) -> None:
+        self.tags.pop(key, None)
+        self._references.pop(key, None)
+
+
+class RootDescriber:
+    """Describes a module that was called outermost; modules that share weights share a family."""
+
+    def __init__(self) -> None:
+        self._families: dict[int, int] = {}
+
+    def __call__(self, module: Any) -> dict[str, Any] | None:
+        """The line of a module with parameters; None for one without."""
+        first = next(iter(module.parameters()), None)
+        if first is None:
+            return None
+        family = self._families.setdefault(id(first), len(self._families))
+        return {
+            "type": "root",
+            "name": type(module).__name__,
+            "module_count": sum(1 for _ in module.modules()),
+            "parameter_count": _parameter_count(module),
+            "family": family,
+        }
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    """The line of an optimizer."""
+    return {"type": "optimizer", "name": type(optimizer).__name__}
+
+
+def _parameter_count(module: Any) -> int | None:
+    """Number of weights; None where some are not initialised yet (lazy modules)."""
+    try:
+        return sum(int(p.numel()) for p in module.parameters())
+    except (ValueError, RuntimeError):
+        return None

@@ -1,0 +1,1 @@
+"""Before the job: its command line and environment; beside it: the node agent."""

@@ -1,0 +1,164 @@
+"""Splits a command line into haiprof's options and the job's command."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.config import OptionSpec, is_option, option_spec, parse_dotted, parse_value, safe_name
+from haiprof.errors import UsageError
+
+# Taken after the script too, as the published tool does. The others would be too easy to lose.
+AFTER_SCRIPT = ("time", "warmup", "trace", "recorder", "log-dir", "name")
+_OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """A parsed command line."""
+
+    command: list[str]
+    """The job's command, ready to be executed."""
+    options: dict[str, object]
+    """haiprof's options by field name."""
+    taken: list[str]
+    """The words that haiprof took for itself, for people to see."""
+    name: str
+    """What the job is called where nobody named it."""
+
+
+def parse_command_line(words: Sequence[str]) -> CommandLine:
+    """Takes haiprof's options out of a command line.
+
+    Options stand before the script or, as in the published tool, after it; from `--` on everything
+    is the script's, untouched.
+
+    Raises:
+        UsageError: No command, an unknown option before the script, or a value that does not fit.
+    """
+    taker = _Taker(list(words))
+    taker.leading()
+    if not taker.left:
+        raise UsageError("no command to run", hint="haiprof train.py, or haiprof --help")
+    program = taker.take_program()
+    arguments = taker.trailing()
+    return CommandLine(
+        command=_executable(program) + arguments,
+        options=taker.options,
+        taken=taker.taken,
+        name=_job_name([*program, *arguments]),
+    )
+
+
+class _Taker:
+    """Walks over the words once, from the left."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.left = words
+        self.options: dict[str, object] = {}
+        self.taken: list[str] = []
+        self.ended = False
+
+    def leading(self) -> None:
+        """haiprof's options before the program."""
+        while self.left and self.left[0].startswith("-") and self.left[0] != "-m":
+            if self.left[0] == "--":
+                self.left.pop(0)
+                self.ended = True
+                return
+            if not self._take(everywhere=False):
+                raise UsageError(
+                    f"no option {self.left[0]!r}", hint="haiprof --help lists the options"
+                )
+
+    def take_program(self) -> list[str]:
+        """The program: one word, or `-m MODULE`."""
+        if self.left[0] == "-m" and not self.ended:
+            if len(self.left) < 2:
+                raise UsageError("-m needs a module name")
+            program, self.left = self.left[:2], self.left[2:]
+        else:
+            program, self.left = self.left[:1], self.left[1:]
+        return program
+
+    def trailing(self) -> list[str]:
+        """The program's arguments, without what is haiprof's."""
+        arguments: list[str] = []
+        while self.left and not self.ended:
+            if self.left[0] == "--":
+                self.left.pop(0)
+                self.ended = True
+            elif not self._take(everywhere=True):
+                arguments.append(self.left.pop(0))
+        return arguments + self.left
+
+    def _take(self, *, everywhere: bool) -> bool:
+        """Takes the option at the front, if it is one."""
+        word = self.left[0]
+        name, equals, value = word[2:].partition("=")
+        if not word.startswith("--") or not (name == "options" or is_option(name)):
+            return False
+        spec = option_spec(name)
+        if everywhere and spec is not None and spec.name not in AFTER_SCRIPT:
+            return False
+        if everywhere and name == "options" and not _is_profile(equals, value, self.left):
+            return False
+        hint = _OWN_HINT if everywhere else ""
+        count = 1
+        if not equals:
+            count, value = self._value(word, spec, hint)
+        try:
+            key, parsed = (
+                parse_dotted(value)
+                if name == "options"
+                else parse_value(name, value, origin=f"--{name}")
+            )
+        except UsageError as error:
+            raise UsageError(str(error), hint=error.hint or hint) from None
+        self.options[key] = parsed
+        self.taken += self.left[:count]
+        self.left = self.left[count:]
+        return True
+
+    def _value(self, word: str, spec: OptionSpec | None, hint: str) -> tuple[int, str]:
+        """The value in the next word; a switch has none (but `--trace 1` is understood)."""
+        following = self.left[1] if len(self.left) > 1 else None
+        if spec is not None and not spec.metavar:
+            return (2, following) if following in ("0", "1") else (1, "1")
+        if following is None:
+            raise UsageError(f"{word} needs a value", hint=hint)
+        return 2, following
+
+
+def _is_profile(equals: str, value: str, left: list[str]) -> bool:
+    """Whether `--options` is haiprof's: only `profile.NAME=VALUE` is."""
+    text = value if equals else (left[1] if len(left) > 1 else "")
+    return text.startswith("profile.")
+
+
+def _executable(program: list[str]) -> list[str]:
+    """A Python file or module is run with Python, everything else as it is."""
+    if program[0] == "-m" or program[0].endswith(".py"):
+        return [_python(), *program]
+    return program
+
+
+def _python() -> str:
+    """This interpreter if it has torch; else the one that `python` means here."""
+    if importlib.util.find_spec("torch") is not None:
+        return sys.executable
+    return shutil.which("python") or shutil.which("python3") or sys.executable
+
+
+def _job_name(words: list[str]) -> str:
+    """The script's name, wherever it stands in the line; else the module's or the program's."""
+    for word in words:
+        if word.endswith(".py"):
+            return safe_name(Path(word).stem)
+    if "-m" in words[:-1]:
+        return safe_name(words[words.index("-m") + 1])
+    return safe_name(words[0])
