@@ -64,7 +64,7 @@ class _Taker:
         self.ended = False
 
     def leading(self) -> None:
-        """haiprof's options before the program."""
+        """Options of ours before the program."""
         while self.left and self.left[0].startswith("-") and self.left[0] != "-m":
             if self.left[0] == "--":
                 self.left.pop(0)
@@ -77,7 +77,7 @@ class _Taker:
 
     def take_program(self) -> list[str]:
         """The program: one word, or `-m MODULE`."""
-        if self.left[0] == "-m" and not self.ended:
+        if self.left[0] == "-m":
             if len(self.left) < 2:
                 raise UsageError("-m needs a module name")
             program, self.left = self.left[:2], self.left[2:]
@@ -141,9 +141,16 @@ def _is_profile(equals: str, value: str, left: list[str]) -> bool:
 
 
 def _executable(program: list[str]) -> list[str]:
-    """A Python file or module is run with Python, everything else as it is."""
+    """A Python file or module is run with Python, everything else as it is.
+
+    A program that is not on PATH is looked for beside this interpreter: `haiprof torchrun` works
+    in a virtual environment that is not activated.
+    """
     if program[0] == "-m" or program[0].endswith(".py"):
         return [_python(), *program]
+    beside = Path(sys.executable).parent / program[0]
+    if "/" not in program[0] and shutil.which(program[0]) is None and beside.exists():
+        return [str(beside)]
     return program
 
 

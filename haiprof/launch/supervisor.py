@@ -7,12 +7,15 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from haiprof.launch.canary import Canary
 
 TICK_S = 0.5
+STOP_ANSWER_S = 0.2
 
 _PR_SET_PDEATHSIG = 1
 _SI_KERNEL = 0x80  # sent by the terminal driver: the whole foreground group has it already
@@ -100,8 +103,22 @@ class Supervisor:
         alone = code != _SI_KERNEL and not self._canary.heard(number)
         if alone and self._child is not None:
             self._child.send_signal(number)
-        if number in _STOPS:
+        if number in _STOPS and _stops(self.pid):
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stops(pid: int) -> bool:
+    """Whether the job stops within a moment; it may have a handler, or no shell to go on with."""
+    deadline = time.monotonic() + STOP_ANSWER_S
+    while time.monotonic() < deadline:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        if stat.rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(STOP_ANSWER_S / 20)
+    return False
 
 
 def die_of(number: signal.Signals) -> None:

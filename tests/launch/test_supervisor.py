@@ -1,0 +1,186 @@
+"""The job as haiprof's child: its signals, its terminal and its exit status stay its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LOG = """
+import os, signal, sys, time
+log = open(sys.argv[1], "a", buffering=1)
+def note(number, frame):
+    log.write(signal.Signals(number).name + "\\n")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+               signal.SIGWINCH, signal.SIGCONT):
+    signal.signal(number, note)
+log.write("ready %d\\n" % os.getpid())
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    time.sleep(0.02)
+"""
+
+
+class Job:
+    """A job under haiprof that writes down the signals it receives."""
+
+    def __init__(self, tmp_path: Path, seconds: float = 20, **popen: object) -> None:
+        script = tmp_path / "job.py"
+        script.write_text(LOG)
+        self.log = tmp_path / "signals.log"
+        command = [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path / "logs"), "--quiet"]
+        self.process = subprocess.Popen(
+            [*command, str(script), str(self.log), str(seconds)],
+            **popen,  # type: ignore[call-overload]
+        )
+        self.job_pid = int(self.wait_for("ready").split()[1])
+        time.sleep(0.3)
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().split("\n")[:-1] if self.log.exists() else []
+
+    def wait_for(self, word: str) -> str:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            found = [line for line in self.lines() if line.startswith(word)]
+            if found:
+                return found[0]
+            time.sleep(0.02)
+        raise AssertionError(f"no {word} in {self.lines()}")
+
+    def count(self, name: str) -> int:
+        self.wait_for(name)
+        time.sleep(0.4)  # a second delivery would come within this
+        return self.lines().count(name)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.process.kill()
+        job.process.wait()
+
+
+def haiprof(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path / "logs"), "--quiet", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 255])
+def test_exit_status_is_the_jobs_own(tmp_path: Path, status: int) -> None:
+    assert haiprof(tmp_path, "bash", "-c", f"exit {status}").returncode == status
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGSEGV"])
+def test_death_by_a_signal_is_passed_up_and_said(tmp_path: Path, name: str) -> None:
+    done = haiprof(tmp_path, "bash", "-c", f"kill -{name[3:]} $$")
+    assert done.returncode == -getattr(signal, name)
+    assert f"ended by {name}" in done.stderr
+
+
+def test_missing_program_ends_like_in_a_shell(tmp_path: Path) -> None:
+    done = haiprof(tmp_path, "no-such-program-here")
+    assert done.returncode == 127
+    assert "no-such-program-here" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGWINCH"])
+def test_signal_to_the_launcher_alone_reaches_the_job_once(
+    tmp_path: Path, jobs: list[Job], name: str
+) -> None:
+    jobs.append(job := Job(tmp_path))
+    os.kill(job.process.pid, getattr(signal, name))
+    assert job.count(name) == 1
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_signal_to_the_process_group_reaches_the_job_once(
+    tmp_path: Path, jobs: list[Job], name: str
+) -> None:
+    jobs.append(job := Job(tmp_path, start_new_session=True))
+    os.killpg(job.process.pid, getattr(signal, name))
+    assert job.count(name) == 1
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_job_once(tmp_path: Path, jobs: list[Job]) -> None:
+    master, slave = pty.openpty()
+
+    def own_terminal() -> None:
+        os.setsid()
+        import fcntl
+        import termios
+
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    jobs.append(job := Job(tmp_path, stdin=slave, preexec_fn=own_terminal))
+    os.write(master, b"\x03")
+    assert job.count("SIGINT") == 1
+    os.close(master)
+    os.close(slave)
+
+
+def test_stop_and_continue_stop_and_continue_both(tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := Job(tmp_path, preexec_fn=os.setpgrp))
+    os.kill(job.process.pid, signal.SIGTSTP)
+    _wait_state(job.job_pid, "T")
+    _wait_state(job.process.pid, "T")
+    os.killpg(job.process.pid, signal.SIGCONT)
+    _wait_state(job.process.pid, "S")
+    assert job.count("SIGCONT") == 1
+
+
+def test_killed_launcher_leaves_no_orphan(tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(job := Job(tmp_path))
+    job.process.kill()
+    job.process.wait()
+    end = time.monotonic() + 5
+    while Path(f"/proc/{job.job_pid}").exists() and _state(job.job_pid) != "Z":
+        assert time.monotonic() < end, "the job outlived its launcher"
+        time.sleep(0.05)
+
+
+def test_stdin_belongs_to_the_job(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--quiet", "cat"],
+        input="hello",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "hello"
+
+
+def test_handlers_ignored_by_the_caller_stay_ignored(tmp_path: Path) -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    done = subprocess.run(
+        ["nohup", sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--quiet",
+         "python3", "-c", code],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "True"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _wait_state(pid: int, state: str) -> None:
+    end = time.monotonic() + 5
+    while _state(pid) != state:
+        assert time.monotonic() < end, f"{pid} is {_state(pid)}, not {state}"
+        time.sleep(0.02)
