@@ -1,0 +1,9 @@
+"""Beside the job: one table of counters per source, sampled in the launcher's side thread."""
+
+from __future__ import annotations
+
+from haiprof.samplers.gpu import GpuSampler
+from haiprof.samplers.host import HostSampler
+from haiprof.samplers.process import ProcessSampler
+
+SAMPLERS = (HostSampler, ProcessSampler, GpuSampler)

@@ -1,0 +1,173 @@
+"""A rank process with its descendants: counters that never go back when one of them ends.
+
+DataLoader workers come and go with every epoch, and their work is the rank's. The kernel moves a
+child's CPU time (stat cutime, cstime) and bytes (/proc/PID/io) to its parent at the moment the
+parent waits for it, together with its page faults (stat cminflt). So the sum over the living
+processes of *own + waited for* is right as long as every child is waited for by a living member,
+and three cases need care:
+
+1. A child ended between the parent's read and its own. Parents are read first, so nothing is
+   counted twice; the child's last values are carried until the parent's next read shows the wait.
+2. A child was never waited for (SIGCHLD ignored, or its parent ended first). Its parent's cminflt
+   then did not grow by the child's faults, and its last values stay in the sum for good.
+3. A child lost its parent but lives on (adopted by init). It stays a member by pid and start time.
+
+What a child did after its last read is in the sum when it was waited for, and lost otherwise. A
+last guard holds every counter at its highest value. Not handled: a rank that is itself a child of
+another rank (it is left out of the parent's sum until the parent waits for it).
+
+Source: Linux kernel/exit.c wait_task_zombie(), fs/proc/base.c do_io_accounting().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from haiprof.samplers.procfs import TICK_NS, Reading
+
+_Counters = tuple[int, int, int, int, int]
+_ZERO: _Counters = (0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyTotals:
+    """A process and its descendants, summed."""
+
+    process_count: int
+    cpu_ns: int
+    cpu_main_ns: int
+    """Of the process alone."""
+    rss_bytes: int
+    thread_count: int
+    io_bytes: tuple[int, int, int, int] | None
+    """rchar, wchar, read_bytes, write_bytes; None when those of the process cannot be read."""
+    io_reasons: tuple[str, ...]
+    """Why bytes are missing, of the process or of a descendant."""
+
+
+class Family:
+    """Follows one process and its descendants.
+
+    Args:
+        pid: The process.
+        start_ticks: Its start time (stat field 22): a reused pid is another process.
+    """
+
+    def __init__(self, pid: int, start_ticks: int) -> None:
+        self.pid = pid
+        self.start_ticks = start_ticks
+        self._members: dict[int, Reading] = {}  # at the last update, parents before children
+        self._pending: dict[int, Reading] = {}  # gone, and no wait for them seen yet
+        self._carried: _Counters = _ZERO  # of those that were never waited for
+        self._highest: _Counters = _ZERO
+
+    def update(
+        self,
+        children: Mapping[int, list[int]],
+        read: Callable[[int], Reading | None],
+        *,
+        others: Container[int] = (),
+    ) -> FamilyTotals | None:
+        """Reads every member.
+
+        Args:
+            children: From `ProcessTree`, not older than the last update.
+            read: Reads one process; None when it is gone.
+            others: Processes that have a family of their own.
+
+        Returns:
+            The totals, or None when the process has ended.
+        """
+        main = read(self.pid)
+        if main is None or main.start_ticks != self.start_ticks or not main.running:
+            return None
+        members = self._read_members(main, children, read, others)
+        self._settle(members)
+        self._members = members
+        values = [self._carried, *map(_counters, (*members.values(), *self._pending.values()))]
+        totals = (sum(column) for column in zip(*values, strict=True))
+        cpu, *io = map(max, totals, self._highest)
+        self._highest = (cpu, io[0], io[1], io[2], io[3])
+        return _totals(main, members.values(), self._highest)
+
+    def _read_members(
+        self,
+        main: Reading,
+        children: Mapping[int, list[int]],
+        read: Callable[[int], Reading | None],
+        others: Container[int],
+    ) -> dict[int, Reading]:
+        """Those below the process, and known ones that lost their parent; parents first."""
+        members = {main.pid: main}
+        queue = [main.pid]
+        for parent in queue:
+            for pid in children.get(parent, ()):
+                reading = None if pid in members or pid in others else read(pid)
+                if reading is not None and reading.parent == parent:
+                    members[pid] = reading
+                    queue.append(pid)
+        for pid, known in self._members.items():
+            reading = None if pid in members or pid in others else read(pid)
+            if reading is not None and _same(reading, known):
+                members[pid] = reading
+        return members
+
+    def _settle(self, members: Mapping[int, Reading]) -> None:
+        """Decides for those that are gone whether a member has taken over their counters."""
+        gone = {pid: r for pid, r in self._members.items() if not _same(members.get(pid), r)}
+        parents = {pid: r.parent for pid, r in (*self._pending.items(), *gone.items())}
+        waited = {pid: r.waited_faults - self._waited_before(r) for pid, r in members.items()}
+        still_pending = {}
+        for pid, reading in (*self._pending.items(), *gone.items()):
+            heir = _heir(reading.parent, members, parents)
+            if heir is not None and waited[heir] >= reading.faults:
+                waited[heir] -= reading.faults
+            elif heir is not None and pid in gone:
+                still_pending[pid] = reading
+            else:
+                self._carried = _added(self._carried, _counters(reading))
+        self._pending = still_pending
+
+    def _waited_before(self, reading: Reading) -> int:
+        known = self._members.get(reading.pid)
+        return known.waited_faults if known is not None and _same(reading, known) else 0
+
+
+def _same(reading: Reading | None, known: Reading) -> bool:
+    return reading is not None and reading.start_ticks == known.start_ticks
+
+
+def _heir(pid: int, members: Container[int], parents: Mapping[int, int]) -> int | None:
+    """The nearest living ancestor, going through ancestors that are gone too."""
+    for _ in range(len(parents) + 1):
+        if pid in members:
+            return pid
+        if pid not in parents:
+            return None
+        pid = parents[pid]
+    return None
+
+
+def _counters(reading: Reading) -> _Counters:
+    return (reading.total_ticks * TICK_NS, *(reading.io_bytes or (0, 0, 0, 0)))
+
+
+def _added(left: _Counters, right: _Counters) -> _Counters:
+    cpu, *io = map(sum, zip(left, right, strict=True))
+    return (cpu, io[0], io[1], io[2], io[3])
+
+
+def _totals(main: Reading, members: Iterable[Reading], counters: _Counters) -> FamilyTotals:
+    running = [r for r in members if r.running]
+    unread = [r for r in running if r.io_reason]
+    reasons = {r.io_reason if r is main else f"a child is left out: {r.io_reason}" for r in unread}
+    return FamilyTotals(
+        process_count=len(running),
+        cpu_ns=counters[0],
+        cpu_main_ns=main.own_ticks * TICK_NS,
+        rss_bytes=sum(r.rss_bytes for r in running),
+        thread_count=sum(r.thread_count for r in running),
+        io_bytes=None if main.io_bytes is None else counters[1:],
+        io_reasons=tuple(sorted(reasons)),
+    )

@@ -1,0 +1,143 @@
+"""The node's side thread: samples every source at its own pace into the run directory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from haiprof.config import Options
+from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.writer import LineWriter
+from haiprof.samplers import SAMPLERS
+from haiprof.samplers.base import Clock, Node, Sampler
+from haiprof.samplers.stream import Stream
+from haiprof.units import NS_PER_S
+
+_POLL_S = 0.25  # how soon a rank that reports in is noticed
+_COST_EVERY_NS = 10 * NS_PER_S
+
+
+class SamplingLoop:
+    """Samples this node until it is told to stop; `run` is the body of a thread and never raises.
+
+    Args:
+        run: Where records and events go, and where ranks report in.
+        host: This node's name, as ranks report it.
+        options: Which recorders run, and how often.
+        root: Where /proc and /sys are.
+        nvml: A module like pynvml; None imports that.
+        clock: CLOCK_MONOTONIC in ns.
+        samplers: In place of those that the options name.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        options: Options,
+        *,
+        root: Path = Path("/"),
+        nvml: ModuleType | None = None,
+        clock: Clock = time.perf_counter_ns,
+        samplers: Sequence[Sampler] | None = None,
+    ) -> None:
+        self.failure: str | None = None
+        """Why nothing was recorded."""
+        self._host = host
+        self._options = options
+        self._clock = clock
+        self._paths = run.node(host)
+        self._samplers = samplers
+        self._surroundings = Node(run=run, host=host, root=root, nvml=nvml, clock=clock)
+        self._events: LineWriter | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Samples now, then at every interval, and once more when `stop` is set."""
+        try:
+            self._paths.root.mkdir(parents=True, exist_ok=True)
+            self._events = LineWriter(self._paths.events)
+            self._record(stop)
+        except Exception as error:  # noqa: BLE001  the job must not feel that sampling fails
+            self.failure = f"{type(error).__name__}: {error}"
+            self._report({"type": "sampler_error", "source": "loop", "reason": self.failure})
+        finally:
+            if self._events is not None:
+                self._events.close()
+
+    def _record(self, stop: threading.Event) -> None:
+        meter = _CostMeter(self._clock)
+        streams = self._start()
+        try:
+            while not stop.wait(self._seconds_to_wait(streams)):
+                for stream in streams:
+                    stream.sample_if_due(self._clock())
+                if meter.due():
+                    self._report(meter.line(streams))
+            for stream in streams:
+                stream.finish()
+        finally:
+            for stream in streams:
+                stream.close()
+            self._report(meter.line(streams))
+
+    def _start(self) -> list[Stream]:
+        """Opens one sampler after the other: the first counts before a slow driver answers."""
+        header = {"host": self._host, "pid": os.getpid()}
+        anchor = ClockAnchor.now()
+        streams = []
+        for sampler in self._chosen():
+            interval_ns = int(self._options.interval(sampler.name) * NS_PER_S)
+            stream = Stream(sampler, interval_ns, clock=self._clock, report=self._report)
+            if stream.start(self._paths, anchor, header):
+                streams.append(stream)
+            else:
+                stream.close()
+        return streams
+
+    def _chosen(self) -> Sequence[Sampler]:
+        if self._samplers is not None:
+            return self._samplers
+        chosen = [kind for kind in SAMPLERS if kind.name in self._options.recorder]
+        return [kind.for_node(self._surroundings) for kind in chosen]
+
+    def _seconds_to_wait(self, streams: Sequence[Stream]) -> float:
+        now = self._clock()
+        dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
+        return max(0.0, min([_POLL_S, *dues]))
+
+    def _report(self, line: Mapping[str, object]) -> None:
+        if self._events is not None:
+            self._events.append({**line, "time_ns": self._clock()})
+
+
+class _CostMeter:
+    """What this thread has used, as the cumulative `cost` line of the events file."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start_ns = clock()
+        self._start_cpu_ns = time.thread_time_ns()
+        self._next_ns = self._start_ns + _COST_EVERY_NS
+
+    def due(self) -> bool:
+        """Whether it is time for the next line."""
+        if self._clock() < self._next_ns:
+            return False
+        self._next_ns += _COST_EVERY_NS
+        return True
+
+    def line(self, streams: Sequence[Stream]) -> dict[str, object]:
+        """CPU and wall time since the start, ticks missed, bytes dropped, slowed samplers."""
+        return {
+            "type": "cost",
+            "cpu_ns": time.thread_time_ns() - self._start_cpu_ns,
+            "elapsed_ns": self._clock() - self._start_ns,
+            "missed_tick_count": sum(stream.pace.missed_count for stream in streams),
+            "dropped_bytes": sum(stream.dropped_bytes for stream in streams),
+            "slowed": {s.sampler.name: s.pace.factor for s in streams if s.pace.factor > 1},
+        }

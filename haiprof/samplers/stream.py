@@ -1,0 +1,125 @@
+"""One sampler with its record file: whatever fails in it is an event, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from haiprof.config import MIN_INTERVAL_S
+from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.layout import NodePaths
+from haiprof.rundir.writer import RecordWriter
+from haiprof.samplers.base import ALL_METRICS, Clock, Missing, Sampler
+from haiprof.samplers.pace import Pace
+from haiprof.units import NS_PER_S
+
+# CPU times come in ticks of 10 ms: two samples closer than this would make a rate of noise.
+_MIN_GAP_NS = int(MIN_INTERVAL_S * NS_PER_S)
+
+Report = Callable[[Mapping[str, object]], None]
+"""Takes one line for the node's events file."""
+
+
+class Stream:
+    """Carries the records of one sampler to its file.
+
+    Args:
+        sampler: Not opened yet.
+        interval_ns: Between two samples.
+        clock: CLOCK_MONOTONIC in ns.
+        report: Where events go.
+    """
+
+    def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
+        self.sampler = sampler
+        self._last_ns = 0
+        self._clock = clock
+        self._report = report
+        self._reasons: set[str] = set()
+        self._writer: RecordWriter | None = None
+        self.pace = Pace(interval_ns, sampler.read_limit_ns, clock())
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Records that found no room on the disk."""
+        return self._writer.dropped_bytes if self._writer is not None else 0
+
+    def start(self, node: NodePaths, anchor: ClockAnchor, header: Mapping[str, object]) -> bool:
+        """Opens the sampler and its file, and takes the first sample.
+
+        Returns:
+            Whether there is anything to sample.
+        """
+        try:
+            missing = self.sampler.open()
+            self._report_missing(missing)
+            if any(metric == ALL_METRICS for metric, _ in missing):
+                return False
+            path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
+            self._writer = RecordWriter(path, self.sampler.table, clock=anchor, extra=extra)
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return False
+        self._take()
+        self.pace.restart(self._last_ns)
+        return True
+
+    def sample_if_due(self, now_ns: int) -> None:
+        """Samples when it is time, or out of turn when the sampler has something new."""
+        if now_ns >= self.pace.due_ns:
+            read_ns = self._take()
+            self.pace.advance(self._clock(), read_ns)
+        elif now_ns - self._last_ns >= _MIN_GAP_NS and self._is_urgent():
+            self._take()
+            self.pace.restart(self._last_ns)
+
+    def finish(self) -> None:
+        """Takes the last sample, unless there has just been one."""
+        if self._clock() - self._last_ns >= _MIN_GAP_NS:
+            self._take()
+
+    def close(self) -> None:
+        """Closes the sampler and its file."""
+        try:
+            self.sampler.close()
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _take(self) -> int:
+        """Writes one sample.
+
+        Returns:
+            What it took in ns; a sampler that fails counts as slow, so that it is asked less often.
+        """
+        self._last_ns = self._clock()
+        try:
+            data = self.sampler.sample()
+            read_ns = self._clock() - self._last_ns
+            self._report_missing(self.sampler.drain_missing())
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return self.sampler.read_limit_ns + 1
+        if data and self._writer is not None:
+            self._writer.append(data)
+        return read_ns
+
+    def _is_urgent(self) -> bool:
+        try:
+            return self.sampler.urgent()
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return False
+
+    def _report_missing(self, missing: list[Missing]) -> None:
+        for metric, reason in missing:
+            line = {"type": "counter_missing", "source": self.sampler.name}
+            self._report({**line, "metric": metric, "reason": reason})
+
+    def _report_error(self, error: Exception) -> None:
+        """Says each fault once: a sampler that always fails does so at every tick."""
+        reason = f"{type(error).__name__}: {error}"
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            line = {"type": "sampler_error", "source": self.sampler.name, "reason": reason}
+            self._report(line)
