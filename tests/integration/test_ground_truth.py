@@ -1,0 +1,139 @@
+"""Measured phases against what the script itself measured around the same calls."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import run_job, succeeded
+
+pytestmark = pytest.mark.slow
+
+PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+RELATIVE_TOLERANCE = 0.02
+ABSOLUTE_TOLERANCE_NS = 300_000
+STEPS = 40
+
+SCRIPT = """
+import json, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+NOW = time.perf_counter_ns
+MILLISECONDS = dict(zip(("data", "forward", "backward", "optimizer", "other"),
+                        map(float, sys.argv[2].split(","))))
+
+def work(name):
+    if sys.argv[3] == "sleep":
+        time.sleep(MILLISECONDS[name] / 1e3)
+        return
+    until = time.thread_time_ns() + MILLISECONDS[name] * 1e6
+    a = torch.ones(64, 64)
+    with torch.no_grad():
+        while time.thread_time_ns() < until:
+            a = a @ a / 64
+
+class Rows(Dataset):
+    def __len__(self):
+        return STEPS + 1
+    def __getitem__(self, index):
+        work("data")
+        return torch.ones(8), torch.zeros(1)
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        work("forward")
+        return x.clone()
+    @staticmethod
+    def backward(context, grad):
+        work("backward")
+        return grad
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.last(Slow.apply(self.first(x)))
+
+class Optimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        work("optimizer")
+        return loss
+
+STEPS = 40
+model = Model()
+optimizer = Optimizer(model.parameters(), lr=0.01)
+rows = []
+iterator = iter(DataLoader(Rows(), batch_size=1))
+fetch = NOW()
+for _ in range(STEPS):
+    x, y = next(iterator)
+    row = {"start": fetch, "dataloader": NOW() - fetch}
+    row["forward"] = row["backward"] = 0
+
+    def closure():
+        begin = NOW()
+        out = model(x)
+        row["forward"] += NOW() - begin
+        loss = (out - y).square().mean()
+        optimizer.zero_grad()
+        begin = NOW()
+        loss.backward()
+        row["backward"] += NOW() - begin
+        return loss
+
+    if CLOSURE:
+        begin = NOW()
+        optimizer.step(closure)
+        row["optimizer"] = NOW() - begin - row["forward"] - row["backward"]
+    else:
+        closure()
+        begin = NOW()
+        optimizer.step()
+        row["optimizer"] = NOW() - begin
+    work("other")
+    fetch = NOW()
+    row["step"] = fetch - row.pop("start")
+    row["other"] = row["step"] - sum(row[p] for p in ("dataloader", "forward", "backward", "optimizer"))
+    rows.append(row)
+next(iterator)  # the last step ends where the next batch is asked for
+json.dump(rows, open(sys.argv[1], "w"))
+"""  # noqa: E501
+
+# data, forward, backward, optimizer, other: milliseconds
+LONG_FORWARD = "2,12,5,3,4"
+LONG_DATA = "15,3,6,1,2"
+SHORT = "1,1,1,1,1"
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("kind", ["sleep", "compute"])
+@pytest.mark.parametrize("shares", [LONG_FORWARD, LONG_DATA, SHORT])
+def test_phases_match_the_truth(tmp_path: Path, shares: str, kind: str, closure: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("if CLOSURE", f"if {closure}"))
+    truth_file = tmp_path / "truth.json"
+    command = ["python", str(script), str(truth_file), shares, kind]
+    job = succeeded(run_job(command, folder=tmp_path / "job", haiprof=True))
+    steps = job.analyzer().steps().sort("step")
+    truth = json.loads(truth_file.read_text())
+    assert len(truth) == STEPS
+    assert steps.height in (STEPS, STEPS + 1)  # the last batch is fetched but not trained on
+    steps = steps.head(STEPS)
+    for phase in (*PHASES, "step"):
+        column = "step_ns" if phase == "step" else f"{phase}_host_ns"
+        expected = statistics.median(row[phase] for row in truth)
+        measured = statistics.median(steps[column].to_list())
+        allowed = max(RELATIVE_TOLERANCE * expected, ABSOLUTE_TOLERANCE_NS)
+        assert abs(measured - expected) <= allowed, f"{phase}: {measured} ns, truth {expected} ns"
+    adds_up = sum(steps[f"{phase}_host_ns"] for phase in PHASES)
+    assert (adds_up == steps["step_ns"]).all()  # type: ignore[attr-defined]
