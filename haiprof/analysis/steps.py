@@ -169,7 +169,24 @@ def _optimizer_tags(nested: Nested, kind: Codes, inner: Ints) -> Codes:
     steps = inner[kind[inner] == schema.OPTIMIZER]
     held = steps[kind[nested.top[steps]] == schema.SCALER]
     tag[nested.top[held]] = nested.spans.tag[held]
+    closing = np.flatnonzero(_CLOSING[kind] & (nested.parent < 0))
+    empty = (kind[closing] == schema.SCALER) & ~_holders(nested, held)[closing]
+    tag[closing] = _with_skipped(tag[closing], empty)
     return tag
+
+
+def _with_skipped(tag: Codes, empty: Bools) -> Codes:
+    """Tags of optimizers, where one that a scaler skipped takes its usual place in the order."""
+    if not empty.any() or empty.all():
+        return tag
+    usual = np.zeros((schema.TAG_MASK + 1, schema.TAG_MASK + 1), dtype=np.int64)
+    pairs = np.flatnonzero(~empty[1:] & ~empty[:-1])
+    np.add.at(usual, (tag[pairs], tag[pairs + 1]), 1)
+    follower = np.where(usual.any(axis=1), usual.argmax(axis=1), tag[~empty][0])
+    filled = tag.copy()
+    for place in np.flatnonzero(empty).tolist():  # skipped steps are few
+        filled[place] = follower[filled[place - 1]] if place else tag[~empty][0]
+    return filled
 
 
 def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[Ints, Ints]:

@@ -101,6 +101,7 @@ def _in_step(kind: Codes) -> Bools:
     mark = loader | train
     before, after = previous_of(mark), next_of(mark)
     fetched = (before >= 0) & (kind[before] == schema.DATA)
+    fetched &= ~np.append(_NO_GRAD[kind], False)[previous_of(~loader)][before]  # its own loop
     used = np.append(train, False)[after]
     found: Bools = (kind == schema.EVAL) & fetched & used
     steps = int(_CLOSING[kind].sum()) or int((kind == schema.BACKWARD).sum())

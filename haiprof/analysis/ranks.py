@@ -1,0 +1,151 @@
+"""The frame of ranks: who reported in, what was recorded, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from haiprof.analysis.records import integer, number, text
+from haiprof.analysis.run import RankFiles
+from haiprof.analysis.segments import RankSegments
+from haiprof.analysis.steps import PHASES
+
+RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "host": pl.String,
+    "pid": pl.Int64,
+    "local_rank": pl.Int64,
+    "world_size": pl.Int64,
+    "python": pl.String,
+    "torch": pl.String,
+    "device": pl.String,
+    "gpu_uuid": pl.String,
+    "step_count": pl.Int64,
+    "eval_ns": pl.Int64,
+    "unfinished_micro_step_count": pl.Int64,
+    "record_start_ns": pl.Int64,
+    "record_end_ns": pl.Int64,
+    "recording_ended": pl.String,
+    "cost_ns_per_step": pl.Float64,
+    "cost_ratio": pl.Float64,
+    "notes": pl.List(pl.String),
+}
+
+
+def rank_frame(
+    ranks: Sequence[RankFiles], segments: Mapping[tuple[int, int], RankSegments]
+) -> pl.DataFrame:
+    """Ranks of the run, by rank and attempt.
+
+    Args:
+        ranks: All rank folders.
+        segments: Those whose spans could be read, by (rank, attempt).
+
+    Returns:
+        `rank`, `attempt`, `host`, `pid`, `local_rank`, `world_size`, `python`, `torch`, `device`,
+        `gpu_uuid`, `step_count`, `eval_ns` (time in evaluations, between batches too),
+        `unfinished_micro_step_count` (after the last step), `record_start_ns`, `record_end_ns`
+        (Unix time), `recording_ended` (`time`, `exit`; null: killed, or still running),
+        `cost_ns_per_step`, `cost_ratio` (haiprof's own time in the job, measured), `notes`.
+    """
+    rows = [_row(rank, segments.get((rank.rank, rank.attempt))) for rank in ranks]
+    return pl.DataFrame(rows, schema=RANK_SCHEMA, orient="row")
+
+
+def _row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
+    report = files.report
+    row: dict[str, object] = {"rank": files.rank, "attempt": files.attempt}
+    row.update({n: integer(report.get(n)) for n in ("pid", "local_rank", "world_size")})
+    row.update({n: text(report.get(n)) for n in ("host", "python", "torch", "device", "gpu_uuid")})
+    if segments is not None:
+        found = segments.found
+        row["step_count"] = len(found.steps.start_ns)
+        row["eval_ns"] = int((found.evaluation_end_ns - found.evaluation_start_ns).sum())
+        row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
+    row.update(_recording(files, segments))
+    row.update(_cost(files, segments))
+    row["notes"] = list(rank_notes(files, segments))
+    return row
+
+
+def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
+    offset = _wall_offset(files, segments)
+    marks: dict[str, object] = {}
+    for name in ("record_start", "record_end"):
+        lines = files.of_type(name)
+        line = lines[0 if name == "record_start" else -1] if lines else {}
+        time = integer(line.get("time_ns"))
+        known = time is not None and offset is not None
+        marks[f"{name}_ns"] = integer((time or 0) + (offset or 0)) if known else None
+        marks["recording_ended"] = text(line.get("reason"))
+    return marks
+
+
+def _wall_offset(files: RankFiles, segments: RankSegments | None) -> int | None:
+    if segments is not None:
+        return segments.wall_offset_ns
+    clock = files.report.get("clock")
+    anchor = clock if isinstance(clock, dict) else {}
+    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
+    return None if wall is None or mono is None else wall - mono
+
+
+def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
+    """From the last cost line, whose numbers are cumulative."""
+    lines = files.of_type("cost")
+    elapsed = number(lines[-1].get("elapsed_ns")) if lines else None
+    spent = _spent_ns(lines[-1]) if lines else None
+    steps = len(segments.found.steps.start_ns) if segments is not None else 0
+    return {
+        "cost_ns_per_step": spent / steps if spent is not None and steps else None,
+        "cost_ratio": spent / elapsed if spent is not None and elapsed else None,
+    }
+
+
+def _spent_ns(line: Mapping[str, Any]) -> float | None:
+    """Calibrated time of all spans and module calls, and the CPU time of draining them."""
+    names = ("event_count", "event_ns", "module_call_count", "module_call_ns", "drain_cpu_ns")
+    events, event_ns, calls, call_ns, drain = (number(line.get(name)) for name in names)
+    if events is None or event_ns is None:
+        return None
+    return events * event_ns + (calls or 0.0) * (call_ns or 0.0) + (drain or 0.0)
+
+
+def rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
+    """Everything that a reader of this rank's numbers should know."""
+    notes = list(files.notes)
+    if segments is not None:
+        notes += segments.notes
+        left = segments.found.unfinished_micro_step_count
+        if left:
+            notes.append(f"{left} micro-steps after the last step are in no step")
+        notes += [
+            f"{phase}: {reason}"
+            for phase, seen in zip(PHASES, segments.seen.tolist(), strict=True)
+            if not seen
+            for reason in [_why_missing(files, phase)]
+        ]
+    patches = files.of_type("patch_failed")
+    notes += [f"{line.get('phase')} is not measured: {line.get('reason')}" for line in patches]
+    faults = files.of_type("hook_error")
+    notes += [f"fault in the hook ({line.get('where')}): {line.get('reason')}" for line in faults]
+    dropped = [integer(line.get("dropped_bytes")) or 0 for line in files.of_type("cost")[-1:]]
+    notes += [f"{count} bytes of records did not fit on the disk" for count in dropped if count]
+    return tuple(text(note) or "" for note in notes)
+
+
+def _why_missing(files: RankFiles, phase: str) -> str:
+    """Why a phase is null in this rank."""
+    phases = files.report.get("phases")
+    reason = text(phases.get(phase)) if isinstance(phases, dict) else None
+    if reason and reason != "ok":
+        return reason
+    return {
+        "dataloader": "no torch DataLoader ran in a training step",
+        "forward": "no module call seen in a training step (compiled whole, or plain functions)",
+        "backward": "no call of the autograd engine seen in a training step",
+        "optimizer": "no torch optimizer stepped (compiled whole, or another library's)",
+    }[phase]

@@ -1,0 +1,79 @@
+"""One rank's spans, steps and device times, read and cut once for all frames."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from haiprof.analysis.device import Floats, device_ns
+from haiprof.analysis.nesting import Bools, Spans, kind_table
+from haiprof.analysis.records import read_table, record_columns
+from haiprof.analysis.run import RankFiles
+from haiprof.analysis.spans import read_spans
+from haiprof.analysis.steps import PHASES, Segmentation, segment
+from haiprof.errors import RunFormatError
+from haiprof.rundir import schema
+from haiprof.rundir.layout import RankPaths
+
+_EVENTS = kind_table(schema.GC, schema.SAVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSegments:
+    """One rank of the run with its steps."""
+
+    files: RankFiles
+    found: Segmentation
+    events: Spans
+    """Garbage collector pauses and checkpoint saves."""
+    wall_offset_ns: int
+    """Unix time minus the clock of the spans."""
+    device_ns: Floats | None
+    """[phase and other, step], NaN where unknown; null without device records."""
+    seen: Bools
+    """Per phase of PHASES: whether any training step of the rank has it."""
+    notes: tuple[str, ...]
+    """What was left out of the spans and device records."""
+
+
+def load_segments(files: RankFiles) -> RankSegments:
+    """Reads and cuts the spans of one rank.
+
+    Raises:
+        RunFormatError: The rank's spans cannot be read.
+    """
+    spans, clock, notes = read_spans(files.paths.phases)
+    found = segment(spans, families=files.families())
+    crossing = found.nested.overlapping_count
+    if crossing:
+        notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
+    device, damaged = _device(files.paths, found)
+    return RankSegments(
+        files=files,
+        found=found,
+        events=spans.take(_EVENTS[spans.kind]),
+        wall_offset_ns=clock.wall_ns - clock.mono_ns,
+        device_ns=device,
+        seen=_phases_seen(found),
+        notes=notes + damaged,
+    )
+
+
+def _device(paths: RankPaths, found: Segmentation) -> tuple[Floats | None, tuple[str, ...]]:
+    if not os.path.lexists(paths.device):
+        return None, ()
+    try:
+        records = read_table(paths.device, schema.DEVICE)
+    except RunFormatError as error:
+        return None, (str(error),)
+    if not records.count:
+        return None, records.notes
+    return device_ns(record_columns(records), found), records.notes
+
+
+def _phases_seen(found: Segmentation) -> Bools:
+    counts = np.bincount(found.phase[found.step >= 0], minlength=len(PHASES))
+    seen: Bools = counts[: len(PHASES)] > 0
+    return seen
