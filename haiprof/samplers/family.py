@@ -116,10 +116,12 @@ class Family:
     def _settle(self, members: Mapping[int, Reading]) -> None:
         """Decides for those that are gone whether a member has taken over their counters."""
         gone = {pid: r for pid, r in self._members.items() if not _same(members.get(pid), r)}
-        parents = {pid: r.parent for pid, r in (*self._pending.items(), *gone.items())}
+        lost = {**self._pending, **gone}
+        parents = {pid: r.parent for pid, r in lost.items()}
         waited = {pid: r.waited_faults - self._waited_before(r) for pid, r in members.items()}
         still_pending = {}
-        for pid, reading in (*self._pending.items(), *gone.items()):
+        # Largest first: faults that one wait brought are not given to two smaller children.
+        for pid, reading in sorted(lost.items(), key=lambda item: -item[1].faults):
             heir = _heir(reading.parent, members, parents)
             if heir is not None and waited[heir] >= reading.faults:
                 waited[heir] -= reading.faults

@@ -1,0 +1,290 @@
+"""Stand-ins for hardware: a tree like /proc and /sys, and a module like pynvml."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+_MEMINFO = """\
+MemTotal:       16384000 kB
+MemFree:         1024000 kB
+MemAvailable:    8192000 kB
+Buffers:           10240 kB
+"""
+
+_DISKSTATS = """\
+   7       0 loop0 11 0 900 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+ 259       0 nvme0n1 500 10 2000 300 700 20 4000 900 0 500 1200 0 0 0 0 0 0
+ 259       1 nvme0n1p1 400 10 1900 300 600 20 3900 900 0 500 1200 0 0 0 0 0 0
+   8       0 sda 50 0 100 30 70 2 200 90 0 50 120
+ 253       0 dm-0 500 10 2100 300 700 20 4100 900 0 500 1200 0 0 0 0 0 0
+"""
+
+_NET_DEV = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo
+    lo:     999       9    0    0    0     0          0         0      999       9    0    0    0
+  eth0:    1000      10    0    0    0     0          0         0     2000      10    0    0    0
+eth1:123456789012     1    0    0    0     0          0         0       30       1    0    0    0
+ bond0:    5000      10    0    0    0     0          0         0     5000      10    0    0    0
+"""
+
+_PRESSURE = "some avg10=0.00 avg60=0.10 avg300=0.00 total={}\nfull avg10=0.00 avg60=0 total=3\n"
+
+
+class FakeTree:
+    """A root folder with the files that samplers read, in the kernel's own form.
+
+    Args:
+        root: An empty folder; it stands for `/`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "proc").mkdir()
+        self.cpu(user=100)
+        self.write("proc/meminfo", _MEMINFO)
+        self.write("proc/diskstats", _DISKSTATS)
+        self.write("proc/net/dev", _NET_DEV)
+        for name, total_us in (("cpu", 7), ("memory", 8), ("io", 9)):
+            self.write(f"proc/pressure/{name}", _PRESSURE.format(total_us))
+        for name in ("loop0", "nvme0n1", "sda"):
+            (root / "sys/block" / name / "slaves").mkdir(parents=True)
+        (root / "sys/block/dm-0/slaves/nvme0n1").mkdir(parents=True)
+        for name in ("lo", "eth0/device", "eth1/device", "bond0/lower_eth0", "bond0/lower_eth1"):
+            (root / "sys/class/net" / name).mkdir(parents=True)
+
+    def write(self, path: str, text: str) -> None:
+        """Puts a file in place; one that is open goes on being read."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+    def remove(self, path: str) -> None:
+        """Takes a file or a process away."""
+        target = self.root / path
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink()
+
+    def cpu(self, *, user: int = 0, idle: int = 0, iowait: int = 0, cpu_count: int = 4) -> None:
+        """Puts /proc/stat in place; times in ticks."""
+        times = f"{user} 10 50 {idle} {iowait} 3 2 1 40 0"
+        lines = [f"cpu  {times}", *(f"cpu{n} {times}" for n in range(cpu_count)), "ctxt 5"]
+        self.write("proc/stat", "\n".join(lines) + "\n")
+
+    def process(self, process: FakeProcess) -> None:
+        """Puts a process in place, or its new values."""
+        folder = f"proc/{process.pid}"
+        self.write(f"{folder}/stat", process.stat())
+        if process.io is not None:
+            names = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
+            values = (*process.io[:2], 1, 1, *process.io[2:])
+            pairs = zip(names, values, strict=True)
+            self.write(f"{folder}/io", "".join(f"{name}: {value}\n" for name, value in pairs))
+        self.write(f"{folder}/cmdline", "".join(f"{word}\0" for word in process.argv))
+        environ = "".join(f"{name}={value}\0" for name, value in process.environ.items())
+        self.write(f"{folder}/environ", environ)
+        lines = [f"7f{n:010x}-7f{n + 1:010x} r-xp 00000000 fe:00 {n} {process.mapped}" for n in
+                 range(3)]  # fmt: skip
+        self.write(f"{folder}/maps", "\n".join(lines) + "\n")
+        exe = self.root / folder / "exe"
+        exe.unlink(missing_ok=True)
+        exe.symlink_to(process.exe)
+
+
+@dataclass(kw_only=True)
+class FakeProcess:
+    """One process of a `FakeTree`; change a field and put it in place again."""
+
+    pid: int
+    parent: int = 1
+    name: str = "pt (main) x"
+    state: str = "S"
+    start: int = 1000
+    ticks: int = 0
+    waited_ticks: int = 0
+    faults: int = 100
+    waited_faults: int = 0
+    threads: int = 1
+    rss_pages: int = 10
+    io: tuple[int, int, int, int] | None = (0, 0, 0, 0)
+    """rchar, wchar, read_bytes, write_bytes; None leaves the file out."""
+    exe: str = "/usr/bin/python3.11"
+    argv: Sequence[str] = ("python", "train.py")
+    environ: Mapping[str, str] = field(default_factory=dict)
+    mapped: str = "/usr/lib/libc.so.6"
+
+    def stat(self) -> str:
+        """The line in /proc/PID/stat."""
+        head = f"{self.pid} ({self.name}) {self.state} {self.parent} 1 1 0 -1 4194304"
+        faults = f"{self.faults} {self.waited_faults} 0 0"
+        times = f"{self.ticks} 0 {self.waited_ticks} 0 20 0 {self.threads} 0 {self.start}"
+        return f"{head} {faults} {times} 99999 {self.rss_pages} 18446744073709551615 0 0 0\n"
+
+    def waits_for(self, child: FakeProcess) -> None:
+        """What the kernel does at wait(): the child's counters become the parent's."""
+        self.waited_ticks += child.ticks + child.waited_ticks
+        self.waited_faults += child.faults + child.waited_faults
+        if self.io is not None and child.io is not None:
+            sums = [mine + theirs for mine, theirs in zip(self.io, child.io, strict=True)]
+            self.io = (sums[0], sums[1], sums[2], sums[3])
+
+
+class NVMLError(Exception):
+    """As in pynvml: one subclass per return code, the code in `value`."""
+
+    value = 999
+
+    def __str__(self) -> str:
+        return _NVML_TEXTS.get(type(self).__name__, "Unknown Error")
+
+
+class NVMLError_Uninitialized(NVMLError):  # noqa: N801, N818
+    value = 1
+
+
+class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
+    value = 3
+
+
+class NVMLError_NoPermission(NVMLError):  # noqa: N801, N818
+    value = 4
+
+
+class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818
+    value = 9
+
+
+class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
+    value = 12
+
+
+class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801, N818
+    value = 13
+
+
+class NVMLError_GpuIsLost(NVMLError):  # noqa: N801, N818
+    value = 15
+
+
+class NVMLError_Unknown(NVMLError):  # noqa: N801, N818
+    value = 999
+
+
+_NVML_TEXTS = {
+    "NVMLError_Uninitialized": "Uninitialized",
+    "NVMLError_NotSupported": "Not Supported",
+    "NVMLError_NoPermission": "Insufficient Permissions",
+    "NVMLError_DriverNotLoaded": "Driver Not Loaded",
+    "NVMLError_LibraryNotFound": "NVML Shared Library Not Found",
+    "NVMLError_FunctionNotFound": "Function Not Found",
+    "NVMLError_GpuIsLost": "GPU is lost",
+}
+NVML_ERRORS = (
+    NVMLError_Uninitialized,
+    NVMLError_NotSupported,
+    NVMLError_NoPermission,
+    NVMLError_DriverNotLoaded,
+    NVMLError_LibraryNotFound,
+    NVMLError_FunctionNotFound,
+    NVMLError_GpuIsLost,
+    NVMLError_Unknown,
+)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    index: int
+
+
+@dataclass
+class FakeGpu:
+    """What one GPU of `FakeNvml` shows."""
+
+    utilization_percent: int = 30
+    memory_used_bytes: int = 2 << 30
+    memory_total_bytes: int = 80 << 30
+    power_milliwatts: int = 250_500
+    failures: dict[str, type[NVMLError]] = field(default_factory=dict)
+    """Errors by function name; `*` stands for all of them."""
+
+
+class FakeNvml(ModuleType):
+    """A module like pynvml, with handles, errors and start-up rules like the real one's.
+
+    Args:
+        gpus: What it shows.
+        init_error: What nvmlInit raises.
+    """
+
+    def __init__(
+        self, gpus: Sequence[FakeGpu] = (), *, init_error: type[NVMLError] | None = None
+    ) -> None:
+        super().__init__("pynvml")
+        self.gpus = list(gpus)
+        self.calls: list[str] = []
+        self.NVMLError = NVMLError
+        self._init_error = init_error
+        self._users = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.calls.append("nvmlInit")
+        if self._init_error is not None:
+            raise self._init_error
+        self._users += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self._called("nvmlShutdown")
+        self._users -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        self._called("nvmlDeviceGetCount")
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:  # noqa: N802
+        handle = _Handle(index)
+        self._gpu("nvmlDeviceGetHandleByIndex", handle)
+        return handle
+
+    def nvmlDeviceGetUUID(self, handle: _Handle) -> str:  # noqa: N802
+        self._gpu("nvmlDeviceGetUUID", handle)
+        return f"GPU-00000000-0000-0000-0000-{handle.index:012d}"
+
+    def nvmlDeviceGetName(self, handle: _Handle) -> str:  # noqa: N802
+        self._gpu("nvmlDeviceGetName", handle)
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: _Handle) -> SimpleNamespace:  # noqa: N802
+        gpu = self._gpu("nvmlDeviceGetUtilizationRates", handle)
+        return SimpleNamespace(gpu=gpu.utilization_percent, memory=5)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: _Handle) -> SimpleNamespace:  # noqa: N802
+        gpu = self._gpu("nvmlDeviceGetMemoryInfo", handle)
+        used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+        return SimpleNamespace(total=total, free=total - used, used=used)
+
+    def nvmlDeviceGetPowerUsage(self, handle: _Handle) -> int:  # noqa: N802
+        return self._gpu("nvmlDeviceGetPowerUsage", handle).power_milliwatts
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody has not shut it down yet."""
+        return self._users > 0
+
+    def _called(self, function: str) -> None:
+        self.calls.append(function)
+        if not self._users:
+            raise NVMLError_Uninitialized
+
+    def _gpu(self, function: str, handle: _Handle) -> FakeGpu:
+        self._called(function)
+        gpu = self.gpus[handle.index]
+        error = gpu.failures.get(function) or gpu.failures.get("*")
+        if error is not None:
+            raise error
+        return gpu
