@@ -1,0 +1,1 @@
+"""Figures: frames in, plotly figures out; the same in notebook, web page and file."""

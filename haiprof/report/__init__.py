@@ -1,0 +1,1 @@
+"""What was found, shown: terminal views, the verdict card, web pages, TensorBoard scalars."""

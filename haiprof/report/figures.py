@@ -1,0 +1,75 @@
+"""The plotly figures of a run, titled with the same numbers that the terminal shows."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from haiprof.plots.one_rank import one_rank_figure
+from haiprof.plots.overview import overview_figure
+from haiprof.report.rank_summary import OneRankSummary, one_rank_summary, rank_counters
+from haiprof.report.run_header import RunHeader
+from haiprof.report.source import RunData
+from haiprof.report.summary import OverviewSummary, overview_summary, rank_name, rank_steps
+from haiprof.report.text import count_text, moment_text
+from haiprof.units import MISSING, duration_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
+
+
+def overview_picture(data: RunData) -> go.Figure:
+    """The whole job as one interactive figure.
+
+    Raises:
+        HaiprofError: The run cannot be read at all.
+    """
+    summary = overview_summary(data)
+    return overview_figure(
+        data.steps(),
+        data.counters(),
+        splits=[(f"rank {rank_name(r)}", r.split_ns) for r in summary.ranks if r.step_count],
+        missing=summary.missing,
+        title=_title(summary.run, _overview_facts(summary)),
+        start_ns=summary.span.start_ns if summary.span else 0,
+    )
+
+
+def one_rank_picture(data: RunData, rank: int) -> go.Figure:
+    """One rank over time as one interactive figure.
+
+    Raises:
+        MissingDataError: The run has no such rank.
+    """
+    summary = one_rank_summary(data, rank)
+    return one_rank_figure(
+        rank_steps(data.steps(), rank, summary.attempt),
+        rank_counters(data.counters(), rank, summary.about["host"]),
+        missing=summary.missing,
+        title=_title(summary.run, _rank_facts(summary)),
+        start_ns=summary.span.start_ns if summary.span else 0,
+    )
+
+
+def _title(run: RunHeader, facts: str) -> str:
+    started = f"started {moment_text(run.start_wall_ns)}, {duration_text(run.duration_ns)}"
+    lines = [f"<b>{escape(run.name)}</b> {escape(run.outcome)}"]
+    lines.append(_SMALL.format(escape(f"{started} · {facts}")))
+    return "".join(lines)
+
+
+def _overview_facts(summary: OverviewSummary) -> str:
+    medians = [r.median_step_ns for r in summary.ranks if r.median_step_ns is not None]
+    ranks = count_text(len({rank.rank for rank in summary.ranks}), "rank")
+    if not medians:
+        return f"{ranks} · no step recorded"
+    low, high = duration_text(min(medians)), duration_text(max(medians))
+    return f"{ranks} · median step {low if low == high else f'{low} to {high}'}"
+
+
+def _rank_facts(summary: OneRankSummary) -> str:
+    name = f"rank {summary.rank}" + (f", attempt {summary.attempt}" if summary.attempt else "")
+    median = duration_text(summary.median_step_ns) if summary.step_count else MISSING
+    return f"{name} · {count_text(summary.step_count, 'step')} · median step {median}"

@@ -1,0 +1,38 @@
+"""What a view needs of a run: the Analyzer has it, and so do the frames in a test."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import polars as pl
+
+from haiprof.rundir.layout import RunPaths
+
+
+class RunData(Protocol):
+    """A run's frames, as `haiprof.Analyzer` gives them."""
+
+    @property
+    def run(self) -> RunPaths:
+        """The run directory."""
+        ...
+
+    def steps(self) -> pl.DataFrame:
+        """One row per rank, attempt and step."""
+        ...
+
+    def phases(self) -> pl.DataFrame:
+        """One row per span."""
+        ...
+
+    def counters(self) -> pl.DataFrame:
+        """One row per sample and metric."""
+        ...
+
+    def ranks(self) -> pl.DataFrame:
+        """One row per rank and attempt."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What was cut, damaged or missing."""
+        ...

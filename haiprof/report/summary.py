@@ -1,0 +1,197 @@
+"""The numbers of an overview, computed once for the terminal, figures and `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import polars as pl
+
+from haiprof.plots.style import PHASES
+from haiprof.report import metrics as m
+from haiprof.report.missing import missing_sources
+from haiprof.report.overview_series import overview_series
+from haiprof.report.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.report.series import Series, TimeRange, time_range
+from haiprof.report.source import RunData
+from haiprof.report.split import phase_split
+
+Split = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """One rank of the overview; averages are over the training window."""
+
+    rank: int
+    attempt: int
+    host: str | None
+    pid: int | None
+    device: str | None
+    step_count: int
+    median_step_ns: float | None
+    split_ns: Split
+    """Host time of a middle step by phase; null for a phase never seen."""
+    device_split_ns: Split | None
+    """The same on the device's clock; null without a device."""
+    cpu_cores: float | None
+    memory_rss_bytes: float | None
+    """Highest."""
+    read_bytes_per_s: float | None
+    write_bytes_per_s: float | None
+    gpu_utilization_ratio: float | None
+    gpu_memory_used_bytes: float | None
+    """Highest."""
+    gpu_power_watts: float | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    """One host of the overview; averages are over the training window."""
+
+    host: str | None
+    cpu_count: float | None
+    cpu_utilization_ratio: float | None
+    memory_used_bytes: float | None
+    """Highest: total less the lowest available."""
+    memory_total_bytes: float | None
+    disk_read_bytes_per_s: float | None
+    disk_write_bytes_per_s: float | None
+    network_receive_bytes_per_s: float | None
+    network_transmit_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSummary:
+    """One GPU of the overview; averages are over the training window."""
+
+    host: str | None
+    gpu: int | None
+    rank: int | None
+    utilization_ratio: float | None
+    memory_used_bytes: float | None
+    """Highest."""
+    memory_total_bytes: float | None
+    power_watts: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverviewSummary:
+    """The whole job."""
+
+    run: RunHeader
+    span: TimeRange | None
+    """The time axis of the series; null where nothing was sampled."""
+    ranks: tuple[RankSummary, ...]
+    nodes: tuple[NodeSummary, ...]
+    gpus: tuple[GpuSummary, ...]
+    missing: Mapping[str, str]
+    """Reason by source that has no sample."""
+    series: tuple[Series, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; times in ns, sizes in bytes, ratios in [0, 1]."""
+        return asdict(self)
+
+
+def overview_summary(data: RunData) -> OverviewSummary:
+    """The numbers of a job, also of one that still runs.
+
+    Raises:
+        HaiprofError: The run cannot be read at all.
+    """
+    steps, counters, ranks = data.steps(), data.counters(), data.ranks()
+    manifest = manifest_or_none(data.run)
+    stats = m.metric_stats(m.training_window(counters, steps))
+    span = time_range(steps, counters)
+    present = {str(source) for source in counters["source"].unique()}
+    return OverviewSummary(
+        run=run_header(data.run, manifest),
+        span=span,
+        ranks=tuple(_rank_summary(row, steps, stats) for row in ranks.iter_rows(named=True)),
+        nodes=tuple(
+            _node_summary(owner[1], values)
+            for owner, values in _sorted(stats)
+            if owner[0] == m.HOST
+        ),
+        gpus=tuple(
+            _gpu_summary(owner, values) for owner, values in _sorted(stats) if owner[0] == m.GPU
+        ),
+        missing=missing_sources(data.run, manifest, present=present),
+        series=tuple(overview_series(steps, counters, span)) if span else (),
+        notes=tuple(data.notes()),
+    )
+
+
+def _sorted(stats: m.Metrics) -> list[tuple[m.Owner, Mapping[str, m.MetricStat]]]:
+    return sorted(stats.items(), key=lambda item: tuple(str(part) for part in item[0]))
+
+
+def rank_name(rank: RankSummary) -> str:
+    """`3`, or `3.1` for the second attempt."""
+    return f"{rank.rank}.{rank.attempt}" if rank.attempt else str(rank.rank)
+
+
+def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
+    """The steps of one attempt of one rank."""
+    return steps.filter((pl.col("rank") == rank) & (pl.col("attempt") == attempt))
+
+
+def _rank_summary(row: Mapping[str, Any], steps: pl.DataFrame, stats: m.Metrics) -> RankSummary:
+    own = rank_steps(steps, row["rank"], row["attempt"])
+    process = m.owned(stats, m.PROCESS, rank=row["rank"])
+    gpu = m.owned(stats, m.GPU, rank=row["rank"])
+    median = own["step_ns"].median()
+    device_split = phase_split(own, clock="device")
+    return RankSummary(
+        rank=row["rank"],
+        attempt=row["attempt"],
+        host=row["host"],
+        pid=row["pid"],
+        device=row["device"],
+        step_count=own.height,
+        median_step_ns=float(median) if isinstance(median, (int, float)) else None,
+        split_ns=phase_split(own),
+        device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
+        cpu_cores=m.mean_of(process, "cpu_cores"),
+        memory_rss_bytes=m.max_of(process, "memory_rss_bytes"),
+        read_bytes_per_s=m.mean_of(process, "read_bytes_per_s"),
+        write_bytes_per_s=m.mean_of(process, "write_bytes_per_s"),
+        gpu_utilization_ratio=m.mean_of(gpu, "utilization_ratio"),
+        gpu_memory_used_bytes=m.max_of(gpu, "memory_used_bytes"),
+        gpu_power_watts=m.mean_of(gpu, "power_watts"),
+        notes=tuple(row["notes"] or ()),
+    )
+
+
+def _node_summary(host: str | None, stats: Mapping[str, m.MetricStat]) -> NodeSummary:
+    total = m.max_of(stats, "memory_total_bytes")
+    available = stats.get("memory_available_bytes")
+    known = total is not None and available is not None
+    return NodeSummary(
+        host=host,
+        cpu_count=m.max_of(stats, "cpu_count"),
+        cpu_utilization_ratio=m.mean_of(stats, "cpu_utilization_ratio"),
+        memory_used_bytes=total - available.min if known and total and available else None,
+        memory_total_bytes=total,
+        disk_read_bytes_per_s=m.mean_of(stats, "disk_read_bytes_per_s"),
+        disk_write_bytes_per_s=m.mean_of(stats, "disk_write_bytes_per_s"),
+        network_receive_bytes_per_s=m.mean_of(stats, "network_receive_bytes_per_s"),
+        network_transmit_bytes_per_s=m.mean_of(stats, "network_transmit_bytes_per_s"),
+    )
+
+
+def _gpu_summary(owner: m.Owner, stats: Mapping[str, m.MetricStat]) -> GpuSummary:
+    _, host, rank, gpu = owner
+    return GpuSummary(
+        host=host,
+        gpu=gpu,
+        rank=rank,
+        utilization_ratio=m.mean_of(stats, "utilization_ratio"),
+        memory_used_bytes=m.max_of(stats, "memory_used_bytes"),
+        memory_total_bytes=m.max_of(stats, "memory_total_bytes"),
+        power_watts=m.mean_of(stats, "power_watts"),
+    )

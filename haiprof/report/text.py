@@ -1,0 +1,53 @@
+"""Values and times as people read them, by their unit."""
+
+from __future__ import annotations
+
+import time
+
+from haiprof.units import MISSING, NS_PER_S, bytes_text, duration_text, rate_text, ratio_text
+
+_TEXTS = {
+    "ns": duration_text,
+    "bytes": bytes_text,
+    "bytes/s": rate_text,
+    "bytes_per_s": rate_text,
+    "ratio": ratio_text,
+}
+_SYMBOLS = {"watts": "W", "count": "", "celsius": "°C", "hz": "Hz", "times": "x"}
+
+
+def value_text(value: float | None, unit: str) -> str:
+    """A value with its unit, such as `"12.3 ms"`, `"1.50 GiB"`, `"37 %"`; missing as a dash."""
+    if value is None:
+        return MISSING
+    if unit in _TEXTS:
+        return _TEXTS[unit](value)
+    if unit == "count" and value == int(value):
+        value = int(value)
+    return f"{number_text(value)} {_SYMBOLS.get(unit, unit)}".rstrip()
+
+
+def number_text(value: float | None) -> str:
+    """A plain number with three digits, whole ones as they are: `"412"`; missing as a dash."""
+    if value is None:
+        return MISSING
+    if isinstance(value, int) or abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}"
+
+
+def share_text(part: float | None, whole: float) -> str:
+    """A part of a whole as percent; missing as a dash."""
+    return ratio_text(part / whole if part is not None and whole else None)
+
+
+def moment_text(wall_ns: int | None) -> str:
+    """A Unix time in the reader's time zone: `"2026-11-21 13:04:15"`; missing as a dash."""
+    if wall_ns is None:
+        return MISSING
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+
+
+def count_text(count: int, noun: str) -> str:
+    """`"1 rank"`, `"2 ranks"`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

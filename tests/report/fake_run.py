@@ -1,0 +1,228 @@
+"""A run made of small frames with the contract's columns, and a run.json in a folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.manifest import Manifest, write_manifest
+from haiprof.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
+
+START_NS = 1_790_000_000 * NS_PER_S
+PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+
+STEP_SCHEMA: dict[str, Any] = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "step": pl.Int64,
+    "start_ns": pl.Int64,
+    "step_ns": pl.Int64,
+    **{f"{phase}_{clock}_ns": pl.Int64 for clock in ("host", "device") for phase in PHASES},
+    "micro_step_count": pl.Int64,
+    "optimizer_step_count": pl.Int64,
+    "skipped": pl.Boolean,
+    "boundary": pl.String,
+    "confidence": pl.Float64,
+}
+SPAN_SCHEMA: dict[str, Any] = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "step": pl.Int64,
+    "phase": pl.String,
+    "name": pl.String,
+    "start_ns": pl.Int64,
+    "duration_ns": pl.Int64,
+    "self_ns": pl.Int64,
+}
+COUNTER_SCHEMA: dict[str, Any] = {
+    "time_ns": pl.Int64,
+    "host": pl.String,
+    "source": pl.String,
+    "rank": pl.Int64,
+    "gpu": pl.Int64,
+    "metric": pl.String,
+    "unit": pl.String,
+    "value": pl.Float64,
+}
+RANK_SCHEMA: dict[str, Any] = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "host": pl.String,
+    "pid": pl.Int64,
+    "local_rank": pl.Int64,
+    "world_size": pl.Int64,
+    "python": pl.String,
+    "torch": pl.String,
+    "device": pl.String,
+    "gpu_uuid": pl.String,
+    "step_count": pl.Int64,
+    "eval_ns": pl.Int64,
+    "unfinished_micro_step_count": pl.Int64,
+    "record_start_ns": pl.Int64,
+    "record_end_ns": pl.Int64,
+    "recording_ended": pl.String,
+    "cost_ns_per_step": pl.Float64,
+    "cost_ratio": pl.Float64,
+    "notes": pl.List(pl.String),
+}
+
+
+@dataclass
+class FakeRun:
+    """Has what the views ask of an Analyzer."""
+
+    run: RunPaths
+    step_rows: list[dict[str, object]] = field(default_factory=list)
+    span_rows: list[dict[str, object]] = field(default_factory=list)
+    counter_rows: list[dict[str, object]] = field(default_factory=list)
+    rank_rows: list[dict[str, object]] = field(default_factory=list)
+    note_lines: list[str] = field(default_factory=list)
+
+    def steps(self) -> pl.DataFrame:
+        return pl.DataFrame(self.step_rows, schema=STEP_SCHEMA)
+
+    def phases(self) -> pl.DataFrame:
+        return pl.DataFrame(self.span_rows, schema=SPAN_SCHEMA)
+
+    def counters(self) -> pl.DataFrame:
+        return pl.DataFrame(self.counter_rows, schema=COUNTER_SCHEMA)
+
+    def ranks(self) -> pl.DataFrame:
+        return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
+
+    def notes(self) -> list[str]:
+        return self.note_lines
+
+    def add_rank(self, rank: int, *, gpu: bool = False) -> None:
+        self.rank_rows.append(
+            {
+                "rank": rank,
+                "attempt": 0,
+                "host": "node-1",
+                "pid": 4000 + rank,
+                "world_size": 2,
+                "python": "3.11.2",
+                "torch": "2.13.0",
+                "device": "cuda" if gpu else "cpu",
+                "notes": [],
+            }
+        )
+
+    def add_step(self, rank: int, step: int, start_ns: int, phases_ms: tuple[float, ...]) -> int:
+        """Appends a step with the five phases' host times in ms; returns its end."""
+        times = {
+            f"{phase}_host_ns": int(ms * NS_PER_MS)
+            for phase, ms in zip(PHASES, phases_ms, strict=True)
+        }
+        step_ns = sum(times.values())
+        self.step_rows.append(
+            {
+                "rank": rank,
+                "attempt": 0,
+                "step": step,
+                "start_ns": start_ns,
+                "step_ns": step_ns,
+                **times,
+                "micro_step_count": 1,
+                "optimizer_step_count": 1,
+                "skipped": False,
+                "boundary": "dataloader",
+                "confidence": 1.0,
+            }
+        )
+        return start_ns + step_ns
+
+    def add_sample(
+        self,
+        time_ns: int,
+        metric: str,
+        value: float,
+        *,
+        source: str = "host",
+        rank: int | None = None,
+        gpu: int | None = None,
+    ) -> None:
+        self.counter_rows.append(
+            {
+                "time_ns": time_ns,
+                "host": "node-1",
+                "source": source,
+                "rank": rank,
+                "gpu": gpu,
+                "metric": metric,
+                "unit": "",
+                "value": value,
+            }
+        )
+
+
+def empty_run(folder: Path, **manifest: object) -> FakeRun:
+    """A run directory with a manifest and nothing else; it ended well unless told otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values: dict[str, object] = {
+        "haiprof_version": "0.1.0",
+        "name": "train",
+        "command": ["python", "train.py", "--lr", "0.1"],
+        "host": socket.gethostname(),
+        "launcher_pid": os.getpid(),
+        "start_wall_ns": START_NS - 3 * NS_PER_S,
+        "end_wall_ns": START_NS + 60 * NS_PER_S,
+        "exit_status": 0,
+    }
+    run = RunPaths(folder)
+    write_manifest(run, Manifest(**{**values, **manifest}))  # type: ignore[arg-type]
+    return FakeRun(run)
+
+
+def two_rank_run(folder: Path, *, gpu: bool = False, steps: int = 200) -> FakeRun:
+    """Two ranks; rank 1 is slower in forward; step 50 of rank 0 waits for data."""
+    data = empty_run(folder)
+    for rank in (0, 1):
+        data.add_rank(rank, gpu=gpu)
+        end_ns = START_NS
+        for step in range(steps):
+            wait_ms = 300.0 if (rank, step) == (0, 50) else 4.0
+            end_ns = data.add_step(rank, step, end_ns, (wait_ms, 60.0 + 20 * rank, 80.0, 10.0, 6.0))
+    for second in range(40):
+        _add_samples(data, START_NS + second * NS_PER_S, second, gpu=gpu)
+    data.span_rows.append(_span(0, "gc", START_NS + NS_PER_S, 12 * NS_PER_MS))
+    data.span_rows.append(_span(0, "save", START_NS + 2 * NS_PER_S, 900 * NS_PER_MS))
+    return data
+
+
+def _add_samples(data: FakeRun, time_ns: int, second: int, *, gpu: bool) -> None:
+    data.add_sample(time_ns, "cpu_utilization_ratio", 0.62 + 0.01 * (second % 5))
+    data.add_sample(time_ns, "cpu_count", 2.0)
+    data.add_sample(time_ns, "memory_total_bytes", 16 * BYTES_PER_GIB)
+    data.add_sample(time_ns, "memory_available_bytes", 10 * BYTES_PER_GIB)
+    data.add_sample(time_ns, "network_receive_bytes_per_s", 1e6 * (1 + second % 3))
+    for rank in (0, 1):
+        mine = {"source": "process", "rank": rank}
+        data.add_sample(time_ns, "cpu_cores", 0.9 + 0.1 * rank, **mine)  # type: ignore[arg-type]
+        data.add_sample(time_ns, "memory_rss_bytes", 1.5 * BYTES_PER_GIB, **mine)  # type: ignore[arg-type]
+        data.add_sample(time_ns, "read_bytes_per_s", 2e6, **mine)  # type: ignore[arg-type]
+        if gpu:
+            card = {"source": "gpu", "rank": rank, "gpu": rank}
+            data.add_sample(time_ns, "utilization_ratio", 0.3, **card)  # type: ignore[arg-type]
+            data.add_sample(time_ns, "memory_used_bytes", 8 * BYTES_PER_GIB, **card)  # type: ignore[arg-type]
+            data.add_sample(time_ns, "memory_total_bytes", 80 * BYTES_PER_GIB, **card)  # type: ignore[arg-type]
+            data.add_sample(time_ns, "power_watts", 212.0, **card)  # type: ignore[arg-type]
+
+
+def _span(rank: int, phase: str, start_ns: int, duration_ns: int) -> dict[str, object]:
+    return {
+        "rank": rank,
+        "attempt": 0,
+        "step": None,
+        "phase": phase,
+        "name": None,
+        "start_ns": start_ns,
+        "duration_ns": duration_ns,
+        "self_ns": duration_ns,
+    }
