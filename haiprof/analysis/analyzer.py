@@ -64,17 +64,17 @@ class Analyzer:
         """
         return self.files.manifest or read_manifest(self.files.paths)
 
-    def show_overview(self) -> object:
+    def show_overview(self) -> None:
         """The whole job: a figure in a notebook, tables in a terminal."""
         from haiprof.report import show
 
-        return show.overview(self)
+        show.overview(self)
 
-    def show_one_rank(self, rank: int) -> object:
+    def show_one_rank(self, rank: int) -> None:
         """One rank over time: a figure in a notebook, tables in a terminal."""
         from haiprof.report import show
 
-        return show.one_rank(self, rank)
+        show.one_rank(self, rank)
 
     @property
     def run(self) -> RunPaths:

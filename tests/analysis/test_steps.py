@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.analysis.recorded import GAP_NS, SPAN_NS, spans_of
 
 from haiprof.analysis.steps import EVAL_PHASE, PHASES, Segmentation, segment
+from tests.analysis.recorded import GAP_NS, SPAN_NS, spans_of
 
 EPOCH = "ITER D F B O D F B O D F B O END"
 
