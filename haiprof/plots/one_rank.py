@@ -15,7 +15,7 @@ from haiprof.plots.style import AXIS, PHASE_COLORS, PHASES, TIME_AXIS, figure_la
 from haiprof.plots.thin import gap_starts, kept_points, with_gaps
 from haiprof.units import NS_PER_MS, NS_PER_S
 
-_STEPS_PX, _PANEL_PX, _FRAME_PX = 320, 150, 180
+_STEPS_PX, _PANEL_PX, _EMPTY_PX, _FRAME_PX = 320, 150, 70, 180
 
 
 def one_rank_figure(
@@ -39,7 +39,7 @@ def one_rank_figure(
         start_ns: Unix time at which the time axis begins.
     """
     panels = list(measured_panels(counters, missing, start_ns))
-    heights = [_STEPS_PX, *(_PANEL_PX for _ in panels)]
+    heights = [_STEPS_PX, *(_PANEL_PX if lines else _EMPTY_PX for _, lines, _ in panels)]
     figure = make_subplots(
         rows=len(heights),
         cols=1,
@@ -61,7 +61,7 @@ def one_rank_figure(
             figure.add_trace(trace, row=row, col=1)
         figure.update_yaxes(range=[0, spec.top] if spec.top else None, row=row, col=1)
         if reason:
-            add_reason(figure, reason, cell=row - 1, row=row, col=1)
+            add_reason(figure, reason, row=row, col=1)
     figure.update_layout(
         **figure_layout(title, height=sum(heights) + _FRAME_PX), hovermode="x unified"
     )

@@ -17,6 +17,7 @@ Panel = tuple[str, str, list[go.Scatter], str, float | None]
 
 _ROW_PX, _FRAME_PX = 200, 150
 _COLUMNS = 2
+_LEGEND_LIMIT = 24
 
 
 def overview_figure(
@@ -102,7 +103,7 @@ def _add_panel(figure: go.Figure, panel: Panel, *, cell: int) -> None:
     for trace in traces:
         figure.add_trace(trace, **place)
     if reason:
-        add_reason(figure, reason, cell=cell, **place)
+        add_reason(figure, reason, **place)
         return
     figure.update_xaxes(matches="x2", **place, **TIME_AXIS)
     figure.update_yaxes(range=[0, top] if top else None, rangemode="tozero", **place, **AXIS)
@@ -127,37 +128,41 @@ def _axis_below(figure: go.Figure, x: float) -> go.layout.XAxis:
     return min(axes, key=lambda axis: abs(sum(axis.domain) / 2 - x))
 
 
-def add_reason(figure: go.Figure, reason: str, *, cell: int, row: int, col: int) -> None:
-    """Writes into an empty panel why it is empty.
+def add_reason(figure: go.Figure, reason: str, *, row: int, col: int) -> None:
+    """Writes into an empty panel why it is empty; plotly draws no axes without a trace.
 
     Args:
         figure: The figure.
         reason: Text, lines apart by `<br>`.
-        cell: Number of the panel, from 0, row by row; plotly names its axes by that.
-        row: Its row, from 1.
+        row: The panel's row, from 1.
         col: Its column, from 1.
     """
-    axis = "" if cell == 0 else str(cell + 1)
+    panel = figure.get_subplot(row, col)
+    left, right = panel.xaxis.domain
+    low, high = panel.yaxis.domain
+    paper = {"xref": "paper", "yref": "paper"}
+    figure.add_shape(
+        type="rect", x0=left, x1=right, y0=low, y1=high, line={"color": GRID, "width": 1}, **paper
+    )
     figure.add_annotation(
         text=reason,
         showarrow=False,
-        x=0.5,
-        y=0.5,
-        xref=f"x{axis} domain",
-        yref=f"y{axis} domain",
+        x=(left + right) / 2,
+        y=(low + high) / 2,
+        yanchor="middle",
         font={"color": "#777777"},
+        **paper,
     )
-    bare = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
-    frame = {"showline": True, "mirror": True, "linecolor": GRID}
-    figure.update_xaxes(row=row, col=col, **bare, **frame)
-    figure.update_yaxes(row=row, col=col, range=[0, 1], **bare, **frame)
 
 
 def _show_each_name_once(figure: go.Figure) -> None:
-    """One legend entry per rank, host or phase; it switches all of its lines."""
+    """One legend entry per phase, and per rank or host while they are few."""
+    names = {trace.legendgroup for trace in figure.data}
+    shown = names if len(names) <= _LEGEND_LIMIT else set(PHASES)
     seen: set[str] = set()
     for trace in figure.data:
-        trace.showlegend = trace.legendgroup not in seen
+        group = trace.legendgroup
+        trace.showlegend = group in shown and group not in seen
         if trace.showlegend:
-            trace.name = trace.legendgroup
-        seen.add(trace.legendgroup)
+            trace.name = group
+        seen.add(group)

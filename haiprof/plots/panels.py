@@ -13,6 +13,7 @@ from haiprof.plots.thin import Floats, gap_starts, kept_points, points_per_serie
 from haiprof.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 
 BYTES_PER_MIB = 1 << 20
+HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,7 @@ def _owner(key: Sequence[object], place: int) -> tuple[str, int]:
     host, rank, gpu = key
     if isinstance(rank, int):
         return f"rank {rank}", rank
-    return (f"GPU {gpu}", place) if gpu is not None else (str(host), place)
+    return (f"GPU {gpu}", place) if gpu is not None else (str(host), HOST_COLOR_INDEX + place)
 
 
 def measured_panels(

@@ -1,0 +1,69 @@
+"""The commands that read runs, put together in one screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import typer
+
+from haiprof.cli.list import list_runs
+from haiprof.cli.names import COMMANDS
+from haiprof.cli.output import say, show_error
+from haiprof.cli.overview import overview
+from haiprof.cli.rank import rank
+from haiprof.cli.scalars import scalars
+from haiprof.cli.verdict import verdict
+from haiprof.errors import HaiprofError, UsageError
+
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "overview": overview,
+    "rank": rank,
+    "list": list_runs,
+    "verdict": verdict,
+    "scalars": scalars,
+}
+# What the parser raises for a command line it cannot take; typer carries click or its own copy.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[1]
+_INTERRUPTED = 130
+
+
+def make_app() -> typer.Typer:
+    """The typer application; its commands are those of `names.COMMANDS`."""
+    app = typer.Typer(
+        name="haiprof", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
+    )
+    for name in COMMANDS:
+        app.command(name)(_FUNCTIONS[name])
+    return app
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Parses and runs one command; every known error ends here as one line and a status."""
+    command = typer.main.get_command(make_app())
+    try:
+        status = command.main(list(argv), prog_name="haiprof", standalone_mode=False)
+        sys.stdout.flush()
+    except HaiprofError as error:
+        return show_error(error)
+    except _ParserError as error:
+        return show_error(_usage_error(error, argv))
+    except (typer.Abort, KeyboardInterrupt):
+        say("interrupted", sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return _reader_gone()
+    return status if isinstance(status, int) else 0
+
+
+def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
+    text = getattr(error, "format_message", error.__str__)()
+    name = argv[0] if argv and argv[0] in COMMANDS else ""
+    return UsageError(f"{name}: {text}" if name else text, hint=f"haiprof {name} --help".strip())
+
+
+def _reader_gone() -> int:
+    """Somebody like `head` closed our stdout; nothing more can be said there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 141

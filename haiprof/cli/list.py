@@ -1,0 +1,42 @@
+"""`haiprof list`: the runs in a log directory, newest last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.target import default_log_dir
+
+LogDir = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DIR",
+        help="A log directory. Left out: the one that a job started here would write to.",
+        show_default=False,
+    ),
+]
+
+
+def list_runs(directory: LogDir = None, as_json: AsJson = False) -> None:
+    """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
+
+    For example:
+
+      haiprof list                      runs below the default log directory
+
+      haiprof list /shared/haiprof      runs below that one
+
+      haiprof list --json | jq -r '.runs[-1].path'
+    """
+    from haiprof.report.run_list import list_view, run_list
+
+    log_dir = directory if directory is not None else default_log_dir()
+    runs = run_list(log_dir)
+    output = Output(json=as_json)
+    output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
+    if runs:
+        output.hint(f"next: haiprof verdict {runs[-1].path}")

@@ -1,0 +1,44 @@
+"""`haiprof scalars`: live scalars of every rank for TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import RunDir
+from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON at the end.")]
+Follow = Annotated[
+    bool, typer.Option("--follow", help="Go on until the job has ended, or until interrupted.")
+]
+Every = Annotated[
+    float, typer.Option("--every", metavar="SECONDS", min=0.5, help="Between two looks at the run.")
+]
+
+
+def scalars(
+    directory: RunDir = None, follow: Follow = False, every: Every = 5.0, as_json: AsJson = False
+) -> None:
+    """Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
+
+    They go into DIR/tensorboard/rank0, rank1, ...; the job itself is not touched. Of steps faster
+    than 50 per second some are left out. Needs `pip install 'haiprof[tensorboard]'`.
+
+    For example:
+
+      haiprof scalars --follow                    beside the job that runs
+
+      tensorboard --logdir haiprof-logs           to see them
+
+      haiprof train.py --tensorboard              starts this by itself
+    """
+    from haiprof.report.tensorboard import write_scalars
+
+    analyzer = open_target(directory)
+    output = Output(json=as_json)
+    written = write_scalars(analyzer.run, follow=follow, every_s=every)
+    output.show(lambda _: written.line, written.as_json())
+    output.hint(f"next: tensorboard --logdir {analyzer.run.tensorboard}")
