@@ -104,7 +104,7 @@ def _of_source(records: RecordFile, host: str, ranks: Mapping[int, int]) -> Iter
                 "value": value,
             },
             schema_overrides=COUNTER_SCHEMA,
-        ).select(COUNTER_SCHEMA)
+        ).select(*COUNTER_SCHEMA)
         yield frame.filter(pl.col("value").is_finite())
 
 

@@ -64,7 +64,7 @@ def _of_rank(rank: RankSegments) -> pl.DataFrame:
         columns[f"{phase}_host_ns"] = steps.host_ns[place] if rank.seen[place] else None
     columns["other_host_ns"] = steps.other_ns
     columns.update(_device(rank))
-    return pl.DataFrame(columns, schema_overrides=STEP_SCHEMA).select(STEP_SCHEMA)
+    return pl.DataFrame(columns, schema_overrides=STEP_SCHEMA).select(*STEP_SCHEMA)
 
 
 def _device(rank: RankSegments) -> dict[str, object]:
