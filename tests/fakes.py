@@ -81,6 +81,7 @@ class FakeTree:
         """Puts a process in place, or its new values."""
         folder = f"proc/{process.pid}"
         self.write(f"{folder}/stat", process.stat())
+        self.write(f"{folder}/statm", f"900 {process.rss_pages} 5 1 0 300 0\n")
         if process.io is not None:
             names = ("rchar", "wchar", "syscr", "syscw", "read_bytes", "write_bytes")
             values = (*process.io[:2], 1, 1, *process.io[2:])
@@ -124,7 +125,7 @@ class FakeProcess:
         head = f"{self.pid} ({self.name}) {self.state} {self.parent} 1 1 0 -1 4194304"
         faults = f"{self.faults} {self.waited_faults} 0 0"
         times = f"{self.ticks} 0 {self.waited_ticks} 0 20 0 {self.threads} 0 {self.start}"
-        return f"{head} {faults} {times} 99999 {self.rss_pages} 18446744073709551615 0 0 0\n"
+        return f"{head} {faults} {times} 99999 7 18446744073709551615 0 0 0\n"
 
     def waits_for(self, child: FakeProcess) -> None:
         """What the kernel does at wait(): the child's counters become the parent's."""

@@ -1,4 +1,4 @@
-"""Reads /proc: files kept open, and one process's stat and io in the two reads they cost."""
+"""Reads /proc: files kept open, and one process's io, statm and stat in one read each."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ class Reading:
 
 
 def read_process(root: Path, pid: int) -> Reading | None:
-    """Reads /proc/PID/io, then /proc/PID/stat; None when the process is gone.
+    """Reads /proc/PID/io, then statm and stat; None when the process is gone.
 
     The order matters to `family.Family`: bytes of a waited child are never seen before the wait.
+    Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
     """
     folder = f"{root}/proc/{pid}"
     io_bytes, io_reason = None, ""
@@ -92,8 +93,9 @@ def read_process(root: Path, pid: int) -> Reading | None:
     except (OSError, ValueError, IndexError) as error:
         io_reason = f"/proc/PID/io: {getattr(error, 'strerror', None) or 'unexpected content'}"
     try:
+        rss_bytes = int(_read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
         fields = stat_fields(_read_small(f"{folder}/stat"))
-        return _reading(pid, fields, io_bytes, io_reason)
+        return _reading(pid, fields, rss_bytes, (io_bytes, io_reason))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -112,7 +114,10 @@ def stat_fields(content: bytes) -> list[bytes]:
 
 
 def _reading(
-    pid: int, fields: list[bytes], io_bytes: tuple[int, int, int, int] | None, io_reason: str
+    pid: int,
+    fields: list[bytes],
+    rss_bytes: int,
+    io_result: tuple[tuple[int, int, int, int] | None, str],
 ) -> Reading:
     own = int(fields[11]) + int(fields[12])
     waited_faults = int(fields[8])
@@ -125,10 +130,10 @@ def _reading(
         total_ticks=own + int(fields[13]) + int(fields[14]),
         faults=int(fields[7]) + waited_faults,
         waited_faults=waited_faults,
-        rss_bytes=max(int(fields[21]), 0) * PAGE_BYTES,
+        rss_bytes=rss_bytes,
         thread_count=int(fields[17]),
-        io_bytes=io_bytes,
-        io_reason=io_reason,
+        io_bytes=io_result[0],
+        io_reason=io_result[1],
     )
 
 

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from haiprof.config import RECORDERS, Options
+from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.reader import read_lines, read_records
+from haiprof.rundir.schema import HOST, Table
+from haiprof.samplers import SAMPLERS
+from haiprof.samplers.base import ALL_METRICS, Missing, Sampler
+from haiprof.samplers.gpu import GpuSampler
+from haiprof.samplers.host import HostSampler
+from haiprof.samplers.loop import SamplingLoop
+from haiprof.samplers.pace import MAX_FACTOR, Pace
+from haiprof.samplers.process import ProcessSampler
+from haiprof.samplers.procfs import read_process
+from tests.fakes import FakeGpu, FakeNvml
+from tests.samplers.test_process import report
+
+NODE = "node1"
+
+
+class Scripted:
+    """A sampler that does what a test says."""
+
+    name = "host"
+    table: Table = HOST
+    read_limit_ns = 50_000_000
+
+    def __init__(self, sample: Callable[[int], bytes], missing: Sequence[Missing] = ()) -> None:
+        self.sample_count = 0
+        self.is_open = False
+        self._sample = sample
+        self._missing = list(missing)
+
+    def open(self) -> list[Missing]:
+        self.is_open = True
+        return self._missing
+
+    def header(self) -> dict[str, object]:
+        return {}
+
+    def urgent(self) -> bool:
+        return False
+
+    def sample(self) -> bytes:
+        self.sample_count += 1
+        return self._sample(self.sample_count)
+
+    def drain_missing(self) -> list[Missing]:
+        return []
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class ScriptedGpu(Scripted):
+    name = "gpu"
+
+
+def record(number: int) -> bytes:
+    return HOST.struct.pack(number, *([0] * 16))
+
+
+def loop_for(
+    run: RunPaths,
+    recorder: tuple[str, ...] = ("host",),
+    *,
+    interval_s: float = 0.1,
+    samplers: Sequence[Sampler] | None = None,
+    nvml: FakeNvml | None = None,
+) -> SamplingLoop:
+    options = Options(recorder=recorder, interval_s=dict.fromkeys(RECORDERS, interval_s))
+    return SamplingLoop(run, NODE, options, samplers=samplers, nvml=nvml)
+
+
+def run_for(loop: SamplingLoop, seconds: float) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    thread.start()
+    time.sleep(seconds)
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def count(run: RunPaths, table: str) -> int:
+    return read_records(run.node(NODE).records(table)).count
+
+
+def events(run: RunPaths, kind: str) -> list[dict[str, object]]:
+    lines, notes = read_lines(run.node(NODE).events)
+    assert notes == ()
+    return [line for line in lines if line["type"] == kind]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def test_loop_records_what_the_options_name(run: RunPaths) -> None:
+    nvml = FakeNvml([FakeGpu(), FakeGpu()])
+    run_for(loop_for(run, ("phases", "host", "gpu"), nvml=nvml), 0.55)
+    assert 4 <= count(run, "host") <= 8
+    gpu = read_records(run.node(NODE).records("gpu"))
+    assert gpu.count % 2 == 0
+    assert gpu.count >= 8
+    assert gpu.header["host"] == NODE
+    assert gpu.header["pid"] == os.getpid()
+    assert [entry["index"] for entry in gpu.header["gpus"]] == [0, 1]
+    assert not run.node(NODE).records("process").exists()
+    assert not nvml.is_open
+
+
+def test_loop_short_job_has_a_first_and_a_last_sample(run: RunPaths) -> None:
+    run_for(loop_for(run, interval_s=60), 0.3)
+    assert count(run, "host") == 2
+
+
+def test_loop_reports_its_cost_at_the_end(run: RunPaths) -> None:
+    run_for(loop_for(run), 0.35)
+    (cost,) = events(run, "cost")
+    assert isinstance(cost["cpu_ns"], int)
+    assert isinstance(cost["elapsed_ns"], int)
+    assert 0 < cost["cpu_ns"] < cost["elapsed_ns"]
+    assert 0.3e9 < cost["elapsed_ns"] < 5e9
+    assert (cost["dropped_bytes"], cost["slowed"]) == (0, {})
+
+
+def test_loop_source_that_is_missing_is_an_event_and_no_file(run: RunPaths) -> None:
+    run_for(loop_for(run, ("host", "gpu"), nvml=FakeNvml()), 0.15)
+    (missing,) = events(run, "counter_missing")
+    assert (missing["source"], missing["metric"]) == ("gpu", ALL_METRICS)
+    assert not run.node(NODE).records("gpu").exists()
+    assert count(run, "host") >= 2
+
+
+def test_loop_sampler_that_fails_is_said_once_and_the_others_go_on(run: RunPaths) -> None:
+    def fail(_: int) -> bytes:
+        raise ZeroDivisionError("broken")
+
+    broken, healthy = Scripted(fail), ScriptedGpu(record)
+    run_for(loop_for(run, samplers=[broken, healthy]), 0.55)
+    (error,) = events(run, "sampler_error")
+    assert (error["source"], error["reason"]) == ("host", "ZeroDivisionError: broken")
+    assert count(run, "gpu") >= 4
+    assert broken.sample_count < healthy.sample_count  # a sampler that fails is asked less often
+    assert not broken.is_open
+
+
+def test_loop_slow_sampler_is_asked_less_often_and_the_cost_says_so(run: RunPaths) -> None:
+    def slow(number: int) -> bytes:
+        time.sleep(0.06)
+        return record(number)
+
+    sampler = Scripted(slow)
+    run_for(loop_for(run, samplers=[sampler]), 1.0)
+    assert sampler.sample_count <= 5
+    (cost,) = events(run, "cost")
+    assert cost["slowed"] == {"host": 4} or cost["slowed"] == {"host": 8}
+
+
+def test_loop_full_disk_drops_records_and_never_raises(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.node(NODE).root.mkdir(parents=True)
+    run.node(NODE).events.symlink_to("/dev/full")
+    real_write = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        if len(data) == HOST.record_bytes:
+            raise OSError(28, "No space left on device")
+        return real_write(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    loop = loop_for(run)
+    run_for(loop, 0.25)
+    assert loop.failure is None
+    assert count(run, "host") == 0
+
+
+def test_loop_without_a_writable_run_directory_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loop = loop_for(RunPaths(tmp_path / "file"))
+    run_for(loop, 0.05)
+    assert loop.failure is not None
+    assert "file" in loop.failure
+
+
+def test_loop_deleted_run_directory_is_no_error(run: RunPaths) -> None:
+    loop = loop_for(run, ("host", "process"))
+    stop = threading.Event()
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    thread.start()
+    time.sleep(0.2)
+    os.rename(run.root, run.root.with_name("moved"))
+    time.sleep(0.3)
+    stop.set()
+    thread.join(10)
+    assert loop.failure is None
+
+
+def test_loop_samples_a_rank_soon_after_it_reports(run: RunPaths) -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as rank:
+        stop = threading.Event()
+        loop = loop_for(run, ("process",), interval_s=60)
+        thread = threading.Thread(target=loop.run, args=(stop,))
+        thread.start()
+        time.sleep(0.3)
+        reading = read_process(Path("/"), rank.pid)
+        assert reading is not None
+        report(run, 0, rank.pid, reading.start_ticks, host=NODE)
+        deadline = time.monotonic() + 5
+        while not count(run, "process") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert count(run, "process") == 1
+        stop.set()
+        thread.join(10)
+        rank.kill()
+
+
+def test_samplers_are_the_recorders_beside_the_job() -> None:
+    assert tuple(kind.name for kind in SAMPLERS) == RECORDERS[1:]
+    assert list(SAMPLERS) == [HostSampler, ProcessSampler, GpuSampler]
+
+
+def test_pace_keeps_its_grid_and_counts_missed_ticks() -> None:
+    pace = Pace(100, 50, 0)
+    pace.advance(107, 1)
+    assert (pace.due_ns, pace.missed_count) == (200, 0)
+    pace.advance(430, 1)
+    assert (pace.due_ns, pace.missed_count) == (500, 2)
+
+
+def test_pace_doubles_after_a_slow_read_up_to_a_limit_and_recovers() -> None:
+    pace = Pace(100, 50, 0)
+    for _ in range(10):
+        pace.advance(pace.due_ns, 51)
+    assert pace.factor == MAX_FACTOR
+    for _ in range(30):
+        pace.advance(pace.due_ns, 50)
+    assert pace.factor == MAX_FACTOR // 2
