@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,12 +240,9 @@ def options_from_pyproject(path: Path) -> dict[str, object]:
 
 
 def _toml_table(path: Path, content: bytes) -> dict[str, object]:
+    name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        tool = tomllib.loads(content.decode()).get("tool", {})
+        tool = importlib.import_module(name).loads(content.decode()).get("tool", {})
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     table = tool.get("haiprof", {}) if isinstance(tool, dict) else {}

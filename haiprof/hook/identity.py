@@ -84,7 +84,7 @@ def _torch_facts() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         facts["device"] = "cuda"
         uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
         facts["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"

@@ -39,7 +39,7 @@ class _ImportWatch:
         def exec_module(module: ModuleType) -> None:
             original(module)
             if self in sys.meta_path:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]
+                sys.meta_path.remove(self)
                 loader.__dict__.pop("exec_module", None)
                 self.then(module)
 
@@ -57,11 +57,11 @@ def after_import(name: str, then: Callable[[Any], None]) -> Callable[[], None]:
         then(module)
         return _nothing_to_stop
     watch = _ImportWatch(name, then)
-    sys.meta_path.insert(0, watch)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, watch)
 
     def stop() -> None:
         if watch in sys.meta_path:
-            sys.meta_path.remove(watch)  # type: ignore[arg-type]
+            sys.meta_path.remove(watch)
 
     return stop
 

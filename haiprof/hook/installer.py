@@ -22,6 +22,18 @@ _LATE_SAVES = (
 )
 
 
+_OWN_WORK = (  # what wrappers call beside the job's own function
+    patches.State.takes_over,
+    patches._close_interval,
+    Registry.add,
+    Recorder.overflow,
+    Recorder.fault,
+    Recorder.arm,
+    DeviceTimer.begin,
+    patches._compiler_is_tracing,
+)
+
+
 class Installer:
     """Holds what was replaced, so that it can be put back."""
 
@@ -57,6 +69,8 @@ class Installer:
                 self.recorder.lines.append(
                     {"type": "patch_failed", "phase": name, "reason": reason}
                 )
+        for own in _OWN_WORK:
+            _skip_frame(own, below=True)
         self.recorder.uninstall = self.uninstall
         self.recorder.calibrate = self.calibrate
 
@@ -74,7 +88,7 @@ class Installer:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self.state.device = None
+        self.state.close()
 
     # -- the parts ----------------------------------------------------------------------------
 
@@ -99,11 +113,11 @@ class Installer:
         from torch.optim import optimizer
 
         before, after = patches.optimizer_hooks(self.state, self.optimizers)
-        _skip_frame(before)
-        _skip_frame(after)
+        _skip_frame(before, below=True)
+        _skip_frame(after, below=True)
         first = optimizer.register_optimizer_step_pre_hook(before)
         second = optimizer.register_optimizer_step_post_hook(after)
-        self._undo += [first.remove, second.remove]
+        self._undo += [lambda: _remove_hook(first), lambda: _remove_hook(second)]
 
     def _dataloader(self) -> None:
         from torch.utils.data import dataloader
@@ -212,17 +226,29 @@ def _tracing_test(torch: Any) -> Callable[[], bool]:
     return lambda: False
 
 
-def _skip_frame(function: Any) -> None:
-    """Tells Dynamo to leave a wrapper's own frame alone, and to go on as usual below it."""
+def _skip_frame(function: Any, *, below: bool = False) -> None:
+    """Tells Dynamo to leave a function's own frame alone, and those it calls only if `below`."""
     try:
         from torch._C._dynamo import eval_frame
 
+        action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+            action.SKIP, action.SKIP if below else action.DEFAULT
         )
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except (ImportError, AttributeError):
         return  # older torch: the wrapper's own test for tracing has to do
+
+
+def _remove_hook(handle: Any) -> None:
+    """Takes an optimizer hook out, unless that would make a compiled step recompile.
+
+    Dynamo guards on the number of global optimizer hooks. Left in, ours returns at its first line.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    compiled = utils is not None and bool(utils.counters["frames"])
+    if not compiled:
+        handle.remove()
 
 
 def _tell_dynamo(wrapper: Any, original: Any) -> None:

@@ -34,11 +34,21 @@ from haiprof.rundir.schema import (
     OPTIMIZER,
     SCALER,
     TAG_BITS,
+    TAG_MASK,
 )
 
 GC_PAUSE_MIN_NS = 200_000  # shorter pauses are part of normal allocation
 OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after this long
 CALIBRATION_CALLS = 200
+CLOSED = -1
+UNSEEN = -1
+_NO_BACKWARD = (BACKWARD, CLOSED)
+_FORWARD_KIND = {  # by (gradients are on, the module is in training mode)
+    (True, True): FORWARD,
+    (True, False): FORWARD_EVAL,
+    (False, True): NOGRAD,
+    (False, False): EVAL,
+}
 
 _now = time.perf_counter_ns
 _ident = threading.get_ident
@@ -47,76 +57,83 @@ _ident = threading.get_ident
 class State:
     """What the wrappers share: the owner thread, and whether a span is open in it."""
 
-    __slots__ = ("busy", "device", "is_tracing", "loading", "owner", "owner_seen_ns", "recorder")
+    __slots__ = (
+        "busy",
+        "device",
+        "idle",
+        "is_tracing",
+        "loading",
+        "owner",
+        "owner_seen_ns",
+        "recorder",
+    )
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
         self.recorder = recorder
         self.is_tracing = is_tracing
         self.owner = threading.main_thread().ident or 0
         self.owner_seen_ns = 0
+        self.idle = 0
+        """What `busy` returns to after a span: 0, or CLOSED once the hooks are out."""
         self.busy = 0
-        """0 outside, FORWARD inside a root module's call, BACKWARD inside the engine."""
+        """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
         self.device: DeviceTimer | None = None
 
-    def trains(self) -> bool:
-        """Called where backward and optimizer steps happen: whether this thread is the trainer."""
-        ident = _ident()
-        now = _now()
-        if ident != self.owner:
-            if now - self.owner_seen_ns < OWNER_SILENT_NS:
-                return False
-            self.owner = ident
-        self.owner_seen_ns = now
-        if not self.recorder.armed:
-            self.recorder.arm()
+    def close(self) -> None:
+        """Makes every wrapper that something still holds pass its calls on, and nothing else."""
+        self.idle = self.busy = CLOSED
+        self.loading = True
+        self.device = None
+
+    def takes_over(self, now_ns: int) -> bool:
+        """Whether another thread that trains becomes the owner: the owner has been silent long."""
+        if now_ns - self.owner_seen_ns < OWNER_SILENT_NS:
+            return False
+        self.owner = _ident()
         return True
 
 
 def wrap_module_call(original: Callable[..., Any], state: State, roots: Registry) -> Any:
     """Times the outermost call of a module that owns parameters; all others pass through."""
-    is_tracing, put, tags = state.is_tracing, state.recorder.words.extend, roots.tags
-    recorder = state.recorder
+    is_tracing, recorder, tags = state.is_tracing, state.recorder, roots.tags
+    put, is_grad_enabled = recorder.words.extend, roots.is_grad_enabled
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if state.busy or is_tracing():
             return original(self, *args, **kwargs)
+        mark: Any = None
         try:
-            tag = tags.get(id(self))
-            if tag is None:
+            tag = tags.get(id(self), UNSEEN)
+            if tag == UNSEEN:
                 tag = roots.add(self)
-            mark: Any = None
             if tag and _ident() == state.owner:
-                grad, training = roots.is_grad_enabled(), self.training
-                kind = (
-                    (FORWARD if training else FORWARD_EVAL)
-                    if grad
-                    else (NOGRAD if training else EVAL)
-                )
+                code = _FORWARD_KIND[is_grad_enabled(), self.training] | tag << TAG_BITS
                 if state.device is not None:
-                    mark = state.device.begin(kind)
+                    mark = state.device.begin(code & TAG_MASK)
                 state.busy = FORWARD
                 start = _now()
             else:
-                tag = 0
+                code = 0
         except Exception as error:
-            state.busy = tag = 0
+            code = 0
+            state.busy = state.idle
             recorder.fault("forward", error)
-        if not tag:
+        if not code:
             return original(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:
             try:
-                put((start << TAG_BITS | kind, _now() << TAG_BITS | tag))
+                put((start, _now(), code))
                 if mark is not None:
                     mark()
                 if not recorder.armed and len(recorder.words) > UNARMED_LIMIT_WORDS:
                     recorder.overflow()
             except Exception as error:
                 recorder.fault("forward", error)
-            state.busy = 0
+            state.busy = state.idle
 
     return __call__
 
@@ -128,67 +145,84 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
     @functools.wraps(original)
     def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         outer = state.busy
-        if outer == BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
+        if outer in _NO_BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
             return original(*args, **kwargs)
-        ours, mark, start = False, None, 0
+        mark: Any = None
         try:
-            if state.trains():
-                ours = True
+            start = _now()
+            if _ident() != state.owner and not state.takes_over(start):
+                start = 0
+            else:
+                state.owner_seen_ns = start
+                if not recorder.armed:
+                    recorder.arm()
                 if state.device is not None:
                     mark = state.device.begin(BACKWARD)
                 state.busy = BACKWARD
-                start = _now()
         except Exception as error:
-            ours, state.busy = False, outer
+            start, state.busy = 0, outer
             recorder.fault("backward", error)
-        if not ours:
+        if not start:
             return original(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         finally:
             try:
-                put((start << TAG_BITS | BACKWARD, _now() << TAG_BITS))
+                put((start, _now(), BACKWARD))
                 if mark is not None:
                     mark()
             except Exception as error:
                 recorder.fault("backward", error)
-            state.busy = outer
+            state.busy = outer if state.idle == 0 else state.idle
 
     return _engine_run_backward
 
 
 def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
     """The pair for torch's own global optimizer hooks: before and after every step."""
-    is_tracing, put, recorder = state.is_tracing, state.recorder.words.extend, state.recorder
-    starts: dict[int, tuple[int, Any]] = {}
+    is_tracing, recorder, tags = state.is_tracing, state.recorder, optimizers.tags
+    put = recorder.words.extend
+    starts: dict[int, int] = {}
+    marks: dict[int, Any] = {}
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_tracing() or recorder.closed:
+        if state.idle or is_tracing():
             return
         try:
-            mark = state.device.begin(OPTIMIZER) if state.device is not None else None
-            starts[id(optimizer)] = (_now(), mark)
+            key = id(optimizer)
+            if state.device is not None:
+                marks[key] = state.device.begin(OPTIMIZER)
+            starts[key] = _now()
         except Exception as error:
             recorder.fault("optimizer", error)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_tracing() or recorder.closed:
+        if state.idle or is_tracing():
             return
         try:
             end = _now()
-            start, mark = starts.pop(id(optimizer), (0, None))
-            if not start or not state.trains():
+            key = id(optimizer)
+            start = starts.pop(key, 0)
+            if not start or (_ident() != state.owner and not state.takes_over(end)):
                 return
-            tag = optimizers.tags.get(id(optimizer)) or optimizers.add(optimizer)
-            put((start << TAG_BITS | OPTIMIZER, end << TAG_BITS | tag))
-            if mark is not None:
-                mark()
+            code = OPTIMIZER | (tags.get(key) or optimizers.add(optimizer)) << TAG_BITS
+            put((start, end, code))
+            state.owner_seen_ns = end
+            if not recorder.armed:
+                recorder.arm()
             if state.device is not None:
-                state.device.close(end)
+                _close_interval(state.device, marks.pop(key, None), end)
         except Exception as error:
             recorder.fault("optimizer", error)
 
     return before, after
+
+
+def _close_interval(device: DeviceTimer, mark: Callable[[], None] | None, end_ns: int) -> None:
+    """Marks the end of an optimizer step on the device, and with it that of an interval."""
+    if mark is not None:
+        mark()
+    device.close(end_ns)
 
 
 def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
@@ -211,7 +245,7 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
             return original(*args, **kwargs)
         finally:
             try:
-                put((start << TAG_BITS | kind, _now() << TAG_BITS))
+                put((start, _now(), kind))
                 if mark is not None:
                     mark()
             except Exception as error:
@@ -243,14 +277,14 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
             raise
         finally:
             try:
-                put((start << TAG_BITS | kind, _now() << TAG_BITS))
+                put((start, _now(), kind))
                 if mark is not None:
                     mark()
                 if not recorder.armed and len(recorder.words) > UNARMED_LIMIT_WORDS:
                     recorder.overflow()
             except Exception as error:
                 recorder.fault("dataloader", error)
-            state.loading = False
+            state.loading = state.idle == CLOSED
 
     return __next__
 
@@ -267,7 +301,7 @@ def gc_callback(state: State) -> Callable[[str, dict[str, int]], None]:
             return
         end = _now()
         if end - start > GC_PAUSE_MIN_NS and recorder.armed and not recorder.closed:
-            put((start << TAG_BITS | GC, end << TAG_BITS | info["generation"]))
+            put((start, end, GC | info["generation"] << TAG_BITS))
 
     return on_gc
 

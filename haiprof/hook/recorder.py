@@ -15,10 +15,12 @@ from typing import Any
 from haiprof.hook.files import RankFiles
 from haiprof.hook.window import Window
 from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.schema import PHASES, TAG_BITS, TAG_MASK
 
 DRAIN_INTERVAL_S = 1.0
 COST_EVERY_DRAINS = 10
-UNARMED_LIMIT_WORDS = 1024  # spans kept in a process that has not shown yet that it trains
+WORDS_PER_SPAN = 3  # start ns, end ns, kind | tag << TAG_BITS
+UNARMED_LIMIT_WORDS = 1536  # spans kept in a process that has not shown yet that it trains
 EXIT_WAIT_S = 5.0
 
 _now = time.perf_counter_ns
@@ -29,8 +31,10 @@ class Recorder:
 
     A process is recorded once it *arms*: it ran a backward pass or an optimizer step. Until then
     nothing is written and no thread runs, so that launchers, compile workers, DataLoader workers
-    and forked children stay as they are. Two integers per span go into `words` (schema.PHASES);
-    `words.extend` is atomic under the interpreter lock, so no lock is taken in the job's thread.
+    and forked children stay as they are. Three integers per span go into `words`: start and end in
+    ns, and `kind | tag << TAG_BITS`. Packing them is the thread's work: between the job's own work,
+    with cold caches, it costs several times as much. `words.extend` is atomic under the interpreter
+    lock, so no lock is taken in the job's thread.
     """
 
     def __init__(self, run: RunPaths, *, time_s: float, warmup_s: float) -> None:
@@ -126,9 +130,7 @@ class Recorder:
             self._files = RankFiles(self.run, self.phases)
             self._files.event_ns, self._files.module_call_ns = self.calibrate()
         files = self._files
-        count = len(self.words) & ~1
-        batch = array("q", self.words[:count])
-        del self.words[:count]
+        batch = self._take()
         kept, over = self._window.cut(batch, _now())
         self._note_start(files)
         lines, self.lines[:] = list(self.lines), []
@@ -139,6 +141,21 @@ class Recorder:
         files.drain_cpu_ns += time.thread_time_ns() - began
         if over:
             self._end("time")
+
+    def _take(self) -> array[int]:
+        """The buffer's spans, packed as they go to the file (schema.PHASES)."""
+        count = len(self.words) // WORDS_PER_SPAN * WORDS_PER_SPAN
+        words = self.words[:count]
+        del self.words[:count]
+        packed = array("q", bytes(count // WORDS_PER_SPAN * PHASES.record_bytes))
+        codes = words[2::3]
+        packed[::2] = array(
+            "q", [t << TAG_BITS | c & TAG_MASK for t, c in zip(words[::3], codes, strict=True)]
+        )
+        packed[1::2] = array(
+            "q", [t << TAG_BITS | c >> TAG_BITS for t, c in zip(words[1::3], codes, strict=True)]
+        )
+        return packed
 
     def _note_start(self, files: RankFiles) -> None:
         window = self._window

@@ -157,7 +157,7 @@ class _Job:
             stdin=subprocess.DEVNULL,
             stdout=_stderr_fd(),
             env=environ,
-            preexec_fn=(lambda: os.nice(10)) if nice else None,  # type: ignore[arg-type,return-value]
+            preexec_fn=(lambda: os.nice(10)) if nice else None,
         )
 
     def _close_manifest(self, status: int | None, signal_name: str | None) -> None:
