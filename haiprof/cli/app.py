@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 import typer
@@ -15,6 +16,7 @@ from haiprof.cli.overview import overview
 from haiprof.cli.rank import rank
 from haiprof.cli.scalars import scalars
 from haiprof.cli.verdict import verdict
+from haiprof.config import ENV_DEBUG
 from haiprof.errors import HaiprofError, UsageError
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {
@@ -54,6 +56,8 @@ def run_command(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()
+    except Exception as error:  # noqa: BLE001 - a defect of ours: one line, as every error
+        return show_error(_defect(error))
     return status if isinstance(status, int) else 0
 
 
@@ -61,6 +65,17 @@ def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
     text = getattr(error, "format_message", error.__str__)()
     name = argv[0] if argv and argv[0] in COMMANDS else ""
     return UsageError(f"{name}: {text}" if name else text, hint=f"haiprof {name} --help".strip())
+
+
+def _defect(error: Exception) -> HaiprofError:
+    """An error that nobody foresaw, with the place for a report."""
+    if os.environ.get(ENV_DEBUG) == "1":
+        raise error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return HaiprofError(
+        f"internal error at {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}",
+        hint=f"{ENV_DEBUG}=1 shows the traceback; please report it",
+    )
 
 
 def _reader_gone() -> int:

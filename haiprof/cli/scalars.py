@@ -22,10 +22,10 @@ Every = Annotated[
 def scalars(
     directory: RunDir = None, follow: Follow = False, every: Every = 5.0, as_json: AsJson = False
 ) -> None:
-    """Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
+    r"""Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
 
     They go into DIR/tensorboard/rank0, rank1, ...; the job itself is not touched. Of steps faster
-    than 50 per second some are left out. Needs `pip install 'haiprof[tensorboard]'`.
+    than 50 per second some are left out. Needs `pip install 'haiprof\[tensorboard]'`.
 
     For example:
 

@@ -50,4 +50,4 @@ def verdict(
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
-    output.show(lambda _: verdict_card(found, header), found.as_json())
+    output.show(lambda width: verdict_card(found, header, width=width), found.as_json())

@@ -57,7 +57,7 @@ PANELS = (
         top=105,
     ),
     PanelSpec(
-        title="GPU utilisation",
+        title="GPU utilization",
         unit="%",
         counters=(CounterSpec(source="gpu", metric="utilization_ratio", scale=0.01),),
         missing="GPU",

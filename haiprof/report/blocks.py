@@ -18,6 +18,7 @@ from haiprof.report.text import moment_text, value_text
 from haiprof.units import duration_text
 
 INDENT = 2
+_COLORS = {**PHASE_COLORS, "step time": ""}
 
 
 def header_block(run: RunHeader, *, counts: str) -> RenderableType:
@@ -73,7 +74,7 @@ def series_block(series: Sequence[Series], span: TimeRange | None) -> Renderable
         table.add_row(
             title,
             line.label if line.label != line.title else "",
-            Sparkline(line.values, top=tops[line.title], color=PHASE_COLORS.get(line.title, SKY)),
+            Sparkline(line.values, top=tops[line.title], color=_COLORS.get(line.title, SKY)),
             value_text(line.mean, line.unit),
             value_text(line.max, line.unit),
         )

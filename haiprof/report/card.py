@@ -12,85 +12,91 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.plots.style import PHASES
-from haiprof.report.blocks import one_line
 from haiprof.report.run_header import RunHeader
 from haiprof.report.split_bar import SplitBar
-from haiprof.report.split_legend import PhaseMark
-from haiprof.report.text import count_text, share_text, value_text
-from haiprof.units import MISSING, duration_text, ratio_text
+from haiprof.report.split_legend import PhaseName
+from haiprof.report.text import count_text, fine_ratio_text, share_text, value_text
+from haiprof.units import duration_text, ratio_text
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.engine import Verdict
     from haiprof.diagnosis.finding import Finding
+    from haiprof.diagnosis.verdict import Cost, Verdict
 
 MAX_WIDTH = 100
+_NOTE_LIMIT = 4
+_EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
-_NOTHING = "No rule found a bottleneck"
-_TOO_LITTLE = "Not enough was recorded for a verdict"
 
 
-def verdict_card(verdict: Verdict, run: RunHeader) -> RenderableType:
+def verdict_card(verdict: Verdict, run: RunHeader, *, width: int = MAX_WIDTH) -> RenderableType:
     """The card as the terminal shows it at the end of a run.
 
     Args:
         verdict: What was found.
         run: Name, state and outcome of the run.
+        width: Columns of the terminal; the card takes at most 100.
     """
     parts: list[RenderableType] = [_headline(verdict), Text()]
     if verdict.step_count:
-        parts += [*_split(verdict), Text()]
-    for finding in verdict.findings:
-        parts += [_finding(finding), Text()]
+        parts += [*_split(verdict, width), Text()]
+    for place, finding in enumerate(verdict.findings):
+        parts += [_finding(finding, titled=place > 0), Text()]
     parts += _closing(verdict)
     title = Text.assemble((" haiprof ", "bold"), (f" {run.name} ", ""), (f" {run.outcome} ", "dim"))
-    title.truncate(MAX_WIDTH - 8, overflow="ellipsis")
+    title.truncate(min(width, MAX_WIDTH) - 8, overflow="ellipsis")
     return Panel(
         Group(*parts),
         title=title,
         title_align="left",
         border_style="dim",
         padding=(1, 2),
-        width=None,
+        width=min(width, MAX_WIDTH),
     )
 
 
 def _headline(verdict: Verdict) -> Text:
     if verdict.findings:
         first = verdict.findings[0]
-        return Text(first.title, style=_SEVERITY_STYLES[first.severity])
-    return Text(_NOTHING if verdict.step_count else _TOO_LITTLE, style="bold")
+        return Text(verdict.headline, style=_SEVERITY_STYLES[first.severity])
+    return Text(verdict.headline, style="bold green" if verdict.step_count else "bold yellow")
 
 
-def _split(verdict: Verdict) -> Iterator[RenderableType]:
+def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     yield SplitBar(verdict.split)
-    yield _split_numbers(verdict.split)
-    total = sum(ns or 0.0 for ns in verdict.split.values())
-    facts = f"middle step {duration_text(total)} · {count_text(verdict.step_count, 'step')}"
-    yield Text(facts, style="dim")
+    yield _split_numbers(verdict.split, width)
+    ranks = count_text(len(verdict.ranks), "rank")
+    steps = count_text(verdict.step_count, "step")
+    facts = [f"median step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}"]
+    if verdict.evaluation_ns:
+        facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
+    facts += [
+        f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
+        for kind, e in verdict.events.items()
+    ]
+    yield Text(" · ".join(facts), style="dim")
 
 
-def _split_numbers(split: Mapping[str, float | None]) -> RenderableType:
+def _split_numbers(split: Mapping[str, float | None], width: int) -> RenderableType:
     """Mark, name, time and share of each phase, one column each."""
     total = sum(ns or 0.0 for ns in split.values())
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=False)
+    gap = 3 if width >= MAX_WIDTH else 1
+    grid = Table.grid(padding=(0, gap, 0, 0))
     for _ in PHASES:
         grid.add_column(no_wrap=True, overflow="ellipsis")
-    names = []
-    for phase in PHASES:
-        name = Table.grid(padding=(0, 1, 0, 0))
-        name.add_row(PhaseMark(phase), phase)
-        names.append(name)
-    grid.add_row(*names)
+    grid.add_row(*(PhaseName(phase, width=width) for phase in PHASES))
     grid.add_row(*(f"  {duration_text(split[p])}" for p in PHASES), style="bold")
     grid.add_row(*(f"  {share_text(split[p], total)}" for p in PHASES), style="dim")
     return grid
 
 
-def _finding(finding: Finding) -> RenderableType:
+def _finding(finding: Finding, *, titled: bool) -> RenderableType:
+    """Its severity and numbers; the first one's title is the headline."""
     head = Text()
     head.append(finding.severity, style=_SEVERITY_STYLES[finding.severity])
-    head.append(f"  {finding.title}", style="bold")
-    head.append(f"  (confidence {ratio_text(finding.confidence)})", style="dim")
+    if titled:
+        head.append(f"  {finding.title}", style="bold")
+    sure = f"confidence {ratio_text(finding.confidence)}".replace(" ", "\N{NO-BREAK SPACE}")
+    head.append(f"  {sure}", style="dim")
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(overflow="fold")
     rows.add_column(justify="right", no_wrap=True)
@@ -118,14 +124,32 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", style="dim")
-    for what, why in verdict.not_measured:
-        grid.add_row("not measured", f"{what}: {why}")
-    for rule, why in verdict.abstained:
-        grid.add_row("not judged", f"{rule}: {why}")
-    grid.add_row("haiprof's cost", _cost_text(verdict))
+    for label, what, why in _unknowns(verdict):
+        grid.add_row(label, f"{what}: {why}" if what else why)
+    grid.add_row("own cost", cost_text(verdict.cost))
     yield grid
-    yield one_line(f"next  {verdict.next_command}")
+    yield Text()
+    yield Text.assemble(("next  ", "dim"), (verdict.next_command, "bold"), overflow="fold")
 
 
-def _cost_text(verdict: Verdict) -> str:
-    return MISSING
+def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
+    """(label, what, why), the label only where it changes."""
+    for place, (what, why) in enumerate(verdict.not_measured):
+        yield "" if place else "not measured", what, why
+    for place, (rule, why) in enumerate(verdict.abstained):
+        yield "" if place else "not judged", rule.replace("_", " "), why
+    for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
+        yield "" if place else "notes", "", note
+    if len(verdict.notes) > _NOTE_LIMIT:
+        yield "", "", f"and {len(verdict.notes) - _NOTE_LIMIT} more, in --json"
+
+
+def cost_text(cost: Cost) -> str:
+    """What haiprof itself took, in the job and beside it."""
+    inside = "in the job not recorded"
+    if cost.hook_ns_per_step is not None:
+        share = f" ({fine_ratio_text(cost.hook_ratio)})" if cost.hook_ratio is not None else ""
+        inside = f"{duration_text(cost.hook_ns_per_step)} per step in the job{share}"
+    if cost.agent_cpu_ratio is None:
+        return f"{inside}; beside it not recorded"
+    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside it"

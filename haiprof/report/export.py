@@ -16,7 +16,7 @@ from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.writer import write_json
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.engine import Verdict
+    from haiprof.diagnosis.verdict import Verdict
 
 
 def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:

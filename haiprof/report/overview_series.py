@@ -23,7 +23,7 @@ class SeriesSpec:
 OVERVIEW_SERIES = (
     SeriesSpec(title="CPU of ranks", source="process", metric="cpu_cores", unit="cores"),
     SeriesSpec(title="CPU of node", source="host", metric="cpu_utilization_ratio", unit="ratio"),
-    SeriesSpec(title="GPU utilisation", source="gpu", metric="utilization_ratio", unit="ratio"),
+    SeriesSpec(title="GPU utilization", source="gpu", metric="utilization_ratio", unit="ratio"),
     SeriesSpec(title="GPU memory", source="gpu", metric="memory_used_bytes", unit="bytes"),
     SeriesSpec(title="GPU power", source="gpu", metric="power_watts", unit="watts"),
     SeriesSpec(title="memory of ranks", source="process", metric="memory_rss_bytes", unit="bytes"),

@@ -149,7 +149,7 @@ def _processes(ranks: Sequence[RankSummary]) -> RenderableType:
 
 
 def _gpus(gpus: Sequence[GpuSummary]) -> RenderableType:
-    table = plain_table("GPU", "rank", "utilisation", "memory", "of", "power", left=["GPU"])
+    table = plain_table("GPU", "rank", "utilization", "memory", "of", "power", left=["GPU"])
     for gpu in gpus[:SHOWN_RANKS]:
         table.add_row(
             MISSING if gpu.gpu is None else str(gpu.gpu),

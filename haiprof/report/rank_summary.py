@@ -20,7 +20,7 @@ from haiprof.report.overview_series import (
 from haiprof.report.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.report.series import Series, TimeRange, make_series, time_range
 from haiprof.report.source import RunData
-from haiprof.report.split import phase_split
+from haiprof.report.split import phase_split, settled
 from haiprof.report.summary import rank_steps
 
 SLOWEST_COUNT = 5
@@ -79,6 +79,7 @@ class OneRankSummary:
     """The rank's row of `Analyzer.ranks()`."""
     step_count: int
     median_step_ns: float | None
+    """Without the first, slower steps, as in the verdict; so is the split."""
     split_ns: Mapping[str, float | None]
     boundary: str | None
     """What a step ends with, most often."""
@@ -122,7 +123,7 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=steps.height,
-        median_step_ns=_number(steps["step_ns"].median()),
+        median_step_ns=_number(settled(steps)["step_ns"].median()),
         split_ns=split,
         boundary=_most_common(steps["boundary"]),
         confidence=_number(steps["confidence"].mean()),
@@ -152,10 +153,11 @@ def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
     Args:
         steps: The steps of one rank.
     """
-    median = _number(steps["step_ns"].median())
+    usual = settled(steps)
+    median = _number(usual["step_ns"].median())
     if not median:
         return ()
-    medians = {phase: _number(steps[f"{phase}_host_ns"].median()) for phase in PHASES}
+    medians = {phase: _number(usual[f"{phase}_host_ns"].median()) for phase in PHASES}
     rows = steps.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
     return tuple(_slow_step(row, median, medians) for row in rows)
 

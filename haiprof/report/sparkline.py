@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
 
-LEVELS = "▁▂▃▄▅▆▇█"
+LEVELS = "▁▂▃▄▅▆▇"  # no full block: lines above one another stay apart
 GAP = " "
 _MIN_WIDTH, _MAX_WIDTH = 8, 120
 
@@ -17,11 +17,11 @@ Values = Sequence[float | None]
 
 
 def sparkline(values: Values, *, top: float | None = None) -> str:
-    """One character per value, from 0 at the lowest block to `top` at the full one.
+    """One character per value, from 0 at the lowest block to `top` at the highest.
 
     Args:
         values: In order; None is a gap.
-        top: What a full block stands for; the largest value where it is not given.
+        top: What the highest block stands for; the largest value where it is not given.
 
     Returns:
         Text as long as `values`.
@@ -61,7 +61,7 @@ class Sparkline:
 
     Args:
         values: In order; None is a gap.
-        top: What a full block stands for; the largest value where it is not given.
+        top: What the highest block stands for; the largest value where it is not given.
         color: Colour of the blocks; empty for the terminal's own.
     """
 
@@ -77,3 +77,4 @@ class Sparkline:
         width = min(options.max_width, _MAX_WIDTH)
         text = sparkline(fitted(self.values, width), top=self.top)
         yield Segment(text, Style(color=self.color) if self.color else None)
+        yield Segment.line()

@@ -1,26 +1,34 @@
-"""The split of a middle step by phase: parts that add up to one number."""
+"""The split of a middle step by phase: parts that add up, the same as in the verdict."""
 
 from __future__ import annotations
 
 import polars as pl
 
+from haiprof.diagnosis.facts import middle_split
+from haiprof.diagnosis.thresholds import warm_up_steps
 from haiprof.plots.style import PHASES
 
 
+def settled(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one attempt of one rank without its first, slower ones, as in the verdict."""
+    return steps.sort("step").slice(warm_up_steps(steps.height))
+
+
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """Mean time per phase over the middle half of the steps, ordered by their length.
+    """Mean time per phase over the middle half of the settled steps, ordered by their length.
 
     Medians of phases do not add up to the median step; means over the steps around the median do,
     and a single slow step does not move them.
 
     Args:
-        steps: `Analyzer.steps()` of any ranks.
+        steps: `Analyzer.steps()` of one attempt of one rank.
         clock: `host` or `device`.
 
     Returns:
         Time in ns by phase; None for a phase without a value on that clock.
     """
-    low, high = steps["step_ns"].quantile(0.25, "lower"), steps["step_ns"].quantile(0.75, "higher")
-    middle = steps.filter(pl.col("step_ns").is_between(pl.lit(low), pl.lit(high)))
-    means = {phase: middle[f"{phase}_{clock}_ns"].mean() for phase in PHASES}
-    return {p: float(v) if isinstance(v, (int, float)) else None for p, v in means.items()}
+    chosen = settled(steps)
+    if clock == "host":
+        return middle_split(chosen)
+    renamed = {f"{phase}_{clock}_ns": f"{phase}_host_ns" for phase in PHASES}
+    return middle_split(chosen.select("step_ns", *renamed).rename(renamed))

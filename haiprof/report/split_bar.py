@@ -71,3 +71,4 @@ class SplitBar:
         for phase, length in block_lengths(self.split_ns, width).items():
             style = Style(color=PHASE_COLORS[phase]) if colored else None
             yield Segment(filling(phase, colored=colored) * length, style)
+        yield Segment.line()

@@ -15,7 +15,7 @@ from haiprof.report.overview_series import overview_series
 from haiprof.report.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.report.series import Series, TimeRange, time_range
 from haiprof.report.source import RunData
-from haiprof.report.split import phase_split
+from haiprof.report.split import phase_split, settled
 
 Split = Mapping[str, float | None]
 
@@ -31,6 +31,7 @@ class RankSummary:
     device: str | None
     step_count: int
     median_step_ns: float | None
+    """Without the first, slower steps, as in the verdict; so are the splits."""
     split_ns: Split
     """Host time of a middle step by phase; null for a phase never seen."""
     device_split_ns: Split | None
@@ -144,7 +145,7 @@ def _rank_summary(row: Mapping[str, Any], steps: pl.DataFrame, stats: m.Metrics)
     own = rank_steps(steps, row["rank"], row["attempt"])
     process = m.owned(stats, m.PROCESS, rank=row["rank"])
     gpu = m.owned(stats, m.GPU, rank=row["rank"])
-    median = own["step_ns"].median()
+    median = settled(own)["step_ns"].median()
     device_split = phase_split(own, clock="device")
     return RankSummary(
         rank=row["rank"],

@@ -41,6 +41,13 @@ def share_text(part: float | None, whole: float) -> str:
     return ratio_text(part / whole if part is not None and whole else None)
 
 
+def fine_ratio_text(ratio: float | None) -> str:
+    """A small ratio as percent, two digits of it: `"0.017 %"`; missing as a dash."""
+    if ratio is None or not 0 < ratio < 0.01:
+        return ratio_text(ratio)
+    return f"{ratio * 100:.2g} %"
+
+
 def moment_text(wall_ns: int | None) -> str:
     """A Unix time in the reader's time zone: `"2026-11-21 13:04:15"`; missing as a dash."""
     if wall_ns is None:
