@@ -22,7 +22,7 @@ class Missing(NamedTuple):
     """One metric that cannot be measured here."""
 
     metric: str
-    """A column of the table, or `ALL_METRICS`."""
+    """A column of the table, one entity of the source (`gpu 0`, `rank 1`), or `ALL_METRICS`."""
     reason: str
     """Why, with the file or call that refused."""
 

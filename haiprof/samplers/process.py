@@ -109,7 +109,7 @@ class ProcessSampler:
             if content["host"] == self._host:
                 self._add_family(name, content)
         except (RunFormatError, KeyError, TypeError, ValueError) as error:
-            self._missing.note(ALL_METRICS, f"rank {name}: its report cannot be used: {error!r}")
+            self._missing.note(f"rank {name}", f"its report cannot be used: {error!r}")
 
     def _add_family(self, name: str, content: dict[str, Any]) -> None:
         pid, start_ticks = int(content["pid"]), int(content["start_ticks"])
@@ -121,7 +121,7 @@ class ProcessSampler:
         else:
             self._families[pid] = Family(pid, start_ticks)
             return
-        self._missing.note(ALL_METRICS, f"rank {name}: {reason}")
+        self._missing.note(f"rank {name}", reason)
 
     def _sample_family(self, family: Family) -> bytes:
         before = self._clock()

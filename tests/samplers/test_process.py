@@ -95,8 +95,10 @@ def test_process_with_a_reused_pid_is_never_read(tree: FakeTree, run: RunPaths) 
     sampler = ProcessSampler(run, HOST, root=tree.root)
     assert sampler.sample() == b""
     reused, gone = sampler.drain_missing()
-    assert reused.reason.startswith("rank 0: process 10 is not the one")
-    assert gone.reason.startswith("rank 1: no process 77")
+    assert reused.metric == "rank 0"
+    assert reused.reason.startswith("process 10 is not the one")
+    assert gone.metric == "rank 1"
+    assert gone.reason.startswith("no process 77")
 
 
 def test_process_rank_that_ends_gives_no_more_records(tree: FakeTree, run: RunPaths) -> None:
@@ -136,7 +138,7 @@ def test_process_damaged_report_is_said_and_the_others_go_on(
     sampler = ProcessSampler(run, HOST, root=tree.root)
     assert len(sampled(sampler)) == 1
     (missing,) = sampler.drain_missing()
-    assert "rank 1" in missing.reason
+    assert missing.metric == "rank 1"
 
 
 WORKERS = """
