@@ -4,10 +4,9 @@ import os
 import time
 from pathlib import Path
 
-from tests.report.fake_run import empty_run
-
 from haiprof.report.run_header import manifest_or_none, run_header
 from haiprof.units import NS_PER_S
+from tests.report.fake_run import empty_run
 
 
 def header(folder: Path, **manifest: object):  # type: ignore[no-untyped-def]
