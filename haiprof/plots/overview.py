@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
+from textwrap import wrap
 
 import plotly.graph_objects as go
 import polars as pl
@@ -18,6 +20,7 @@ Panel = tuple[str, str, list[go.Scatter], str, float | None]
 _ROW_PX, _FRAME_PX = 200, 150
 _COLUMNS = 2
 _LEGEND_LIMIT = 24
+_REASON_COLUMNS = 52
 
 
 def overview_figure(
@@ -133,7 +136,7 @@ def add_reason(figure: go.Figure, reason: str, *, row: int, col: int) -> None:
 
     Args:
         figure: The figure.
-        reason: Text, lines apart by `<br>`.
+        reason: Text; it is wrapped.
         row: The panel's row, from 1.
         col: Its column, from 1.
     """
@@ -145,8 +148,9 @@ def add_reason(figure: go.Figure, reason: str, *, row: int, col: int) -> None:
         type="rect", x0=left, x1=right, y0=low, y1=high, line={"color": GRID, "width": 1}, **paper
     )
     figure.add_annotation(
-        text=reason,
+        text="<br>".join(wrap(escape(reason), _REASON_COLUMNS)),
         showarrow=False,
+        xanchor="center",
         x=(left + right) / 2,
         y=(low + high) / 2,
         yanchor="middle",

@@ -230,4 +230,4 @@ def measured_panels(
             yield panel, traces, ""
         elif panel.missing in missing and panel.missing not in explained:
             explained.add(panel.missing)
-            yield panel, [], f"{panel.missing}: not measured<br>{missing[panel.missing]}"
+            yield panel, [], f"{panel.missing}: not measured: {missing[panel.missing]}"

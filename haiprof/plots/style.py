@@ -70,5 +70,11 @@ def figure_layout(title: str, *, height: int) -> dict[str, Any]:
     }
 
 
-AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#BBBBBB", "ticks": "outside"}
+AXIS = {
+    "gridcolor": GRID,
+    "zerolinecolor": GRID,
+    "linecolor": "#BBBBBB",
+    "ticks": "outside",
+    "exponentformat": "none",
+}
 TIME_AXIS = {**AXIS, "ticksuffix": " s"}
