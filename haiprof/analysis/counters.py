@@ -79,33 +79,41 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
                 continue
             notes += records.notes
             with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-                frames += _of_source(records, node.host, _ranks_by_key(run, node, records))
+                ranks = _ranks_by_key(run, node, records)
+                frames.append(_of_source(records, node.host, ranks))
     joined = pl.concat(frames)
     return joined.sort("time_ns", maintain_order=True), tuple(notes)
 
 
-def _of_source(records: RecordFile, host: str, ranks: Mapping[int, int]) -> Iterator[pl.DataFrame]:
+def _of_source(records: RecordFile, host: str, ranks: Mapping[int, int]) -> pl.DataFrame:
+    """One source of one node, from one column per metric to one row per value."""
     samples = _samples(records)
-    offset = records.clock.wall_ns - records.clock.mono_ns
     rank = gpu = None
     if samples.key is not None:
         rank = [ranks.get(key) for key in samples.key.tolist()]
         gpu = samples.key if records.table == schema.GPU.name else None
-    for metric, unit, value in _metrics(records, samples):
-        frame = pl.DataFrame(
-            {
-                "time_ns": samples.time_ns + offset,
-                "host": host,
-                "source": records.table,
-                "rank": rank,
-                "gpu": gpu,
-                "metric": metric,
-                "unit": unit,
-                "value": value,
-            },
-            schema_overrides=COUNTER_SCHEMA,
-        ).select(*COUNTER_SCHEMA)
-        yield frame.filter(pl.col("value").is_finite())
+    keys = {
+        "time_ns": samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
+        "rank": rank,
+        "gpu": gpu,
+    }
+    metrics = list(_metrics(records, samples))
+    wide = pl.DataFrame(
+        {**keys, **{metric: value for metric, _, value in metrics}},
+        schema_overrides=dict.fromkeys(keys, pl.Int64),
+    )
+    units = {metric: unit for metric, unit, _ in metrics}
+    return (
+        wide.unpivot(index=list(keys), variable_name="metric", value_name="value")
+        .filter(pl.col("value").is_finite())
+        .with_columns(
+            host=pl.lit(host),
+            source=pl.lit(records.table),
+            unit=pl.col("metric").replace_strict(units, return_dtype=pl.String),
+        )
+        .select(*COUNTER_SCHEMA)
+        .cast({"gpu": pl.Int64, "rank": pl.Int64})
+    )
 
 
 def _samples(records: RecordFile) -> _Samples:

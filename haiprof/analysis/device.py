@@ -33,13 +33,17 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     """
     count = len(found.steps.start_ns)
     spans = found.nested.spans
+    if not count:
+        return np.empty((len(PHASES) + 1, 0))
     closing = np.flatnonzero((spans.kind == schema.OPTIMIZER) & (found.step >= 0))
     step, end = found.step[closing], np.sort(spans.end_ns[closing])
     row, there = _matching(np.asarray(records["end_ns"]), end)
     columns = [f"{phase}_ns" for phase in PHASES] + ["interval_ns"]
     values = np.stack([np.asarray(records[name], dtype=np.float64)[row] for name in columns])
     values[:, ~there | (np.asarray(records["missing_count"])[row] > 0)] = np.nan
-    sums = np.stack([np.bincount(step, weights=value, minlength=count) for value in values])
+    sums = np.zeros((len(columns), count))
+    for place, value in enumerate(values):
+        np.add.at(sums[place], step, value)
     covered, apart = _covered(found, step, end)
     sums[:, ~covered] = np.nan
     sums[-1, ~apart] = np.nan

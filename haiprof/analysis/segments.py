@@ -70,7 +70,8 @@ def _device(paths: RankPaths, found: Segmentation) -> tuple[Floats | None, tuple
         return None, (str(error),)
     if not records.count:
         return None, records.notes
-    return device_ns(record_columns(records), found), records.notes
+    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are null
+        return device_ns(record_columns(records), found), records.notes
 
 
 def _phases_seen(found: Segmentation) -> Bools:

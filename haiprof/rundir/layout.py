@@ -122,7 +122,7 @@ class RunPaths:
         found = []
         for name in _subfolders(self.ranks):
             rank, _, attempt = name.partition(".")
-            if rank.isdigit() and (attempt.isdigit() or not attempt):
+            if _is_number(rank) and (_is_number(attempt) or not attempt):
                 found.append((int(rank), int(attempt or 0), RankPaths(self.ranks / name)))
         return sorted(found, key=lambda item: item[:2])
 
@@ -137,3 +137,8 @@ def _subfolders(folder: Path) -> list[str]:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
+
+
+def _is_number(name: str) -> bool:
+    """Plain decimal digits, few enough for an integer column."""
+    return name.isascii() and name.isdigit() and len(name) < 10

@@ -107,6 +107,8 @@ def find_runs(log_dir: Path) -> list[Path]:
             folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
     except OSError as error:
         raise RunNotFoundError(f"{log_dir}: {error.strerror or error}") from None
+    except ValueError as error:  # a zero byte in the path
+        raise RunNotFoundError(f"{log_dir}: {error}") from None
     runs = [folder for folder in folders if os.path.lexists(folder / MANIFEST_NAME)]
     return sorted(runs, key=_started)
 

@@ -1,0 +1,1 @@
+"""From frames to findings: what makes the job slow, proved by numbers."""

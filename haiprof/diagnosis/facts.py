@@ -1,0 +1,121 @@
+"""What the rules look at: the steps after warm-up, and each rank's counters in that time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.analysis.analyzer import Analyzer
+from haiprof.analysis.step_frame import STEP_PHASES
+from haiprof.diagnosis.thresholds import BLOCK_COUNT, DEVICE_COVERAGE_RATIO, warm_up_steps
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A run as the rules see it."""
+
+    steps: pl.DataFrame
+    """Steps of each rank's last attempt without its first ones; columns of `step_frame`."""
+    step_count: int
+    """Steps of all ranks and attempts, the first ones included."""
+    first_steps: pl.DataFrame
+    """The first step of each rank's last attempt."""
+    ranks: pl.DataFrame
+    """Columns of `rank_frame`."""
+    gpu_use: Mapping[int, float]
+    """Median GPU utilization in [0, 1] by rank, where known."""
+    main_cores: Mapping[int, float]
+    """Median CPU cores used by the process of the rank, without its children, where known."""
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that have steps."""
+        return tuple(self.steps["rank"].unique().sort().to_list())
+
+    def of_rank(self, rank: int) -> pl.DataFrame:
+        """Steps of one rank, in order."""
+        return self.steps.filter(pl.col("rank") == rank)
+
+
+def gather_facts(analyzer: Analyzer) -> Facts:
+    """Facts from the frames of a run."""
+    steps = analyzer.steps()
+    last = steps.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+    judged = [
+        frame.slice(warm_up_steps(frame.height))
+        for frame in last.partition_by("rank", maintain_order=True)
+    ]
+    warm = pl.concat([last.clear(), *judged])
+    counters = analyzer.counters()
+    return Facts(
+        steps=warm,
+        step_count=steps.height,
+        first_steps=last.filter(pl.col("step") == 0),
+        ranks=analyzer.ranks(),
+        gpu_use=_medians(counters, warm, "gpu", "utilization_ratio"),
+        main_cores=_medians(counters, warm, "process", "cpu_main_cores"),
+    )
+
+
+def _medians(
+    counters: pl.DataFrame, steps: pl.DataFrame, source: str, metric: str
+) -> dict[int, float]:
+    """Median of a rank's metric while its judged steps ran."""
+    ends = pl.col("start_ns") + pl.col("step_ns")
+    window = steps.group_by("rank").agg(begin=pl.col("start_ns").min(), end=ends.max())
+    chosen = counters.filter((pl.col("source") == source) & (pl.col("metric") == metric))
+    inside = chosen.join(window, on="rank").filter(
+        pl.col("time_ns").is_between(pl.col("begin"), pl.col("end"))
+    )
+    rows = inside.group_by("rank").agg(pl.col("value").median()).sort("rank").rows()
+    return {rank: float(value) for rank, value in rows if value is not None}
+
+
+def median(values: pl.Series) -> float | None:
+    """Median without nulls; null where nothing is left."""
+    value = values.median()
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def median_share(facts: Facts, phase: str) -> float | None:
+    """A phase's share of the step: the median over blocks of steps, then over ranks.
+
+    Source: the median over ranks is TraceML's typical rank.
+    """
+    shares = []
+    for rank in facts.world:
+        steps = facts.of_rank(rank)
+        if not steps.height or steps[f"{phase}_host_ns"].null_count():
+            continue
+        blocks = min(BLOCK_COUNT, steps.height)
+        edges = np.arange(blocks) * steps.height // blocks
+        part, whole = (
+            np.add.reduceat(steps[name].to_numpy().astype(np.float64), edges)
+            for name in (f"{phase}_host_ns", "step_ns")
+        )
+        shares.append(float(np.median(part / np.maximum(whole, 1.0))))
+    return float(np.median(shares)) if shares else None
+
+
+def common_clock(steps: pl.DataFrame, phases: tuple[str, ...]) -> str:
+    """`device` where nearly all steps have device times of all these phases, else `host`."""
+    columns = [f"{phase}_device_ns" for phase in phases]
+    known = steps.drop_nulls(columns).height if steps.height else 0
+    return "device" if known and known >= DEVICE_COVERAGE_RATIO * steps.height else "host"
+
+
+def middle_split(steps: pl.DataFrame) -> dict[str, float | None]:
+    """Host time per phase in ns: the mean over the middle half of the steps by their length.
+
+    Medians of phases do not add up to the median step; these nearly do.
+    """
+    low, high = steps["step_ns"].quantile(0.25, "lower"), steps["step_ns"].quantile(0.75, "higher")
+    middle = steps.filter(pl.col("step_ns").is_between(pl.lit(low), pl.lit(high)))
+    means = {phase: middle[f"{phase}_host_ns"].mean() for phase in STEP_PHASES}
+    return {p: float(v) if isinstance(v, (int, float)) else None for p, v in means.items()}

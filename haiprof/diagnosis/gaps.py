@@ -1,0 +1,75 @@
+"""What could not be measured in a run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from haiprof.analysis.analyzer import Analyzer
+from haiprof.analysis.records import integer, text
+from haiprof.diagnosis.facts import Facts
+
+PHASES = ("dataloader", "forward", "backward", "optimizer")
+_NAMED_PROCESSES = 4
+_NOBODY = (
+    "no process of the job reported in: it trained nothing with PyTorch, ended before its first "
+    "step, or ran a Python that ignores PYTHONPATH"
+)
+_NO_OPTIMIZER = (
+    "no optimizer stepped while haiprof recorded: the job ended before its first step, the warm-up "
+    "was longer than the job, or the optimizer is not torch's"
+)
+
+
+def not_measured(analyzer: Analyzer, facts: Facts) -> tuple[tuple[str, str], ...]:
+    """(what, why): phases that are null, counters that are missing, processes unseen."""
+    gaps = [*_phases(facts), *_device(facts), *_counters(analyzer), *_processes(analyzer)]
+    return tuple(dict.fromkeys(gaps))
+
+
+def why_no_steps(analyzer: Analyzer, facts: Facts) -> list[str]:
+    """Likely reasons for a run without steps, the likeliest first."""
+    if not facts.ranks.height:
+        return [f"process {what}: {why}" for what, why in _processes(analyzer)] or [_NOBODY]
+    evaluated = facts.ranks["eval_ns"].sum()
+    unread = facts.ranks["step_count"].null_count()
+    if unread == facts.ranks.height:
+        return ["no rank's spans can be read", *analyzer.notes()[:1]]
+    if evaluated:
+        return ["the ranks only evaluated: forward passes without gradients, no optimizer step"]
+    return [_NO_OPTIMIZER]
+
+
+def _phases(facts: Facts) -> Iterable[tuple[str, str]]:
+    """Phases that are null in a rank that has steps, with that rank's own words."""
+    for phase in PHASES:
+        if not facts.steps.height or not facts.steps[f"{phase}_host_ns"].null_count():
+            continue
+        prefix = f"{phase}: "
+        notes = [note for notes in facts.ranks["notes"].to_list() for note in notes or []]
+        why = next((n.removeprefix(prefix) for n in notes if n.startswith(prefix)), "not seen")
+        yield phase, why
+
+
+def _device(facts: Facts) -> Iterable[tuple[str, str]]:
+    if not facts.steps.height or facts.steps["other_device_ns"].drop_nulls().len():
+        return
+    devices = set(facts.ranks["device"].drop_nulls().to_list())
+    why = "the ranks used no GPU" if devices <= {"cpu"} else "no complete device times"
+    yield "device time", why
+
+
+def _counters(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
+    for node in analyzer.files.nodes:
+        for line in node.of_type("counter_missing"):
+            source, metric = text(line.get("source")), text(line.get("metric"))
+            yield f"{source or '?'} {metric or ''}".strip(), text(line.get("reason")) or "unknown"
+
+
+def _processes(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
+    lines = [line for node in analyzer.files.nodes for line in node.of_type("unreported")]
+    for line in lines[:_NAMED_PROCESSES]:
+        what = f"{integer(line.get('pid')) or '?'} ({text(line.get('command')) or '?'})"
+        words = [text(line.get(name)) for name in ("reason", "remedy")]
+        yield what, "; ".join(word for word in words if word) or "it did not report in"
+    if len(lines) > _NAMED_PROCESSES:
+        yield "more processes", f"{len(lines) - _NAMED_PROCESSES} others did not report in"

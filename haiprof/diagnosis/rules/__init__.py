@@ -1,0 +1,21 @@
+"""The rules, one module each, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Judgement
+from haiprof.diagnosis.rules.dataloader_bound import dataloader_bound
+from haiprof.diagnosis.rules.forward_bound import forward_bound
+from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
+from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
+from haiprof.diagnosis.rules.step_time_drift import step_time_drift
+
+RULES: tuple[Callable[[Facts], Judgement], ...] = (
+    dataloader_bound,
+    forward_bound,
+    gpu_waits_for_host,
+    ranks_uneven,
+    step_time_drift,
+)

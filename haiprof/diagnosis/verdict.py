@@ -1,0 +1,72 @@
+"""The verdict: what a run was found to be, with all that a card or a script needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from haiprof.diagnosis.finding import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Interruptions of one kind, over all ranks."""
+
+    count: int
+    total_ns: int
+    longest_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What haiprof itself took, measured in this run."""
+
+    hook_ns_per_step: float | None
+    """Inside the job, the costliest rank; null where no cost was recorded."""
+    hook_ratio: float | None
+    """The same as a share of the recorded time."""
+    agent_cpu_ratio: float | None
+    """CPU time of the node agent per elapsed time, the busiest node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found in one run."""
+
+    run: str
+    """The run directory."""
+    name: str
+    """The job's name."""
+    headline: str
+    """One line: the first finding, that no rule fired, or that there is nothing to judge."""
+    split: Mapping[str, float | None]
+    """Host time in ns per phase of a middle step; null where a phase is not measured."""
+    step_ns: float | None
+    """Median step after warm-up."""
+    step_count: int
+    """Steps of all ranks and attempts."""
+    ranks: tuple[int, ...]
+    """Ranks that have steps."""
+    findings: tuple[Finding, ...]
+    """Critical ones first, then by confidence."""
+    abstained: tuple[tuple[str, str], ...]
+    """(rule, why it could not be judged)."""
+    not_measured: tuple[tuple[str, str], ...]
+    """(what, why)."""
+    evaluation_ns: int | None
+    """Time in evaluations, the rank with the most; null where no rank could be read."""
+    events: Mapping[str, Events]
+    """`gc` and `save`, where there were any."""
+    cost: Cost
+    next_command: str
+    """What to run next."""
+    notes: tuple[str, ...]
+    """What was damaged or left out while reading."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        content = asdict(self)
+        content["abstained"] = [{"rule": rule, "why": why} for rule, why in self.abstained]
+        content["not_measured"] = [{"what": what, "why": why} for what, why in self.not_measured]
+        return content
