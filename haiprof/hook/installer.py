@@ -206,14 +206,17 @@ def _nothing(target: Any) -> None:
 
 
 def _price(function: Callable[[Any], Any], target: Any) -> float:
-    """Best of five rounds: ns per call, undisturbed by the job that runs beside."""
-    best = float("inf")
-    for _ in range(5):
+    """Median ns of a call whose code and data have left the near caches, as between a job's work.
+
+    A call in a tight loop costs a third of that and would flatter us.
+    """
+    prices = []
+    for _ in range(patches.CALIBRATION_CALLS):
+        bytearray(patches.CALIBRATION_EVICT_BYTES)
         begin = time.perf_counter_ns()
-        for _ in range(patches.CALIBRATION_CALLS):
-            function(target)
-        best = min(best, (time.perf_counter_ns() - begin) / patches.CALIBRATION_CALLS)
-    return best
+        function(target)
+        prices.append(time.perf_counter_ns() - begin)
+    return float(sorted(prices)[len(prices) // 2])
 
 
 def _tracing_test(torch: Any) -> Callable[[], bool]:

@@ -39,7 +39,8 @@ from haiprof.rundir.schema import (
 
 GC_PAUSE_MIN_NS = 200_000  # shorter pauses are part of normal allocation
 OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after this long
-CALIBRATION_CALLS = 200
+CALIBRATION_CALLS = 41
+CALIBRATION_EVICT_BYTES = 1 << 20
 CLOSED = -1
 UNSEEN = -1
 _NO_BACKWARD = (BACKWARD, CLOSED)

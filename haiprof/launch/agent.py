@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from haiprof.config import Options
 from haiprof.errors import RunFormatError
@@ -57,7 +58,8 @@ class Agent:
         self._scan_at = now + self._scan_gap_s
         self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
         found = find_unreported(job_pid, self._reported_pids(), self.run.boot)
-        self.unreported.update({process.pid: process for process in found})
+        ended = {pid: p for pid, p in self.unreported.items() if not Path(f"/proc/{pid}").exists()}
+        self.unreported = {**ended, **{process.pid: process for process in found}}
 
     def recording_is_over(self) -> bool:
         """Whether every rank of this node that reported in has ended its recording."""
@@ -120,9 +122,9 @@ class Agent:
         return pids
 
 
-def _has_ended(events: os.PathLike[str]) -> bool:
+def _has_ended(events: Path) -> bool:
     try:
-        lines, _ = read_lines(events)  # type: ignore[arg-type]
+        lines, _ = read_lines(events)
     except RunFormatError:
         return False
     return any(line.get("type") in ("record_end", "hook_error") for line in lines)

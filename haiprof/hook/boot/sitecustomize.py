@@ -14,7 +14,7 @@ _HERE = __file__.rpartition("/")[0]
 class _TorchWatch:
     """A finder that answers for torch alone: the real spec, with a step added after its import."""
 
-    def find_spec(self, name, path=None, target=None):  # noqa: ANN001
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch" or self not in sys.meta_path:
             return None
         for finder in sys.meta_path:
