@@ -38,7 +38,5 @@ def scalars(
     from haiprof.report.tensorboard import write_scalars
 
     analyzer = open_target(directory)
-    output = Output(json=as_json)
     written = write_scalars(analyzer.run, follow=follow, every_s=every)
-    output.show(lambda _: written.line, written.as_json())
-    output.hint(f"next: tensorboard --logdir {analyzer.run.tensorboard}")
+    Output(json=as_json).show(lambda _: written.line, written.as_json())

@@ -153,16 +153,16 @@ def counter_traces(panel: PanelSpec, counters: pl.DataFrame, start_ns: int) -> l
 
 def step_traces(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
     """Step time in ms over time, one line per rank."""
-    ranks = sorted(steps["rank"].unique())
+    frames = steps.sort("rank", "start_ns").partition_by("rank", maintain_order=True)
     found = []
-    for rank in ranks:
-        own = steps.filter(pl.col("rank") == rank).sort("start_ns")
+    for own in frames:
+        rank = own["rank"][0]
         line = _Line(
             name=f"rank {rank}",
             group=f"rank {rank}",
             color=series_color(rank),
             unit="ms",
-            limit=points_per_series(len(ranks)),
+            limit=points_per_series(len(frames)),
         )
         seconds = (own["start_ns"].to_numpy() - start_ns) / NS_PER_S
         times_ns = own["step_ns"].to_numpy()

@@ -48,7 +48,7 @@ def verdict_card(verdict: Verdict, run: RunHeader, *, width: int = MAX_WIDTH) ->
         Group(*parts),
         title=title,
         title_align="left",
-        border_style="dim",
+        border_style="bright_black",
         padding=(1, 2),
         width=min(width, MAX_WIDTH),
     )

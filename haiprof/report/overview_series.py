@@ -49,8 +49,8 @@ def overview_series(
 
 def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
     """Step time, one series per rank."""
-    for rank in sorted(steps["rank"].unique()):
-        own = lasting_values(steps.filter(pl.col("rank") == rank), "step_ns")
+    for frame in steps.sort("rank", "start_ns").partition_by("rank", maintain_order=True):
+        rank, own = frame["rank"][0], lasting_values(frame, "step_ns")
         series = make_series(own, title="step time", label=f"rank {rank}", unit="ns", span=span)
         if series:
             yield series

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.plots.style import PHASES
@@ -66,19 +68,22 @@ def new_points(
     points: list[Point] = []
     step_count, drawn_ns = dict(progress.step_count), dict(progress.drawn_ns)
     sample_ns = dict(progress.sample_ns)
-    for rank in sorted(steps["rank"].unique()):
-        own = steps.filter(pl.col("rank") == rank).sort("attempt", "step")
+    by_rank = {rank: frame for (rank,), frame in steps.partition_by("rank", as_dict=True).items()}
+    for rank, frame in sorted(by_rank.items()):
+        own = frame.sort("attempt", "step")
         end = own.height if complete else own.height - 1
         first = step_count.get(rank, 0)
-        taken = list(
-            _step_points(own.slice(first, max(0, end - first)), rank, first, drawn_ns.get(rank))
-        )
+        fresh = own.with_row_index("place").slice(first, max(0, end - first))
+        kept = _apart(fresh["start_ns"].to_list(), drawn_ns.get(rank))
+        taken = [_step_point(row) for row in fresh[kept].iter_rows(named=True)]
         points += taken
         step_count[rank] = max(first, end)
         if taken:
             drawn_ns[rank] = taken[-1].wall_ns
     for (rank, scalar), frame in _samples(counters):
-        taken = list(_sample_points(frame, steps, rank, scalar, sample_ns.get((rank, scalar), 0)))
+        starts = by_rank.get(rank, steps.clear())["start_ns"].sort().to_numpy()
+        after_ns = sample_ns.get((rank, scalar), 0)
+        taken = list(_sample_points(frame, starts, rank, scalar=scalar, after_ns=after_ns))
         points += taken
         if taken:
             sample_ns[rank, scalar] = taken[-1].wall_ns
@@ -86,22 +91,26 @@ def new_points(
     return points, Progress(step_count=step_count, drawn_ns=drawn_ns, sample_ns=sample_ns)
 
 
-def _step_points(
-    steps: pl.DataFrame, rank: int, first: int, drawn_ns: int | None
-) -> Iterator[Point]:
+def _apart(starts_ns: Sequence[int], drawn_ns: int | None) -> list[int]:
+    """Places of the steps that begin long enough after the one taken before them."""
     least_ns = NS_PER_S // MAX_STEPS_PER_S
-    for place, row in enumerate(steps.iter_rows(named=True)):
-        if drawn_ns is not None and 0 <= row["start_ns"] - drawn_ns < least_ns:
-            continue
-        drawn_ns = row["start_ns"]
-        times = {"step_ms": row["step_ns"]}
-        times |= {f"{phase}_ms": row[f"{phase}_host_ns"] for phase in PHASES}
-        yield Point(
-            rank=rank,
-            wall_ns=row["start_ns"],
-            step=first + place,
-            values={name: ns / NS_PER_MS for name, ns in times.items() if ns is not None},
-        )
+    kept = []
+    for place, start_ns in enumerate(starts_ns):
+        if drawn_ns is None or not 0 <= start_ns - drawn_ns < least_ns:
+            kept.append(place)
+            drawn_ns = start_ns
+    return kept
+
+
+def _step_point(row: Mapping[str, Any]) -> Point:
+    times = {"step_ms": row["step_ns"]}
+    times |= {f"{phase}_ms": row[f"{phase}_host_ns"] for phase in PHASES}
+    return Point(
+        rank=row["rank"],
+        wall_ns=row["start_ns"],
+        step=row["place"],
+        values={name: ns / NS_PER_MS for name, ns in times.items() if ns is not None},
+    )
 
 
 def _samples(counters: pl.DataFrame) -> Iterator[tuple[tuple[int, str], pl.DataFrame]]:
@@ -119,10 +128,14 @@ def _samples(counters: pl.DataFrame) -> Iterator[tuple[tuple[int, str], pl.DataF
 
 
 def _sample_points(
-    samples: pl.DataFrame, steps: pl.DataFrame, rank: int, scalar: str, after_ns: int
+    samples: pl.DataFrame,
+    starts_ns: npt.NDArray[np.int64],
+    rank: int,
+    *,
+    scalar: str,
+    after_ns: int,
 ) -> Iterator[Point]:
-    starts = np.sort(steps.filter(pl.col("rank") == rank)["start_ns"].to_numpy())
     fresh = samples.filter(pl.col("time_ns") > after_ns)
     for time_ns, value in fresh.select("time_ns", "value").iter_rows():
-        step = max(0, int(np.searchsorted(starts, time_ns, side="right")) - 1)
+        step = max(0, int(np.searchsorted(starts_ns, time_ns, side="right")) - 1)
         yield Point(rank=rank, wall_ns=time_ns, step=step, values={scalar: value})

@@ -105,6 +105,7 @@ def overview_summary(data: RunData) -> OverviewSummary:
         HaiprofError: The run cannot be read at all.
     """
     steps, counters, ranks = data.steps(), data.counters(), data.ranks()
+    by_rank = steps.partition_by("rank", "attempt", as_dict=True)
     manifest = manifest_or_none(data.run)
     stats = m.metric_stats(m.training_window(counters, steps))
     span = time_range(steps, counters)
@@ -112,7 +113,10 @@ def overview_summary(data: RunData) -> OverviewSummary:
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,
-        ranks=tuple(_rank_summary(row, steps, stats) for row in ranks.iter_rows(named=True)),
+        ranks=tuple(
+            _rank_summary(row, by_rank.get((row["rank"], row["attempt"]), steps.clear()), stats)
+            for row in ranks.iter_rows(named=True)
+        ),
         nodes=tuple(
             _node_summary(owner[1], values)
             for owner, values in _sorted(stats)
@@ -141,8 +145,7 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
     return steps.filter((pl.col("rank") == rank) & (pl.col("attempt") == attempt))
 
 
-def _rank_summary(row: Mapping[str, Any], steps: pl.DataFrame, stats: m.Metrics) -> RankSummary:
-    own = rank_steps(steps, row["rank"], row["attempt"])
+def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -> RankSummary:
     process = m.owned(stats, m.PROCESS, rank=row["rank"])
     gpu = m.owned(stats, m.GPU, rank=row["rank"])
     median = settled(own)["step_ns"].median()

@@ -41,7 +41,8 @@ class Written:
     def line(self) -> str:
         """For people."""
         ranks = count_text(len(self.ranks), "rank")
-        return f"wrote {count_text(self.point_count, 'point')} of {ranks} into {self.path}"
+        points = count_text(self.point_count, "point")
+        return f"{points} of {ranks} for TensorBoard: tensorboard --logdir {self.path}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -20,6 +20,8 @@ def value_text(value: float | None, unit: str) -> str:
     """A value with its unit, such as `"12.3 ms"`, `"1.50 GiB"`, `"37 %"`; missing as a dash."""
     if value is None:
         return MISSING
+    if value == 0 and unit == "ns":
+        return "0 ns"
     if unit in _TEXTS:
         return _TEXTS[unit](value)
     if unit == "count" and value == int(value):

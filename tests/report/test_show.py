@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import haiprof
+from haiprof import Analyzer
+from tests.analysis.recorded import spans_of, write_rank, write_run
+
+
+@pytest.fixture
+def analyzer(tmp_path: Path) -> Analyzer:
+    run = write_run(tmp_path / "job-1")
+    write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
+    return Analyzer(run.root)
+
+
+def test_show_in_a_terminal_prints_and_returns_nothing(
+    analyzer: Analyzer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results: list[object] = [analyzer.show_overview(), analyzer.show_one_rank(0)]
+    assert results == [None, None]
+    text = capsys.readouterr().out
+    assert "Processes" in text
+    assert "Slowest steps" in text
+
+
+@pytest.mark.slow
+def test_show_in_a_notebook_displays_figures_that_need_no_network(
+    analyzer: Analyzer, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    root = str(Path(haiprof.__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    code = f"from haiprof import Analyzer\na = Analyzer({str(analyzer.path)!r})\n"
+    cells = [code + "a.show_overview()", "a.show_one_rank(0)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    for cell in notebook.cells:
+        (output,) = cell.outputs
+        page = output["data"]["text/html"]
+        assert "Plotly.newPlot" in page
+        assert "cdn.plot.ly/plotly" not in page
+        assert "haiprof figure: <b>job</b>" in output["data"]["text/plain"]
