@@ -1,0 +1,125 @@
+"""What recording costs a training step: haiprof, torch.profiler and py-spy against the bare loop.
+
+    python benchmarks/overhead.py --rounds 9 --json benchmarks/results/overhead.json
+    python benchmarks/overhead.py --in-process
+
+Every run is a fresh process; the runs of a round are shuffled, and each is compared with the bare
+run of its own round. haiprof runs at default settings: hooks, drain thread, and the launcher's
+samplers beside it. `haiprof, time over` is measured after `--time` has passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from compare import Row, against, interleaved, save, table
+
+HERE = Path(__file__).parent
+LOOP = HERE / "loop.py"
+STEPS = {"mlp": 6000, "transformer": 120}
+PYTHON = sys.executable
+HAIPROF = [PYTHON, "-m", "haiprof", "run", "--quiet"]
+RECORD_S = 1  # of the run that is timed after its recording
+SETTLE_S = 5.0  # by then those hooks are out
+
+
+def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
+    """One fresh process: median and mean step in us, bytes written per step."""
+    out, logs = folder / "steps.json", folder / "logs"
+    loop = [PYTHON, str(LOOP), kind, "--steps", str(STEPS[kind]), "--out", str(out)]
+    launched = [*HAIPROF, "--log-dir", str(logs)]
+    timed_out = [*launched, "--time", str(RECORD_S), "--", *loop, "--skip-seconds", str(SETTLE_S)]
+    spied = ["py-spy", "record", "-r", "100", "-f", "raw", "-o", str(folder / "spy"), "--"]
+    command = {
+        "bare": loop,
+        "haiprof": [*launched, "--", *loop],
+        "haiprof, time over": timed_out,
+        "torch.profiler, CPU, always on": [*loop, "--profiler"],
+        "py-spy record, 100 Hz": [*spied, *loop],
+    }[way]
+    subprocess.run(command, check=True, capture_output=True, cwd=HERE.parent)
+    steps = json.loads(out.read_text())
+    size = sum(path.stat().st_size for path in logs.glob("*/ranks/*/*.rec"))
+    shutil.rmtree(logs, ignore_errors=True)
+    return {
+        "median_us": statistics.median(steps) / 1e3,
+        "mean_us": statistics.fmean(steps) / 1e3,
+        "bytes_per_step": size / len(steps),
+    }
+
+
+def fresh_processes(kind: str, rounds: int, folder: Path) -> dict[str, object]:
+    """Interleaved rounds of one loop in every way; prints the tables."""
+    ways: dict[str, Callable[[], object]] = {
+        way: lambda way=way: run_loop(kind, folder, way)  # type: ignore[misc]
+        for way in (
+            "bare", "haiprof", "haiprof, time over", "torch.profiler, CPU, always on",
+            "py-spy record, 100 Hz",
+        )
+        if way != "py-spy record, 100 Hz" or shutil.which("py-spy")
+    }  # fmt: skip
+    results = interleaved(ways, rounds)
+    content: dict[str, object] = {"runs": results}
+    for measure in ("median", "mean"):
+        runs = {way: [run[f"{measure}_us"] for run in rows] for way, rows in results.items()}
+        rows = [against(runs["bare"], values, way) for way, values in runs.items()]
+        title = f"{kind}: {measure} step of a run, fresh processes"
+        print(table(rows, title=title, unit="us"))
+        content[measure] = [asdict(row) for row in rows]
+    size = statistics.median(run["bytes_per_step"] for run in results["haiprof"])
+    print(f"{kind}: haiprof wrote {size:.0f} bytes per step\n")
+    return content
+
+
+def same_process(kind: str, pairs: int, folder: Path) -> dict[str, object]:
+    """Blocks with and without the hook inside one process; prints a table."""
+    out = folder / "blocks.json"
+    command = [PYTHON, str(LOOP), kind, "--steps", str(pairs), "--out", str(out)]
+    command += ["--in-process", str(folder / f"run-{kind}")]
+    subprocess.run(command, check=True, cwd=HERE.parent, env=_with_package())
+    blocks = json.loads(out.read_text())
+    medians = {
+        name: [statistics.median(block) / 1e3 for block in rows] for name, rows in blocks.items()
+    }
+    rows: list[Row] = [against(medians["bare"], values, name) for name, values in medians.items()]
+    title = f"{kind}: median step of a block, hook put in and taken out in one process"
+    print(table(rows, title=title, unit="us"))
+    return {"median": [asdict(row) for row in rows]}
+
+
+def _with_package() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(HERE.parent)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--loops", nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
+    parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--pairs", type=int, default=40, help="blocks of each sort, in process")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    content: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for kind in options.loops:
+            if options.in_process:
+                content[kind] = same_process(kind, options.pairs, Path(temporary))
+            else:
+                content[kind] = fresh_processes(kind, options.rounds, Path(temporary))
+    if options.json:
+        save(options.json, content)
+
+
+if __name__ == "__main__":
+    main()
