@@ -14,6 +14,7 @@ from haiprof.analysis.step_frame import STEP_PHASES
 from haiprof.diagnosis.thresholds import BLOCK_COUNT, DEVICE_COVERAGE_RATIO, warm_up_steps
 
 Floats = npt.NDArray[np.float64]
+_SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Facts:
     """Median GPU utilization in [0, 1] by rank, where known."""
     main_cores: Mapping[int, float]
     """Median CPU cores used by the process of the rank, without its children, where known."""
+    sharded: bool
+    """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -60,7 +63,14 @@ def gather_facts(analyzer: Analyzer) -> Facts:
         ranks=analyzer.ranks(),
         gpu_use=_medians(counters, warm, "gpu", "utilization_ratio"),
         main_cores=_medians(counters, warm, "process", "cpu_main_cores"),
+        sharded=_is_sharded(analyzer),
     )
+
+
+def _is_sharded(analyzer: Analyzer) -> bool:
+    """By the roots' class names: FSDP2 renames the class, FSDP1 wraps it."""
+    names = [name for rank in analyzer.files.ranks for name in rank.names("root").values()]
+    return any(name.startswith(_SHARDED_NAMES) for name in names)
 
 
 def _medians(

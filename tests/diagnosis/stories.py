@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def write_story(
         uuid = f"GPU-{rank}" if gpu is not None else None
         device = "cpu" if gpu is None else "cuda"
         cost = {"type": "cost", "event_count": 240, "event_ns": 1_000, "elapsed_ns": now - START_NS}
-        facts = {"gpu_uuid": uuid, "device": device, "world_size": ranks}
+        facts: dict[str, Any] = {"gpu_uuid": uuid, "device": device, "world_size": ranks}
         write_rank(run, spans_from(rows), rank=rank, lines=[cost], **facts)
         end_ns = max(end_ns, now)
     node = run.node("node0")

@@ -135,6 +135,16 @@ def test_slow_rank_is_named_with_its_phase(root: Path, ranks: int) -> None:
     assert verdict.next_command == f"haiprof rank {root} 1"
 
 
+def test_ranks_that_wait_inside_a_sharded_forward_are_not_called_slow(root: Path) -> None:
+    """Rank 0 is slow in backward; rank 1 waits for it in the next forward."""
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    write_story(root, times, ranks=2)
+    for rank in (0, 1):
+        path = root / "ranks" / str(rank) / "events.jsonl"
+        path.write_bytes(path.read_bytes().replace(b'"GPT"', b'"FSDPGPT"'))
+    assert "ranks_uneven" not in [f.rule for f in diagnose(Analyzer(root)).findings]
+
+
 def test_one_rank_abstains_on_evenness(root: Path) -> None:
     assert ("ranks_uneven", "one rank") in verdict_of(root, lambda *_: BALANCED).abstained
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import polars as pl
 
@@ -18,9 +20,8 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.units import ratio_text
 
 RULE = "ranks_uneven"
-# Synchronous data parallel waits for the others inside backward, so backward is not own work.
-OWN_PHASES = tuple(phase for phase in STEP_PHASES if phase != "backward")
-_MISSING = ("slowness inside backward itself: it cannot be told from waiting there",)
+# Where a rank waits for the others, time is not its own work (TraceML: backward; with FSDP both).
+_WAITS, _SHARDED_WAITS = ("backward",), ("forward", "backward")
 
 
 def ranks_uneven(facts: Facts) -> Judgement:
@@ -29,7 +30,9 @@ def ranks_uneven(facts: Facts) -> Judgement:
         return Abstention(rule=RULE, why="one rank")
     if any(facts.of_rank(rank)["backward_host_ns"].null_count() for rank in facts.world):
         return Abstention(rule=RULE, why="backward, where ranks wait, is not measured on all ranks")
-    phases, step_ns = _matched(facts)
+    waits = _SHARDED_WAITS if facts.sharded else _WAITS
+    own = [phase for phase in STEP_PHASES if phase not in waits]
+    phases, step_ns = _matched(facts, own)
     count = len(step_ns)
     if count < MIN_STEPS:
         return Abstention(rule=RULE, why="the ranks have no steps in common")
@@ -38,13 +41,14 @@ def ranks_uneven(facts: Facts) -> Judgement:
     share = float(excess[place] / max(step_ns.mean(), 1.0))
     if share < RANK_EXCESS_WARNING_RATIO:
         return None
-    by_phase = np.array([_excess(phase)[place] for phase in phases])
-    return _finding(facts.world[place], float(excess[place]), share, by_phase, count)
+    by_phase = {name: float(_excess(work)[place]) for name, work in zip(own, phases, strict=True)}
+    rank = facts.world[place]
+    return _finding(rank, float(excess[place]), share, by_phase=by_phase, count=count, waits=waits)
 
 
-def _matched(facts: Facts) -> tuple[Floats, Floats]:
+def _matched(facts: Facts, own: Sequence[str]) -> tuple[Floats, Floats]:
     """[own phase, rank, step] and the median rank's step, for the steps that all ranks have."""
-    columns = [*(f"{phase}_host_ns" for phase in OWN_PHASES), "step_ns"]
+    columns = [*(f"{phase}_host_ns" for phase in own), "step_ns"]
     steps = facts.steps.select("rank", "step", *columns).fill_null(0)
     common = (
         steps.group_by("step")
@@ -67,12 +71,15 @@ def _excess(work: Floats) -> Floats:
     return excess
 
 
-def _finding(rank: int, excess: float, share: float, by_phase: Floats, count: int) -> Finding:
-    main = int(by_phase.argmax())
+def _finding(
+    rank: int, excess: float, share: float, *, by_phase: Mapping[str, float], count: int,
+    waits: Sequence[str],
+) -> Finding:  # fmt: skip
+    main = max(by_phase, key=lambda phase: by_phase[phase])
     named = by_phase[main] >= RANK_PHASE_COVERAGE_RATIO * excess
     enough = count >= CRITICAL_MIN_STEPS
     critical = share >= RANK_EXCESS_CRITICAL_RATIO and enough
-    where = f" in {OWN_PHASES[main]}" if named else ""
+    where = f" in {main}" if named else ""
     return Finding(
         rule=RULE,
         severity="critical" if critical else "warning",
@@ -82,13 +89,13 @@ def _finding(rank: int, excess: float, share: float, by_phase: Floats, count: in
             Evidence(name=f"rank {rank}: work beyond the median rank", value=excess, unit="ns"),
             Evidence(name="the same, share of the step", value=share, unit="ratio"),
             *(
-                Evidence(name=f"of it in {phase}", value=float(extra), unit="ns")
-                for phase, extra in zip(OWN_PHASES, by_phase, strict=True)
+                Evidence(name=f"of it in {phase}", value=extra, unit="ns")
+                for phase, extra in by_phase.items()
             ),
         ),
         remedy=f"compare rank {rank} with another: its data shard, its host's load, its GPU's "
-        "clock and temperature; the others wait for it in backward",
+        f"clock and temperature; the others wait for it in {' and '.join(waits)}",
         confidence=(0.85 if named else 0.7) if enough else 0.5,
-        missing=_MISSING,
+        missing=(f"slowness inside {' or '.join(waits)} itself: waiting there looks the same",),
         rank=rank,
     )
