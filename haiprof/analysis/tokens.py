@@ -73,9 +73,11 @@ def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> Toke
     tokens = kind[row]
     family = _family_table(families)
     trained = np.zeros(int(family.max()) + 1, dtype=np.bool_)
-    forward_tags = np.unique(nested.spans.tag[kind == schema.FORWARD])
+    forward_tags = np.flatnonzero(np.bincount(nested.spans.tag[kind == schema.FORWARD]))
     trained[family[forward_tags]] = True
     no_grad = _NO_GRAD[tokens]
+    if not no_grad.any():
+        return TokenLine(row=row, kind=tokens, evaluation=no_grad)
     if not len(forward_tags):
         passes = no_grad
     else:
@@ -105,7 +107,8 @@ def _in_step(kind: Codes) -> Bools:
     used = np.append(train, False)[after]
     found: Bools = (kind == schema.EVAL) & fetched & used
     steps = int(_CLOSING[kind].sum()) or int((kind == schema.BACKWARD).sum())
-    if len(np.unique(before[found])) < max(1.0, IN_STEP_PASS_RATIO * steps):
+    batches = np.count_nonzero(np.diff(before[found], prepend=-1))
+    if batches < max(1.0, IN_STEP_PASS_RATIO * steps):
         return np.zeros(len(kind), dtype=np.bool_)
     return found
 
