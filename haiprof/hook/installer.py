@@ -24,7 +24,9 @@ _LATE_SAVES = (
 
 _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State.takes_over,
-    patches._close_interval,
+    patches.State.begin,
+    patches.State.end,
+    patches.State.end_step,
     Registry.add,
     Recorder.overflow,
     Recorder.fault,
@@ -42,9 +44,9 @@ class Installer:
 
         self.recorder = recorder
         self.state = patches.State(recorder, _tracing_test(torch))
-        is_grad_enabled = torch.is_grad_enabled
-        self.roots = Registry(self._describe_root, recorder.lines, is_grad_enabled)
-        self.optimizers = Registry(describe_optimizer, recorder.lines, is_grad_enabled)
+        self.is_grad_enabled = torch.is_grad_enabled
+        self.roots = Registry(self._describe_root, patches.module_codes, recorder.lines)
+        self.optimizers = Registry(describe_optimizer, patches.optimizer_code, recorder.lines)
         self._root_describer = RootDescriber()
         self._undo: list[Callable[[], None]] = []
 
@@ -72,6 +74,7 @@ class Installer:
         for own in _OWN_WORK:
             _skip_frame(own, below=True)
         self.recorder.uninstall = self.uninstall
+        self.recorder.forked = self.state.restart
         self.recorder.calibrate = self.calibrate
 
     def _attempt(self, name: str, part: Callable[[], None]) -> str:
@@ -96,7 +99,7 @@ class Installer:
         from torch.nn import Module
 
         original = Module.__call__
-        wrapper = patches.wrap_module_call(original, self.state, self.roots)
+        wrapper = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
         self._replace(Module, "__call__", wrapper)
         self._undo.append(lambda: _tell_dynamo(wrapper, original))
 
@@ -177,6 +180,7 @@ class Installer:
     def _describe_root(self, module: Any) -> dict[str, Any] | None:
         if self.state.device is None:
             self.state.device = DeviceTimer.where_started(self.recorder.device_records)
+            self.state.slow = True
         return self._root_describer(module)
 
     def calibrate(self) -> tuple[float, float]:
@@ -184,11 +188,11 @@ class Installer:
         scratch = SimpleNamespace(words=[], armed=True, closed=False)
         state = patches.State(scratch, self.state.is_tracing)  # type: ignore[arg-type]
         state.owner = patches._ident()
-        roots = Registry(lambda _: {}, [], self.roots.is_grad_enabled)
-        call = patches.wrap_module_call(_nothing, state, roots)
+        roots = Registry(lambda _: {}, patches.module_codes, [])
+        call = patches.wrap_module_call(_nothing, state, roots, self.is_grad_enabled)
         _skip_frame(call)
         target = _Target()
-        roots.tags[id(target)] = 1
+        roots.add(target)
         bare = _price(_nothing, target)
         span = _price(call, target) - bare
         state.busy = 1

@@ -42,14 +42,7 @@ OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after 
 CALIBRATION_CALLS = 41
 CALIBRATION_EVICT_BYTES = 1 << 20
 CLOSED = -1
-UNSEEN = -1
 _NO_BACKWARD = (BACKWARD, CLOSED)
-_FORWARD_KIND = {  # by (gradients are on, the module is in training mode)
-    (True, True): FORWARD,
-    (True, False): FORWARD_EVAL,
-    (False, True): NOGRAD,
-    (False, False): EVAL,
-}
 
 _now = time.perf_counter_ns
 _ident = threading.get_ident
@@ -67,6 +60,7 @@ class State:
         "owner",
         "owner_seen_ns",
         "recorder",
+        "slow",
     )
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
@@ -80,6 +74,33 @@ class State:
         """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
         self.device: DeviceTimer | None = None
+        self.slow = True
+        """Whether a span needs more than two times: until the recorder is armed, with a GPU."""
+
+    def restart(self) -> None:
+        """In a forked child: its only thread may train, and the parent's device is not its own."""
+        if self.idle == 0:
+            self.owner = _ident()
+            self.busy, self.loading, self.slow, self.device = 0, False, True, None
+
+    def begin(self, kind: int) -> Callable[[], None] | None:
+        """The rarer part of a span's start: its mark on the device."""
+        self.slow = self.device is not None or not self.recorder.armed
+        return self.device.begin(kind) if self.device is not None else None
+
+    def end(self, mark: Callable[[], None] | None) -> None:
+        """The rarer part of a span's end; a process that never trains must not fill memory."""
+        if mark is not None:
+            mark()
+        if not self.recorder.armed and len(self.recorder.words) > UNARMED_LIMIT_WORDS:
+            self.recorder.overflow()
+
+    def end_step(self, mark: Callable[[], None] | None, end_ns: int) -> None:
+        """The rarer part of an optimizer step's end: an interval on the device is over."""
+        if mark is not None:
+            mark()
+        if self.device is not None:
+            self.device.close(end_ns)
 
     def close(self) -> None:
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
@@ -95,28 +116,31 @@ class State:
         return True
 
 
-def wrap_module_call(original: Callable[..., Any], state: State, roots: Registry) -> Any:
+def wrap_module_call(
+    original: Callable[..., Any],
+    state: State,
+    roots: Registry,
+    is_grad_enabled: Callable[[], bool],
+) -> Any:
     """Times the outermost call of a module that owns parameters; all others pass through."""
-    is_tracing, recorder, tags = state.is_tracing, state.recorder, roots.tags
-    put, is_grad_enabled = recorder.words.extend, roots.is_grad_enabled
+    is_tracing, recorder, entries = state.is_tracing, state.recorder, roots.entries
+    put = recorder.words.extend
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if state.busy or is_tracing():
             return original(self, *args, **kwargs)
-        mark: Any = None
+        code, mark = 0, None
         try:
-            tag = tags.get(id(self), UNSEEN)
-            if tag == UNSEEN:
-                tag = roots.add(self)
-            if tag and _ident() == state.owner:
-                code = _FORWARD_KIND[is_grad_enabled(), self.training] | tag << TAG_BITS
-                if state.device is not None:
-                    mark = state.device.begin(code & TAG_MASK)
+            codes = entries.get(id(self))
+            if codes is None:
+                codes = roots.add(self)
+            if codes and _ident() == state.owner:
+                code = codes[is_grad_enabled()][self.training]
+                if state.slow:
+                    mark = state.begin(code & TAG_MASK)
                 state.busy = FORWARD
                 start = _now()
-            else:
-                code = 0
         except Exception as error:
             code = 0
             state.busy = state.idle
@@ -128,15 +152,24 @@ def wrap_module_call(original: Callable[..., Any], state: State, roots: Registry
         finally:
             try:
                 put((start, _now(), code))
-                if mark is not None:
-                    mark()
-                if not recorder.armed and len(recorder.words) > UNARMED_LIMIT_WORDS:
-                    recorder.overflow()
+                if state.slow:
+                    state.end(mark)
             except Exception as error:
                 recorder.fault("forward", error)
             state.busy = state.idle
 
     return __call__
+
+
+def module_codes(tag: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Codes of a root module's spans, by [gradients are on][the module is in training mode]."""
+    high = tag << TAG_BITS
+    return (EVAL | high, NOGRAD | high), (FORWARD_EVAL | high, FORWARD | high)
+
+
+def optimizer_code(tag: int) -> int:
+    """Code of an optimizer's spans."""
+    return OPTIMIZER | tag << TAG_BITS
 
 
 def wrap_backward(original: Callable[..., Any], state: State) -> Any:
@@ -155,10 +188,9 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
                 start = 0
             else:
                 state.owner_seen_ns = start
-                if not recorder.armed:
+                if state.slow:
                     recorder.arm()
-                if state.device is not None:
-                    mark = state.device.begin(BACKWARD)
+                    mark = state.begin(BACKWARD)
                 state.busy = BACKWARD
         except Exception as error:
             start, state.busy = 0, outer
@@ -180,50 +212,45 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
 
 
 def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
-    """The pair for torch's own global optimizer hooks: before and after every step."""
-    is_tracing, recorder, tags = state.is_tracing, state.recorder, optimizers.tags
+    """The pair for torch's own global optimizer hooks: before and after every step.
+
+    Of an optimizer that steps another one inside (Lookahead), the inner step is taken. A step that
+    raised leaves a start behind, which the next one overwrites.
+    """
+    is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     put = recorder.words.extend
-    starts: dict[int, int] = {}
+    start = 0
     marks: dict[int, Any] = {}
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal start
         if state.idle or is_tracing():
             return
         try:
-            key = id(optimizer)
-            if state.device is not None:
-                marks[key] = state.device.begin(OPTIMIZER)
-            starts[key] = _now()
+            if state.slow:
+                marks[id(optimizer)] = state.begin(OPTIMIZER)
+            start = _now()
         except Exception as error:
             recorder.fault("optimizer", error)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if state.idle or is_tracing():
+        nonlocal start
+        if not start:  # before() saw a compiler tracing; asking again would cost a second call
             return
         try:
-            end = _now()
-            key = id(optimizer)
-            start = starts.pop(key, 0)
-            if not start or (_ident() != state.owner and not state.takes_over(end)):
+            end, began, start = _now(), start, 0
+            if _ident() != state.owner and not state.takes_over(end):
                 return
-            code = OPTIMIZER | (tags.get(key) or optimizers.add(optimizer)) << TAG_BITS
-            put((start, end, code))
+            put((began, end, entries.get(id(optimizer)) or optimizers.add(optimizer)))
             state.owner_seen_ns = end
-            if not recorder.armed:
+            if state.slow:
                 recorder.arm()
-            if state.device is not None:
-                _close_interval(state.device, marks.pop(key, None), end)
+                state.end_step(marks.pop(id(optimizer), None), end)
         except Exception as error:
+            start = 0
             recorder.fault("optimizer", error)
 
     return before, after
-
-
-def _close_interval(device: DeviceTimer, mark: Callable[[], None] | None, end_ns: int) -> None:
-    """Marks the end of an optimizer step on the device, and with it that of an interval."""
-    if mark is not None:
-        mark()
-    device.close(end_ns)
 
 
 def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
@@ -238,8 +265,8 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
         mark: Any = None
         start = _now()
         try:
-            if on_device and state.device is not None:
-                mark = state.device.begin(kind)
+            if on_device and state.slow:
+                mark = state.begin(kind)
         except Exception as error:
             recorder.fault("span", error)
         try:
@@ -265,8 +292,8 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
             return original(self)
         kind, mark, start = DATA, None, 0
         try:
-            if state.device is not None:
-                mark = state.device.begin(DATA)
+            if state.slow:
+                mark = state.begin(DATA)
             state.loading = True
             start = _now()
         except Exception as error:
@@ -279,10 +306,8 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
         finally:
             try:
                 put((start, _now(), kind))
-                if mark is not None:
-                    mark()
-                if not recorder.armed and len(recorder.words) > UNARMED_LIMIT_WORDS:
-                    recorder.overflow()
+                if state.slow:
+                    state.end(mark)
             except Exception as error:
                 recorder.fault("dataloader", error)
             state.loading = state.idle == CLOSED

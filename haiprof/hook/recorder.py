@@ -46,6 +46,7 @@ class Recorder:
         self.armed = False
         self.closed = False
         self.uninstall: Callable[[], None] = _nothing
+        self.forked: Callable[[], None] = _nothing
         self.calibrate: Callable[[], tuple[float, float]] = _no_calibration
         self._files: RankFiles | None = None
         self._start_noted = False
@@ -205,6 +206,7 @@ class Recorder:
         self.words.clear()
         self.device_records.clear()
         self._window = self._window.fresh()
+        self.forked()
 
 
 def _has_parent() -> bool:
@@ -214,7 +216,7 @@ def _has_parent() -> bool:
 
 
 def _nothing() -> None:
-    """What there is to uninstall before anything is installed."""
+    """What there is to do before anything is installed."""
 
 
 def _no_calibration() -> tuple[float, float]:

@@ -12,43 +12,45 @@ MANY = TAG_MASK  # the tag of all that came after the numbers ran out
 
 
 class Registry:
-    """Numbers objects from 1; 0 stands for "not of interest" (a module without parameters).
+    """Numbers objects from 1, and keeps for each what a wrapper needs at once.
 
     Args:
         describe: Gives the line for events.jsonl of an object, or None where it is of no interest.
-        lines: Where those lines go; the drain thread writes them.
-        is_grad_enabled: torch's, kept here so that a wrapper finds it without a global look-up.
+        encode: Gives what `entries` keeps for a number.
+        lines: Where the lines go; the drain thread writes them.
     """
 
     def __init__(
         self,
         describe: Callable[[Any], dict[str, Any] | None],
+        encode: Callable[[int], Any],
         lines: list[dict[str, Any]],
-        is_grad_enabled: Callable[[], bool],
     ) -> None:
-        self.tags: dict[int, int] = {}
-        self.is_grad_enabled = is_grad_enabled
+        self.entries: dict[int, Any] = {}
+        """By the object's id; empty (false) for what is of no interest."""
         self._describe = describe
+        self._encode = encode
         self._lines = lines
         self._next = 1
         self._references: dict[int, weakref.ref[Any]] = {}
 
-    def add(self, target: Any) -> int:
+    def add(self, target: Any) -> Any:
         """Numbers an object seen for the first time; its number goes when the object does."""
         key = id(target)
         line = self._describe(target)
-        tag = 0
+        entry: Any = ()
         if line is not None:
             tag = min(self._next, MANY)
+            entry = self._encode(tag)
             if tag < MANY:
                 self._next += 1
                 self._lines.append({**line, "tag": tag})
         self._references[key] = weakref.ref(target, lambda _: self._forget(key))
-        self.tags[key] = tag
-        return tag
+        self.entries[key] = entry
+        return entry
 
     def _forget(self, key: int) -> None:
-        self.tags.pop(key, None)
+        self.entries.pop(key, None)
         self._references.pop(key, None)
 
 
