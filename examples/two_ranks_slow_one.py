@@ -122,6 +122,7 @@ def main() -> None:
         print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     if options.save:
         save(options.save, model, losses)
+    dist.barrier()  # a peer that leaves first can abort the others at exit (torch 2.13, gloo)
     dist.destroy_process_group()
 
 

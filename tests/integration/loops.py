@@ -172,6 +172,7 @@ for number, (x, y) in enumerate(batches(4, seed=dist.get_rank())):
         optimizer.zero_grad()
 if dist.get_rank() == 0:
     finish(model)
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -1,4 +1,8 @@
-"""Measured phases against what the script itself measured around the same calls."""
+"""Measured phases against what the script itself measured around the same calls.
+
+A script's clock stands outside the call, haiprof's inside: what torch does between the two (its
+own profiler marks around `Optimizer.step` cost 100 us and more with cold caches) is "other" here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import json
 import statistics
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from tests.integration.jobs import run_job, succeeded
 
 pytestmark = pytest.mark.slow
 
-PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+MEASURED = ("dataloader", "forward", "backward", "optimizer")
+PHASES = (*MEASURED, "other")
 RELATIVE_TOLERANCE = 0.02
 ABSOLUTE_TOLERANCE_NS = 300_000
 STEPS = 40
@@ -129,11 +135,15 @@ def test_phases_match_the_truth(tmp_path: Path, shares: str, kind: str, closure:
     assert len(truth) == STEPS
     assert steps.height in (STEPS, STEPS + 1)  # the last batch is fetched but not trained on
     steps = steps.head(STEPS)
-    for phase in (*PHASES, "step"):
-        column = "step_ns" if phase == "step" else f"{phase}_host_ns"
+    allowed: dict[str, float] = {}
+    for phase in MEASURED:
         expected = statistics.median(row[phase] for row in truth)
-        measured = statistics.median(steps[column].to_list())
-        allowed = max(RELATIVE_TOLERANCE * expected, ABSOLUTE_TOLERANCE_NS)
-        assert abs(measured - expected) <= allowed, f"{phase}: {measured} ns, truth {expected} ns"
-    adds_up = sum(steps[f"{phase}_host_ns"] for phase in PHASES)
-    assert (adds_up == steps["step_ns"]).all()  # type: ignore[attr-defined]
+        allowed[phase] = max(RELATIVE_TOLERANCE * expected, ABSOLUTE_TOLERANCE_NS)
+    allowed["step"] = ABSOLUTE_TOLERANCE_NS
+    allowed["other"] = sum(allowed[phase] for phase in MEASURED)  # the rest: it holds their errors
+    for phase, limit in allowed.items():
+        column = steps["step_ns" if phase == "step" else f"{phase}_host_ns"]
+        errors = [value - row[phase] for value, row in zip(column, truth, strict=True)]
+        assert abs(statistics.median(errors)) <= limit, phase
+    whole = steps.select(pl.sum_horizontal(f"{phase}_host_ns" for phase in PHASES)).to_series()
+    assert whole.to_list() == steps["step_ns"].to_list()

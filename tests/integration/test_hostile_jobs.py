@@ -118,6 +118,7 @@ def work(rank, file):
         train_step(model, optimizer, batch)
     if rank == 0:
         finish(model.module)
+    dist.barrier()
     dist.destroy_process_group()
 
 if __name__ == "__main__":
