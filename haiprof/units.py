@@ -7,7 +7,7 @@ NS_PER_MS = 1_000_000
 NS_PER_US = 1_000
 BYTES_PER_GIB = 1 << 30
 
-MISSING = "–"  # what a person sees where a value is missing; never 0
+MISSING = "\N{EN DASH}"  # what a person sees where a value is missing; never 0
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,8 @@ def _swallow_table() -> Bools:
 
 
 _SWALLOWS = _swallow_table()
+_STEPS = kind_table(schema.OPTIMIZER, schema.SCALER)
+_MODULES = kind_table(*MODULE_KINDS)
 _EVENTS = kind_table(schema.GC, schema.SAVE)
 
 
@@ -86,6 +88,9 @@ def nest(spans: Spans) -> Nested:
     total = len(line.kind)
     line, depth, parent = _without_overlaps(line)
     overlapping = total - len(line.kind)
+    opened = _without_train_steps(line, parent)
+    if opened is not line:
+        line, depth, parent = _without_overlaps(opened)
     top, swallowed = _inherit(line.kind, depth, parent)
     if swallowed.any():
         keep = ~swallowed
@@ -129,6 +134,26 @@ def _without_overlaps(line: Spans) -> tuple[Spans, Ints, Ints]:
     line = line.take(apart)
     flat = np.zeros(len(line.kind), dtype=np.int64)
     return line, flat, flat - 1
+
+
+def _without_train_steps(line: Spans, parent: Ints) -> Spans:
+    """Modules whose call is a whole training step: as forward, they end where backward begins.
+
+    Such a call holds an optimizer step (Lightning's manual optimization under DDP, a train-step
+    module); what follows its first inner span is no forward pass.
+    """
+    holds = np.zeros(len(line.kind), dtype=np.bool_)
+    outer = parent[_STEPS[line.kind]]
+    while (outer >= 0).any():
+        outer = outer[outer >= 0]
+        holds[outer] = True
+        outer = parent[outer]
+    found = np.flatnonzero(holds & _MODULES[line.kind])
+    if not len(found):
+        return line
+    end = line.end_ns.copy()
+    end[found] = line.start_ns[found + 1]  # sorted by start: the first inner span comes next
+    return replace(line, end_ns=end)
 
 
 def _open_end(line: Spans) -> Ints:

@@ -52,7 +52,7 @@ def help_text(commands: dict[str, str], after_script: tuple[str, ...]) -> str:
 
 
 def version_text() -> str:
-    """haiprof's and Python's version in one line."""
+    """Versions of haiprof and Python in one line."""
     return f"haiprof {haiprof.__version__} (Python {platform.python_version()})\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 COMMANDS = {
     "overview": "haiprof overview [DIR]: the whole job: every rank, counters, time split",
-    "rank": "haiprof rank DIR RANK: one rank over time, phase statistics, slowest steps",
+    "rank": "haiprof rank [DIR] RANK: one rank over time, phase statistics, slowest steps",
     "list": "haiprof list [DIR]: the runs in a log directory",
     "verdict": "haiprof verdict [DIR]: the cause, the numbers that prove it, what to change",
     "scalars": "haiprof scalars DIR --follow: live scalars for TensorBoard",

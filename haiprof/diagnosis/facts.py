@@ -96,6 +96,7 @@ def median(values: pl.Series) -> float | None:
 def median_share(facts: Facts, phase: str) -> float | None:
     """A phase's share of the step: the median over blocks of steps, then over ranks.
 
+    Of an even number of ranks the lower middle counts: one slow rank of two is no typical rank.
     Source: the median over ranks is TraceML's typical rank.
     """
     shares = []
@@ -110,7 +111,7 @@ def median_share(facts: Facts, phase: str) -> float | None:
             for name in (f"{phase}_host_ns", "step_ns")
         )
         shares.append(float(np.median(part / np.maximum(whole, 1.0))))
-    return float(np.median(shares)) if shares else None
+    return sorted(shares)[(len(shares) - 1) // 2] if shares else None
 
 
 def common_clock(steps: pl.DataFrame, phases: tuple[str, ...]) -> str:

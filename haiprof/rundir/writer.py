@@ -11,6 +11,7 @@ from haiprof.rundir.clock import ClockAnchor
 from haiprof.rundir.schema import FORMAT_NAME, SCHEMA_VERSION, Table
 
 _HEADER_ALIGN_BYTES = 64
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def header_line(table: Table, extra: Mapping[str, object]) -> bytes:
@@ -46,7 +47,7 @@ class RecordWriter:
         self.record_bytes = table.record_bytes
         self.written_bytes = 0
         self.dropped_bytes = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, _APPEND | os.O_EXCL, 0o644)
         clock_pair = {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns}
         header = header_line(table, {"clock": clock_pair, **extra})
         if os.write(self._fd, header) != len(header):
@@ -99,7 +100,7 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.dropped_count = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, _APPEND, 0o644)
 
     def append(self, line: Mapping[str, object]) -> None:
         """Writes one line."""

@@ -205,3 +205,13 @@ def test_segment_of_nothing_is_no_steps() -> None:
 def test_optimizer_inside_the_backward_ends_the_step_there() -> None:
     found = cut("D F B D F B(O0 O1) D F B D F B(O0 O1)")
     assert found.steps.micro_step_count.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("line", ["D F(B O) " * 3, "D F(B S(O)) " * 3, "F(B O) " * 3])
+def test_module_that_is_a_whole_train_step_gives_all_its_phases(line: str) -> None:
+    found = cut(line)
+    assert found.steps.optimizer_step_count.tolist() == [1, 1, 1]
+    by_phase = dict(zip(PHASES, found.steps.host_ns.tolist(), strict=True))
+    assert by_phase["forward"] == [GAP_NS] * 3
+    assert by_phase["backward"] == [SPAN_NS] * 3
+    assert min(by_phase["optimizer"]) >= SPAN_NS
