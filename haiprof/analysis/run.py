@@ -11,7 +11,7 @@ from haiprof.analysis.records import integer, text
 from haiprof.errors import RunFormatError
 from haiprof.rundir.layout import NodePaths, RankPaths, RunPaths
 from haiprof.rundir.manifest import Manifest, newest_run, read_manifest
-from haiprof.rundir.reader import check_version, read_json, read_lines
+from haiprof.rundir.reader import check_version, read_failures, read_json, read_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,8 @@ class RunFiles:
     """run.json; null where it is damaged."""
     ranks: tuple[RankFiles, ...]
     nodes: tuple[NodeFiles, ...]
+    hook_failures: tuple[str, ...]
+    """Processes in which the hook could not be loaded, with the error."""
     notes: tuple[str, ...]
     """What was damaged, ranks and nodes apart."""
 
@@ -85,7 +87,14 @@ def open_run(path: Path) -> RunFiles:
     nodes = tuple(_node_files(*folder) for folder in paths.node_folders())
     if manifest is None and not any(r.lines for r in ranks) and not any(n.lines for n in nodes):
         raise RunFormatError(f"{notes[0]}; and no rank or node of this run can be read")
-    return RunFiles(paths=paths, manifest=manifest, ranks=ranks, nodes=nodes, notes=notes)
+    return RunFiles(
+        paths=paths,
+        manifest=manifest,
+        ranks=ranks,
+        nodes=nodes,
+        hook_failures=tuple(read_failures(paths.boot_failures)),
+        notes=notes,
+    )
 
 
 def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:

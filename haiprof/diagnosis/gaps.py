@@ -22,14 +22,18 @@ _NO_OPTIMIZER = (
 
 def not_measured(analyzer: Analyzer, facts: Facts) -> tuple[tuple[str, str], ...]:
     """(what, why): phases that are null, counters that are missing, processes unseen."""
-    gaps = [*_phases(facts), *_device(facts), *_counters(analyzer), *_processes(analyzer)]
+    hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
+    gaps = [*_phases(facts), *_device(facts), *_counters(analyzer), *hooks[:_NAMED_PROCESSES]]
+    gaps += _processes(analyzer)
     return tuple(dict.fromkeys(gaps))
 
 
 def why_no_steps(analyzer: Analyzer, facts: Facts) -> list[str]:
     """Likely reasons for a run without steps, the likeliest first."""
     if not facts.ranks.height:
-        return [f"process {what}: {why}" for what, why in _processes(analyzer)] or [_NOBODY]
+        failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
+        unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
+        return failed or unseen or [_NOBODY]
     evaluated = facts.ranks["eval_ns"].sum()
     unread = facts.ranks["step_count"].null_count()
     if unread == facts.ranks.height:
@@ -62,7 +66,9 @@ def _counters(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
     for node in analyzer.files.nodes:
         for line in node.of_type("counter_missing"):
             source, metric = text(line.get("source")), text(line.get("metric"))
-            yield f"{source or '?'} {metric or ''}".strip(), text(line.get("reason")) or "unknown"
+            what = "" if metric in (None, "all") else f" {metric}"
+            name = {"gpu": "GPU"}.get(source or "", source or "?")
+            yield f"{name}{what}", text(line.get("reason")) or "unknown"
 
 
 def _processes(analyzer: Analyzer) -> Iterable[tuple[str, str]]:

@@ -6,8 +6,9 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from haiprof.config import Options
 from haiprof.errors import RunFormatError
@@ -67,27 +68,32 @@ class Agent:
         return bool(folders) and all(_has_ended(paths.events) for paths in folders)
 
     def stop(self) -> None:
-        """Ends sampling and writes down who did not report in."""
+        """Ends sampling."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_WAIT_S)
             self._thread = None
-        reported = self._reported_pids()
-        missing = [p for p in self.unreported.values() if p.pid not in reported]
-        if not missing:
-            return
-        writer = LineWriter(self.run.node(self.host).events)
-        for process in missing:
-            writer.append(
-                {
-                    "type": "unreported",
-                    "pid": process.pid,
-                    "command": process.command,
-                    "reason": process.reason,
-                    "remedy": process.remedy,
-                }
-            )
-        writer.close()
+
+    def note_unreported(self) -> list[dict[str, object]]:
+        """Writes down, once, who should have reported in and did not.
+
+        Returns:
+            The same, for the manifest.
+
+        Raises:
+            OSError: The run directory is gone, read-only or full.
+        """
+        reported = {report.get("pid") for report in self.reports()}
+        missing: list[dict[str, object]] = [
+            asdict(process) for process in self.unreported.values() if process.pid not in reported
+        ]
+        self.unreported.clear()
+        if missing:
+            writer = LineWriter(self.run.node(self.host).events)
+            for process in missing:
+                writer.append({"type": "unreported", **process})
+            writer.close()
+        return missing
 
     def _elected(self) -> bool:
         node = self.run.node(self.host)
@@ -110,16 +116,21 @@ class Agent:
     def _sample(self) -> None:
         SamplingLoop(self.run, self.host, self.options).run(self._stop)
 
+    def reports(self) -> list[dict[str, Any]]:
+        """rank.json of every rank that reported in, on any node."""
+        found = (_report(paths.report) for _, _, paths in self.run.rank_folders())
+        return [report for report in found if report]
+
     def _reported_pids(self) -> set[int]:
-        pids: set[int] = set()
-        for _, _, paths in self.run.rank_folders():
-            try:
-                report = read_json(paths.report)
-            except RunFormatError:
-                continue  # it is being written, or its disk is full: the reader will say so
-            if report.get("host") == self.host and isinstance(report.get("pid"), int):
-                pids.add(report["pid"])
-        return pids
+        mine = [report for report in self.reports() if report.get("host") == self.host]
+        return {report["pid"] for report in mine if isinstance(report.get("pid"), int)}
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except RunFormatError:
+        return {}  # it is being written, or its disk is full: the reader will say so
 
 
 def _has_ended(events: Path) -> bool:

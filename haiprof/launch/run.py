@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from haiprof.config import (
     ENV_ACTIVE,
@@ -25,6 +26,10 @@ from haiprof.launch.command import CommandLine, parse_command_line
 from haiprof.launch.rundirs import PACKAGE, create_run
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import Manifest, write_manifest
+from haiprof.rundir.reader import read_failures
+
+if TYPE_CHECKING:
+    from haiprof.launch.agent import Agent
 
 VERDICT_TIMEOUT_S = 120.0
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell reports them
@@ -110,16 +115,13 @@ class _Job:
         agent.stop()
         supervisor.close()
         name = None if outcome.signal is None else outcome.signal.name
-        self._close_manifest(None if name else outcome.status, name)
+        self._close_manifest(None if name else outcome.status, name, agent)
         self._conclude(name, outcome.status)
         if outcome.signal is not None:
             die_of(outcome.signal)
         return outcome.status
 
-    def _tick(self, agent: object, pid: int) -> None:
-        from haiprof.launch.agent import Agent
-
-        assert isinstance(agent, Agent)
+    def _tick(self, agent: Agent, pid: int) -> None:
         if self.concluded is not None:
             return
         agent.tick(pid)
@@ -160,14 +162,24 @@ class _Job:
             preexec_fn=(lambda: os.nice(10)) if nice else None,
         )
 
-    def _close_manifest(self, status: int | None, signal_name: str | None) -> None:
+    def _close_manifest(
+        self, status: int | None, signal_name: str | None, agent: Agent | None = None
+    ) -> None:
+        """Writes the outcome, and who reported in."""
         ended = replace(
             self.manifest, end_wall_ns=time.time_ns(), exit_status=status, signal=signal_name
         )
-        if not self.created:
-            return
         try:
-            write_manifest(self.run, ended)
+            if agent is not None:
+                keys = ("rank", "attempt", "host", "pid")
+                ended = replace(
+                    ended,
+                    ranks=[{key: r.get(key) for key in keys} for r in agent.reports()],
+                    unreported=agent.note_unreported(),
+                    hook_failures=read_failures(self.run.boot_failures),
+                )
+            if self.created:
+                write_manifest(self.run, ended)
         except OSError as error:
             say(f"cannot write the outcome to {self.run.manifest}: {error.strerror or error}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 MANIFEST_NAME = "run.json"
 BOOT_CONFIG_NAME = "config.json"
+BOOT_FAILURES_NAME = "failures.log"  # boot/sitecustomize.py spells it out: it imports nothing
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class RunPaths:
     def boot_config(self) -> Path:
         """The options, beside the injected sitecustomize."""
         return self.boot / BOOT_CONFIG_NAME
+
+    @property
+    def boot_failures(self) -> Path:
+        """One line per process in which the hook could not be loaded; absent where it could."""
+        return self.boot / BOOT_FAILURES_NAME
 
     @property
     def ranks(self) -> Path:

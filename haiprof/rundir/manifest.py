@@ -46,6 +46,12 @@ class Manifest:
     """The job's exit status; null while it runs or when a signal ended it."""
     signal: str | None = None
     """Name of the signal that ended the job."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Who reported in: `rank`, `attempt`, `host`, `pid`; written when the job has ended."""
+    unreported: list[dict[str, Any]] = field(default_factory=list)
+    """Who should have and did not: `pid`, `command`, `reason`, `remedy`."""
+    hook_failures: list[str] = field(default_factory=list)
+    """Processes in which haiprof's hook could not be loaded, with the error."""
 
 
 def write_manifest(run: RunPaths, manifest: Manifest) -> None:
@@ -87,6 +93,10 @@ def _fits(name: str, value: object) -> bool:
     """Whether a value from JSON is what the field of that name holds."""
     if name == "command":
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    if name in ("ranks", "unreported"):
+        return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+    if name == "hook_failures":
+        return isinstance(value, list) and all(isinstance(row, str) for row in value)
     if name == "options":
         return isinstance(value, dict)
     if name in _INTEGERS:

@@ -90,6 +90,16 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     return lines, (f"{path}: {bad} damaged lines left out",) if bad else ()
 
 
+def read_failures(path: Path) -> list[str]:
+    """Lines of a text log; a missing or unreadable one has none."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        return _read_bytes(path).decode("utf-8", "replace").splitlines()
+    except RunFormatError as error:
+        return [str(error)]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds one object.
 
