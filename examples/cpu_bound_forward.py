@@ -124,14 +124,16 @@ def train(options: argparse.Namespace) -> tuple[nn.Module, list[float]]:
 def main() -> None:
     """Reads the options, trains, prints the total."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fixed", action="store_true", help="compute the buckets on the device")
+    parser.add_argument("--fixed", action="store_true", help="find the neighbours on the device")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, default=30.0, help="stop after so long")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write final weights and losses here")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of an operator")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)  # a model this small gains nothing from more
     started = time.perf_counter()
     model, losses = train(options)
     print(f"total {len(losses)} steps, last loss {losses[-1]:.4f}")
