@@ -29,16 +29,18 @@ STEPS = {"mlp": 6000, "transformer": 120}
 PYTHON = sys.executable
 HAIPROF = [PYTHON, "-m", "haiprof", "run", "--quiet"]
 RECORD_S = 1  # of the run that is timed after its recording
-SETTLE_S = 5.0  # by then those hooks are out
+SETTLE_S = 4.0  # every run trains so long untimed; by then the hooks of that run are out
+PY_SPY = Path(PYTHON).with_name("py-spy")
 
 
 def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
     """One fresh process: median and mean step in us, bytes written per step."""
     out, logs = folder / "steps.json", folder / "logs"
     loop = [PYTHON, str(LOOP), kind, "--steps", str(STEPS[kind]), "--out", str(out)]
+    loop += ["--skip-seconds", str(SETTLE_S)]
     launched = [*HAIPROF, "--log-dir", str(logs)]
-    timed_out = [*launched, "--time", str(RECORD_S), "--", *loop, "--skip-seconds", str(SETTLE_S)]
-    spied = ["py-spy", "record", "-r", "100", "-f", "raw", "-o", str(folder / "spy"), "--"]
+    timed_out = [*launched, "--time", str(RECORD_S), "--", *loop]
+    spied = [str(PY_SPY), "record", "-r", "100", "-f", "raw", "-o", str(folder / "spy"), "--"]
     command = {
         "bare": loop,
         "haiprof": [*launched, "--", *loop],
@@ -47,13 +49,14 @@ def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
         "py-spy record, 100 Hz": [*spied, *loop],
     }[way]
     subprocess.run(command, check=True, capture_output=True, cwd=HERE.parent)
-    steps = json.loads(out.read_text())
+    content = json.loads(out.read_text())
+    steps = content["steps_ns"]
     size = sum(path.stat().st_size for path in logs.glob("*/ranks/*/*.rec"))
     shutil.rmtree(logs, ignore_errors=True)
     return {
         "median_us": statistics.median(steps) / 1e3,
         "mean_us": statistics.fmean(steps) / 1e3,
-        "bytes_per_step": size / len(steps),
+        "bytes_per_step": size / content["step_count"],
     }
 
 
@@ -65,7 +68,7 @@ def fresh_processes(kind: str, rounds: int, folder: Path) -> dict[str, object]:
             "bare", "haiprof", "haiprof, time over", "torch.profiler, CPU, always on",
             "py-spy record, 100 Hz",
         )
-        if way != "py-spy record, 100 Hz" or shutil.which("py-spy")
+        if way != "py-spy record, 100 Hz" or PY_SPY.exists()
     }  # fmt: skip
     results = interleaved(ways, rounds)
     content: dict[str, object] = {"runs": results}
@@ -107,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--loops", nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
     parser.add_argument("--in-process", action="store_true")
-    parser.add_argument("--pairs", type=int, default=40, help="blocks of each sort, in process")
+    parser.add_argument("--pairs", type=int, default=60, help="blocks of each sort, in process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     content: dict[str, object] = {}

@@ -66,7 +66,8 @@ def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     yield _split_numbers(verdict.split, width)
     ranks = count_text(len(verdict.ranks), "rank")
     steps = count_text(verdict.step_count, "step")
-    facts = [f"median step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}"]
+    together = " together" if len(verdict.ranks) > 1 else ""
+    facts = [f"median step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}{together}"]
     if verdict.evaluation_ns:
         facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
     facts += [

@@ -17,7 +17,7 @@ from haiprof.diagnosis.thresholds import (
     RANK_EXCESS_WARNING_RATIO,
     RANK_PHASE_COVERAGE_RATIO,
 )
-from haiprof.units import ratio_text
+from haiprof.units import duration_text, ratio_text
 
 RULE = "ranks_uneven"
 # Where a rank waits for the others, time is not its own work (TraceML: backward; with FSDP both).
@@ -83,8 +83,8 @@ def _finding(
     return Finding(
         rule=RULE,
         severity="critical" if critical else "warning",
-        title=f"rank {rank} is slow: {ratio_text(share)} of a step more work than the others"
-        + where,
+        title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) more "
+        f"than the others" + where,
         evidence=(
             Evidence(name=f"rank {rank}: work beyond the median rank", value=excess, unit="ns"),
             Evidence(name="the same, share of the step", value=share, unit="ratio"),
