@@ -69,7 +69,7 @@ def test_forward_bound_without_gpu_gives_the_numbers_and_says_what_is_missing(ro
     assert finding.title == "forward-bound: forward takes 70 % of the step, 3.0x backward"
     assert finding.missing == ("GPU utilization",)
     assert finding.confidence < 0.7
-    assert ("gpu", "no NVML") in verdict.not_measured
+    assert ("GPU", "no NVML") in verdict.not_measured
 
 
 def test_forward_bound_with_an_idle_gpu_and_a_busy_cpu_names_the_cause(root: Path) -> None:

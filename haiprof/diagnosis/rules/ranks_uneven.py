@@ -83,8 +83,8 @@ def _finding(
     return Finding(
         rule=RULE,
         severity="critical" if critical else "warning",
-        title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) more "
-        f"than the others" + where,
+        title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) "
+        f"more than the others" + where,
         evidence=(
             Evidence(name=f"rank {rank}: work beyond the median rank", value=excess, unit="ns"),
             Evidence(name="the same, share of the step", value=share, unit="ratio"),
