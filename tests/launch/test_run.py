@@ -1,0 +1,147 @@
+"""`haiprof COMMAND` as users see it: what is printed, what is written, what is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HAIPROF = [sys.executable, "-m", "haiprof"]
+
+
+def run(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HAIPROF, *words],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("haiprof-logs/*") if path.is_dir())
+
+
+def test_first_line_says_what_was_taken(tmp_path: Path) -> None:
+    done = run("echo", "hi", "--time", "7", "--lr", "1", cwd=tmp_path)
+    assert done.stdout == "hi --lr 1\n"
+    first = done.stderr.splitlines()[0]
+    assert "for 7 s" in first
+    assert "taken from the command line: --time 7" in first
+
+
+def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
+    run("--name", "my job", "--warmup", "2", "bash", "-c", "exit 3", cwd=tmp_path)
+    (folder,) = runs(tmp_path)
+    content = json.loads((folder / "run.json").read_text())
+    assert folder.name.startswith("my-job-")
+    assert content["command"] == ["bash", "-c", "exit 3"]
+    assert content["options"]["warmup"] == 2.0
+    assert (content["exit_status"], content["signal"]) == (3, None)
+    assert content["start_wall_ns"] < content["end_wall_ns"]
+
+
+def test_everything_written_is_in_the_log_directory(tmp_path: Path) -> None:
+    run("true", cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["haiprof-logs"]
+
+
+def test_quiet_prints_nothing_of_ours(tmp_path: Path) -> None:
+    done = run("--quiet", "echo", "hi", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("hi\n", "")
+
+
+def test_disabled_by_the_platform_runs_the_bare_command(tmp_path: Path) -> None:
+    done = run("echo", "hi", cwd=tmp_path, HAIPROF_ENABLED="0")
+    assert (done.stdout, done.stderr) == ("hi\n", "")
+    assert not runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [(["trace", "t.py"], {}), (["--trace", "t.py"], {}), (["t.py"], {"HAIPROF_TRACE": "1"})],
+)
+def test_trace_is_one_clear_error_for_now(
+    tmp_path: Path, words: list[str], environ: dict[str, str]
+) -> None:
+    done = run(*words, cwd=tmp_path, **environ)
+    assert done.returncode == 2
+    assert "not in this version" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_second_haiprof_inside_leaves_the_first_in_charge(tmp_path: Path) -> None:
+    done = run(*HAIPROF, "--time", "5", "echo", "hi", cwd=tmp_path)
+    assert done.stdout == "hi\n"
+    assert "already recorded" in done.stderr
+    assert len(runs(tmp_path)) == 1
+
+
+def test_log_directory_that_cannot_be_made_leaves_the_job_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("--log-dir", "file/logs", "bash", "-c", "echo hi; exit 4", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "hi\n")
+    assert "the job runs unrecorded" in done.stderr
+    assert str(tmp_path / "file/logs") in done.stderr
+
+
+def test_launchers_with_one_run_id_share_a_run_directory(tmp_path: Path) -> None:
+    for _ in range(2):
+        run("--run-id", "job7", "--name", "x", "true", cwd=tmp_path)
+    assert [path.name for path in runs(tmp_path)] == ["x-job7"]
+
+
+def test_environment_of_the_job_differs_in_two_variables(tmp_path: Path) -> None:
+    code = "import os, json; print(json.dumps(dict(os.environ)))"
+    bare = subprocess.run(
+        [sys.executable, "-c", code],
+        env=dict(os.environ), capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    recorded = run("--quiet", sys.executable, "-c", code, cwd=tmp_path)
+    before, after = json.loads(bare.stdout), json.loads(recorded.stdout)
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
+    assert changed == {"PYTHONPATH", "HAIPROF_ACTIVE_RUN"}
+    assert after["PYTHONPATH"].endswith(before.get("PYTHONPATH", ""))
+
+
+def test_launcher_without_open_streams_still_runs_the_job(tmp_path: Path) -> None:
+    script = f"exec {' '.join(HAIPROF)} bash -c 'touch done; exit 5' <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 5
+    assert (tmp_path / "done").exists()
+
+
+def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "end = time.monotonic() + 60\n"
+        "while time.monotonic() < end:\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+    )
+    with subprocess.Popen(
+        [*HAIPROF, "train.py", "--time", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            end = time.monotonic() + 50
+            while not list(tmp_path.glob("haiprof-logs/*/report/verdict.json")):
+                assert job.poll() is None
+                assert time.monotonic() < end, "no verdict while the job ran"
+                time.sleep(0.2)
+            assert job.poll() is None
+        finally:
+            job.terminate()
+        assert job.stderr is not None
+        assert "the job runs on without haiprof's hooks" in job.stderr.read()
