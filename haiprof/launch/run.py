@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from haiprof.launch.agent import Agent
 
 VERDICT_TIMEOUT_S = 120.0
+_NAMED_REASONS = 8
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell reports them
 
 
@@ -92,6 +93,7 @@ class _Job:
         self.manifest = manifest
         self.options = options
         self.created = created
+        self.ended = manifest
         self.concluded: subprocess.Popen[bytes] | None = None
         self.scalars: subprocess.Popen[bytes] | None = None
 
@@ -140,11 +142,25 @@ class _Job:
             _finish(self.scalars)
         if self.options.quiet or not self.created:
             return
+        if not self.ended.ranks:
+            self._explain_silence()
+            return
         if self.concluded is None:
             self.concluded = self._haiprof("verdict", "--save")
         else:
             say(f"the verdict above is in {self.run.verdict_text}")
         _finish(self.concluded)
+
+    def _explain_silence(self) -> None:
+        """No rank reported in: says why, without the second that a verdict takes."""
+        reasons = [
+            f"process {p['pid']} ({p['command']}): {p['reason']}; {p['remedy']}"
+            for p in self.ended.unreported
+        ]
+        reasons += [f"the hook could not be loaded in {line}" for line in self.ended.hook_failures]
+        say("no training steps recorded: no process of the job trained with PyTorch under haiprof")
+        for reason in reasons[:_NAMED_REASONS]:
+            say(reason)
 
     def _haiprof(
         self, command: str, *arguments: str, nice: bool = False
@@ -178,6 +194,7 @@ class _Job:
                     unreported=agent.note_unreported(),
                     hook_failures=read_failures(self.run.boot_failures),
                 )
+            self.ended = ended
             if self.created:
                 write_manifest(self.run, ended)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Any
 
 from haiprof.rundir.schema import GPU, NULL_I64
 from haiprof.samplers.base import ALL_METRICS, Clock, Missing, MissingLog, Node
+
+LIBRARY = "libnvidia-ml.so.1"
+NO_LIBRARY = f"no {LIBRARY}: no NVIDIA driver here, or not in this container"
 
 # Names of NVML's errors after which the same call will not work either.
 _NEVER = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
@@ -96,6 +100,10 @@ class GpuSampler:
         """Starts NVML, finds the GPUs and tries every metric once."""
         if self._nvml is None:
             try:
+                ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
+            except OSError:
+                return [Missing(ALL_METRICS, NO_LIBRARY)]
+            try:
                 import pynvml
             except ImportError as error:
                 return [Missing(ALL_METRICS, f"nvidia-ml-py cannot be imported: {error}")]
@@ -178,7 +186,7 @@ class GpuSampler:
 def _reason(error: Exception) -> str:
     """NVML's own words; for a library that is not there, also where to look."""
     if type(error).__name__ == "NVMLError_LibraryNotFound":
-        return "no libnvidia-ml.so.1: no NVIDIA driver here, or not in this container"
+        return NO_LIBRARY
     return f"NVML: {error}"
 
 

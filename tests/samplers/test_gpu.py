@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from haiprof.rundir.schema import GPU
+from haiprof.samplers import gpu
 from haiprof.samplers.base import ALL_METRICS
 from haiprof.samplers.gpu import GpuSampler
 from tests.fakes import (
@@ -53,7 +54,15 @@ def test_gpu_without_a_driver_says_so_and_gives_no_records(error: type[NVMLError
     assert "nvmlShutdown" not in nvml.calls
 
 
+def test_gpu_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIBRARY", "libnvidia-ml-is-not-here.so.1")
+    (missing,) = GpuSampler().open()
+    assert missing.metric == ALL_METRICS
+    assert "no NVIDIA driver here" in missing.reason
+
+
 def test_gpu_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LIBRARY", "libc.so.6")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (missing,) = GpuSampler().open()
     assert missing.metric == ALL_METRICS
