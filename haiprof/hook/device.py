@@ -42,7 +42,7 @@ class _Interval:
         self.last: Any = None
         self.end_ns = 0
         self.missing = 0
-        self.spans: list[tuple[int, int | None, Any, Any]] = []  # slot, outer slot, start, end
+        self.spans: list[tuple[int, int, Any, Any]] = []  # slot, order of start, start, end
 
 
 class DeviceTimer:
@@ -59,7 +59,7 @@ class DeviceTimer:
         self._records = records
         self._pool: list[Any] = []
         self._pending: deque[_Interval] = deque()
-        self._open: list[int] = []
+        self._started = 0
         self._interval = _Interval(None)
         self._pack = DEVICE.struct.pack
 
@@ -83,23 +83,27 @@ class DeviceTimer:
         start = self._mark()
         if self._interval.first is None:
             self._interval.first = start
-        outer = self._open[-1] if self._open else None
-        self._open.append(slot)
+        self._started += 1
+        order = self._started
 
         def end() -> None:
-            self._open.pop()
-            self._interval.spans.append((slot, outer, start, self._mark()))
+            if self._capturing():
+                self._interval.missing += 1
+            else:
+                self._interval.spans.append((slot, order, start, self._mark()))
 
         return end
 
     def close(self, end_ns: int) -> None:
         """Ends the interval at an optimizer span's end, and writes intervals that are done."""
+        capturing = self._capturing()
         interval = self._interval
-        last = self._mark() if not self._capturing() else None
+        last = None if capturing else self._mark()
         interval.last, interval.end_ns = last, end_ns
         self._pending.append(interval)
         self._interval = _Interval(last)
-        while self._pending and self._done(self._pending[0]):
+        # A query would break the capture of a CUDA graph.
+        while not capturing and self._pending and self._done(self._pending[0]):
             self._records.append(self._record(self._pending.popleft()))
 
     def _mark(self) -> Any:
@@ -119,13 +123,14 @@ class DeviceTimer:
     def _record(self, interval: _Interval) -> bytes:
         """One record; spans inside others (closures, GradScaler) count once, for the inner."""
         sums = [0.0] * _SLOT_COUNT
-        for slot, outer, start, end in interval.spans:
+        for index, (slot, order, start, end) in enumerate(interval.spans):
             try:
                 elapsed = start.elapsed_time(end) * NS_PER_MS
             except RuntimeError:  # not on the stream of the closing mark, and not done yet
                 interval.missing += 1
                 continue
             sums[slot] += elapsed
+            outer = _outer_slot(interval.spans, index, order)
             if outer is not None:
                 sums[outer] -= elapsed
         whole = _NAN
@@ -142,3 +147,14 @@ class DeviceTimer:
             self._pool.append(end)
         if interval.first is not None:
             self._pool.append(interval.first)
+
+
+def _outer_slot(spans: list[tuple[int, int, Any, Any]], index: int, order: int) -> int | None:
+    """Slot of the span directly around: the next to end among those that started before.
+
+    Spans come in the order of their ends; one that never ended (a step that raised) is not there.
+    """
+    for slot, started, _, _ in spans[index + 1 :]:
+        if started < order:
+            return slot
+    return None

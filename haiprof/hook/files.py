@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Mapping
@@ -20,12 +21,13 @@ class RankFiles:
     Args:
         run: The run directory.
         phases: Which phases are measured: `ok`, or why not.
+        facts: Version and device, as the training thread saw them.
 
     Raises:
         OSError: The run directory is gone, read-only or full.
     """
 
-    def __init__(self, run: RunPaths, phases: Mapping[str, str]) -> None:
+    def __init__(self, run: RunPaths, phases: Mapping[str, str], facts: Mapping[str, Any]) -> None:
         rank, _ = rank_and_world()
         attempt, self._paths = claim_folder(run, rank)
         self._clock = ClockAnchor.now()
@@ -34,7 +36,10 @@ class RankFiles:
             self._paths.phases, PHASES, clock=self._clock, extra={"rank": rank}
         )
         self._device: RecordWriter | None = None
-        report_in(self._paths, attempt=attempt, clock=self._clock, phases=phases)
+        report_in(
+            self._paths, rank=rank, attempt=attempt, clock=self._clock,
+            facts={**facts, "phases": dict(phases)},
+        )  # fmt: skip
         self.event_count = 0
         self.drain_cpu_ns = 0
         self.event_ns = 0.0
@@ -76,4 +81,5 @@ class RankFiles:
         """Closes all files."""
         for writer in (self._phases, self._device, self._events):
             if writer is not None:
-                writer.close()
+                with contextlib.suppress(OSError):  # the job has closed all descriptors
+                    writer.close()

@@ -49,14 +49,14 @@ def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
 
 
 def report_in(
-    paths: RankPaths, *, attempt: int, clock: ClockAnchor, phases: Mapping[str, str]
+    paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, facts: Mapping[str, Any]
 ) -> None:
     """Writes rank.json.
 
     Raises:
         OSError: The run directory is gone, read-only or full.
     """
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
     write_json(
         paths.report,
         {
@@ -73,13 +73,12 @@ def report_in(
             "python": platform.python_version(),
             "argv": list(getattr(sys, "orig_argv", sys.argv)),
             "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
-            "phases": dict(phases),
-            **_torch_facts(),
+            **facts,
         },
     )
 
 
-def _torch_facts() -> dict[str, Any]:
+def torch_facts() -> dict[str, Any]:
     """Version and device; CUDA is asked only where the job itself has started it."""
     import torch
 

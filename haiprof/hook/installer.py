@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from haiprof.hook import patches
 from haiprof.hook.device import DeviceTimer
-from haiprof.hook.imports import after_import
+from haiprof.hook.imports import ImportWatch
 from haiprof.hook.recorder import Recorder
 from haiprof.hook.roots import Registry, RootDescriber, describe_optimizer
 from haiprof.rundir.schema import DATA_ITER, SAVE, SCALER
@@ -28,6 +29,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State.end,
     patches.State.end_step,
     Registry.add,
+    RootDescriber.__call__,
     Recorder.overflow,
     Recorder.fault,
     Recorder.arm,
@@ -48,7 +50,9 @@ class Installer:
         self.roots = Registry(self._describe_root, patches.module_codes, recorder.lines)
         self.optimizers = Registry(describe_optimizer, patches.optimizer_code, recorder.lines)
         self._root_describer = RootDescriber()
+        self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
+        self._imports = ImportWatch(self._import_failed)
 
     def install(self) -> None:
         """Installs each part; one that fails is noted and leaves its phase unmeasured."""
@@ -74,7 +78,7 @@ class Installer:
         for own in _OWN_WORK:
             _skip_frame(own, below=True)
         self.recorder.uninstall = self.uninstall
-        self.recorder.forked = self.state.restart
+        self.recorder.forked = self._restart
         self.recorder.calibrate = self.calibrate
 
     def _attempt(self, name: str, part: Callable[[], None]) -> str:
@@ -88,10 +92,17 @@ class Installer:
 
     def uninstall(self) -> None:
         """Puts the originals back; what somebody wrapped again stays, and is inert."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self.state.close()
+        self.state.close()  # first: whatever stays in place is inert from here on
+        self._imports.stop()
+        while self._undo:
+            with contextlib.suppress(Exception):  # one that fails must not keep the others in
+                self._undo.pop()()
+
+    def _restart(self) -> None:
+        """In a forked child, which names its own modules and optimizers."""
+        self.state.restart()
+        self.roots.clear()
+        self.optimizers.clear()
 
     # -- the parts ----------------------------------------------------------------------------
 
@@ -118,9 +129,10 @@ class Installer:
         before, after = patches.optimizer_hooks(self.state, self.optimizers)
         _skip_frame(before, below=True)
         _skip_frame(after, below=True)
-        first = optimizer.register_optimizer_step_pre_hook(before)
-        second = optimizer.register_optimizer_step_post_hook(after)
-        self._undo += [lambda: _remove_hook(first), lambda: _remove_hook(second)]
+        # They stay in, inert: taking them out would change a dictionary that a step under way
+        # iterates over, and on whose length Dynamo guards.
+        optimizer.register_optimizer_step_pre_hook(before)
+        optimizer.register_optimizer_step_post_hook(after)
 
     def _dataloader(self) -> None:
         from torch.utils.data import dataloader
@@ -145,25 +157,36 @@ class Installer:
         import torch.serialization
 
         wrapper = patches.wrap_span(torch.serialization.save, self.state, SAVE)
-        self._replace(torch.serialization, "save", wrapper)
-        self._replace(torch, "save", wrapper)
+        self._replace(torch.serialization, "save", wrapper, stays=True)
+        self._replace(torch, "save", wrapper, stays=True)
         for module, names in _LATE_SAVES:
-            self._undo.append(after_import(module, self._late(names)))
+            self._imports.after(module, self._late(names))
 
     def _late(self, names: tuple[str, ...]) -> Callable[[Any], None]:
         def patch(module: Any) -> None:
             for name in names:
                 if hasattr(module, name):
                     wrapper = patches.wrap_span(getattr(module, name), self.state, SAVE)
-                    self._replace(module, name, wrapper)
+                    self._replace(module, name, wrapper, stays=True)
 
         return patch
 
+    def _import_failed(self, name: str, error: Exception) -> None:
+        line = {"type": "patch_failed", "phase": "save", "reason": f"{name}: {error}"}
+        self.recorder.lines.append(line)
+
     # -- tools --------------------------------------------------------------------------------
 
-    def _replace(self, holder: Any, name: str, wrapper: Any) -> None:
-        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
+    def _replace(self, holder: Any, name: str, wrapper: Any, *, stays: bool = False) -> None:
+        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited).
+
+        A module's function `stays` replaced, inert: one that the job holds, such as torch.save,
+        can be pickled only while the module's attribute is the same object.
+        """
         _skip_frame(wrapper)
+        if stays:
+            setattr(holder, name, wrapper)
+            return
         own = name in vars(holder)
         original = getattr(holder, name)
         setattr(holder, name, wrapper)
@@ -179,9 +202,12 @@ class Installer:
 
     def _describe_root(self, module: Any) -> dict[str, Any] | None:
         if self.state.device is None:
-            self.state.device = DeviceTimer.where_started(self.recorder.device_records)
+            self.state.device = self._find_device()
             self.state.slow = True
         return self._root_describer(module)
+
+    def _find_device(self) -> DeviceTimer | None:
+        return DeviceTimer.where_started(self.recorder.device_records)
 
     def calibrate(self) -> tuple[float, float]:
         """What one span and one passed-on module call cost here, in ns: wrappers around nothing."""
@@ -245,17 +271,6 @@ def _skip_frame(function: Any, *, below: bool = False) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except (ImportError, AttributeError):
         return  # older torch: the wrapper's own test for tracing has to do
-
-
-def _remove_hook(handle: Any) -> None:
-    """Takes an optimizer hook out, unless that would make a compiled step recompile.
-
-    Dynamo guards on the number of global optimizer hooks. Left in, ours returns at its first line.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    compiled = utils is not None and bool(utils.counters["frames"])
-    if not compiled:
-        handle.remove()
 
 
 def _tell_dynamo(wrapper: Any, original: Any) -> None:

@@ -54,6 +54,7 @@ class State:
     __slots__ = (
         "busy",
         "device",
+        "find_device",
         "idle",
         "is_tracing",
         "loading",
@@ -74,6 +75,7 @@ class State:
         """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
         self.device: DeviceTimer | None = None
+        self.find_device: Callable[[], DeviceTimer | None] = _no_device
         self.slow = True
         """Whether a span needs more than two times: until the recorder is armed, with a GPU."""
 
@@ -85,6 +87,8 @@ class State:
 
     def begin(self, kind: int) -> Callable[[], None] | None:
         """The rarer part of a span's start: its mark on the device."""
+        if self.device is None and not self.recorder.armed:
+            self.device = self.find_device()
         self.slow = self.device is not None or not self.recorder.armed
         return self.device.begin(kind) if self.device is not None else None
 
@@ -110,7 +114,7 @@ class State:
 
     def takes_over(self, now_ns: int) -> bool:
         """Whether another thread that trains becomes the owner: the owner has been silent long."""
-        if now_ns - self.owner_seen_ns < OWNER_SILENT_NS:
+        if self.owner_seen_ns and now_ns - self.owner_seen_ns < OWNER_SILENT_NS:
             return False
         self.owner = _ident()
         return True
@@ -130,33 +134,33 @@ def wrap_module_call(
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if state.busy or is_tracing():
             return original(self, *args, **kwargs)
-        code, mark = 0, None
+        code = start = 0
+        mark = None
         try:
-            codes = entries.get(id(self))
-            if codes is None:
-                codes = roots.add(self)
-            if codes and _ident() == state.owner:
-                code = codes[is_grad_enabled()][self.training]
-                if state.slow:
-                    mark = state.begin(code & TAG_MASK)
-                state.busy = FORWARD
-                start = _now()
-        except Exception as error:
-            code = 0
-            state.busy = state.idle
-            recorder.fault("forward", error)
-        if not code:
-            return original(self, *args, **kwargs)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
             try:
-                put((start, _now(), code))
-                if state.slow:
-                    state.end(mark)
+                codes = entries.get(id(self))
+                if codes is None:
+                    codes = roots.add(self)
+                if codes and _ident() == state.owner:
+                    if state.slow:
+                        mark = state.begin(codes[is_grad_enabled()][self.training] & TAG_MASK)
+                    start = _now()
+                    code = codes[is_grad_enabled()][self.training]
             except Exception as error:
                 recorder.fault("forward", error)
-            state.busy = state.idle
+            if code:
+                state.busy = FORWARD
+            return original(self, *args, **kwargs)
+        finally:
+            if code:
+                try:
+                    put((start, _now(), code))
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("forward", error)
+                finally:
+                    state.busy = state.idle
 
     return __call__
 
@@ -181,32 +185,35 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
         outer = state.busy
         if outer in _NO_BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
             return original(*args, **kwargs)
-        mark: Any = None
+        ours, start = False, 0
+        mark = None
         try:
-            start = _now()
-            if _ident() != state.owner and not state.takes_over(start):
-                start = 0
-            else:
-                state.owner_seen_ns = start
-                if state.slow:
-                    recorder.arm()
-                    mark = state.begin(BACKWARD)
+            try:
+                start = _now()
+                if _ident() != state.owner and state.takes_over(start):
+                    outer = state.idle  # what was open is open in the thread that was the owner
+                if _ident() == state.owner:
+                    state.owner_seen_ns = start
+                    if state.slow:
+                        recorder.arm()
+                        mark = state.begin(BACKWARD)
+                    ours = True
+            except Exception as error:
+                ours = False
+                recorder.fault("backward", error)
+            if ours:
                 state.busy = BACKWARD
-        except Exception as error:
-            start, state.busy = 0, outer
-            recorder.fault("backward", error)
-        if not start:
-            return original(*args, **kwargs)
-        try:
             return original(*args, **kwargs)
         finally:
-            try:
-                put((start, _now(), BACKWARD))
-                if mark is not None:
-                    mark()
-            except Exception as error:
-                recorder.fault("backward", error)
-            state.busy = outer if state.idle == 0 else state.idle
+            if ours:
+                try:
+                    put((start, _now(), BACKWARD))
+                    if mark is not None:
+                        mark()
+                except Exception as error:
+                    recorder.fault("backward", error)
+                finally:
+                    state.busy = outer if state.idle == 0 else state.idle
 
     return _engine_run_backward
 
@@ -220,32 +227,33 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
     is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     put = recorder.words.extend
     start = 0
-    marks: dict[int, Any] = {}
+    mark: Callable[[], None] | None = None
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal start
+        nonlocal start, mark
         if state.idle or is_tracing():
             return
         try:
+            if _ident() != state.owner and not state.takes_over(_now()):
+                return
             if state.slow:
-                marks[id(optimizer)] = state.begin(OPTIMIZER)
+                mark = state.begin(OPTIMIZER)
             start = _now()
         except Exception as error:
             recorder.fault("optimizer", error)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal start
-        if not start:  # before() saw a compiler tracing; asking again would cost a second call
+        nonlocal start, mark
+        if not start or _ident() != state.owner:  # start is 0 where before() saw a compiler
             return
         try:
             end, began, start = _now(), start, 0
-            if _ident() != state.owner and not state.takes_over(end):
-                return
             put((began, end, entries.get(id(optimizer)) or optimizers.add(optimizer)))
             state.owner_seen_ns = end
             if state.slow:
                 recorder.arm()
-                state.end_step(marks.pop(id(optimizer), None), end)
+                state.end_step(mark, end)
+                mark = None
         except Exception as error:
             start = 0
             recorder.fault("optimizer", error)
@@ -260,24 +268,28 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
 
     @functools.wraps(original)
     def spanned(*args: Any, **kwargs: Any) -> Any:
-        if recorder.closed or state.is_tracing() or _ident() != state.owner:
+        if recorder.closed or state.is_tracing():
             return original(*args, **kwargs)
-        mark: Any = None
-        start = _now()
+        start = 0
+        mark = None
         try:
-            if on_device and state.slow:
-                mark = state.begin(kind)
-        except Exception as error:
-            recorder.fault("span", error)
-        try:
+            try:
+                if _ident() == state.owner:
+                    if on_device and state.slow:
+                        mark = state.begin(kind)
+                    start = _now()
+            except Exception as error:
+                start = 0
+                recorder.fault("span", error)
             return original(*args, **kwargs)
         finally:
-            try:
-                put((start, _now(), kind))
-                if mark is not None:
-                    mark()
-            except Exception as error:
-                recorder.fault("span", error)
+            if start:
+                try:
+                    put((start, _now(), kind))
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("span", error)
 
     return spanned
 
@@ -288,29 +300,35 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
 
     @functools.wraps(original)
     def __next__(self: Any) -> Any:  # noqa: N807
-        if state.loading or state.is_tracing() or _ident() != state.owner:
+        if state.loading or state.is_tracing():
             return original(self)
-        kind, mark, start = DATA, None, 0
+        kind, start = DATA, 0
+        mark = None
         try:
-            if state.slow:
-                mark = state.begin(DATA)
-            state.loading = True
-            start = _now()
-        except Exception as error:
-            recorder.fault("dataloader", error)
-        try:
+            try:
+                if _ident() == state.owner:
+                    if state.slow:
+                        mark = state.begin(DATA)
+                    start = _now()
+            except Exception as error:
+                start = 0
+                recorder.fault("dataloader", error)
+            if start:
+                state.loading = True
             return original(self)
         except StopIteration:
             kind = DATA_END
             raise
         finally:
-            try:
-                put((start, _now(), kind))
-                if state.slow:
-                    state.end(mark)
-            except Exception as error:
-                recorder.fault("dataloader", error)
-            state.loading = state.idle == CLOSED
+            if start:
+                try:
+                    put((start, _now(), kind))
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("dataloader", error)
+                finally:
+                    state.loading = state.idle == CLOSED
 
     return __next__
 
@@ -322,14 +340,23 @@ def gc_callback(state: State) -> Callable[[str, dict[str, int]], None]:
 
     def on_gc(phase: str, info: dict[str, int]) -> None:
         nonlocal start
-        if phase == "start":
-            start = _now()
+        if not recorder.armed or recorder.closed:
             return
-        end = _now()
-        if end - start > GC_PAUSE_MIN_NS and recorder.armed and not recorder.closed:
-            put((start, end, GC | info["generation"] << TAG_BITS))
+        try:
+            if phase == "start":
+                start = _now()
+                return
+            end = _now()
+            if end - start > GC_PAUSE_MIN_NS:
+                put((start, end, GC | info["generation"] << TAG_BITS))
+        except Exception as error:
+            recorder.fault("gc", error)
 
     return on_gc
+
+
+def _no_device() -> DeviceTimer | None:
+    return None
 
 
 def _compiler_is_tracing() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import os
+import signal
 import sys
 import time
 from array import array
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.hook.files import RankFiles
+from haiprof.hook.identity import torch_facts
 from haiprof.hook.window import Window
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import PHASES, TAG_BITS, TAG_MASK
@@ -53,7 +55,9 @@ class Recorder:
         self._window = Window(time_s=time_s, warmup_s=warmup_s)
         self._lock = _thread.allocate_lock()
         self._wake = _thread.allocate_lock()
-        self._is_child = _has_parent()
+        self._was_forked = False
+        self._last_line: Mapping[str, Any] | None = None
+        self._facts: dict[str, Any] = {}
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self.finish)
 
@@ -68,6 +72,7 @@ class Recorder:
         if self.armed or self.closed:
             return
         self.armed = True
+        self._facts = torch_facts()  # here: the current device is the thread's own
         if _has_parent():
             from multiprocessing.util import Finalize
 
@@ -76,18 +81,19 @@ class Recorder:
 
     def overflow(self) -> None:
         """Many spans and still no training: an evaluation is recorded, a worker is left alone."""
-        if self._is_child:
-            self._close()
+        if self._is_child():
+            del self.words[:]
         else:
             self.arm()
 
+    def _is_child(self) -> bool:
+        """Whether this may be a worker of a rank: such a process is recorded only if it trains."""
+        return self._was_forked or _has_parent()
+
     def finish(self) -> None:
         """Writes what is left; at exit of the process."""
-        if self.closed:
-            return
-        if not self.armed and (self._is_child or not self.words):
-            self._close()
-            return
+        if not self.closed and not self.armed and (self._is_child() or not self.words):
+            self._close(None)
         if not self._lock.acquire(timeout=EXIT_WAIT_S):
             return  # the thread is stuck in a write; the file keeps its whole records
         try:
@@ -96,15 +102,26 @@ class Recorder:
         except Exception as error:
             self.fault("finish", error)
         finally:
+            self._close_files()
             self._lock.release()
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Something of ours broke: everything is switched off, and the run directory says why."""
+        """Something of ours broke: everything is switched off, and the run directory says why.
+
+        Files are left to the thread, which may be writing to them.
+
+        Raises:
+            BaseException: The error itself, if it is not ours: a signal handler of the job raised
+                while our lines ran, and the job waits for that.
+        """
+        if is_foreign(error):
+            raise error
         if self.closed:
             return
         reason = f"{type(error).__name__}: {error}"
-        line = {"type": "hook_error", "time_ns": _now(), "where": where, "reason": reason}
-        self._close(last_line=line)
+        self._close({"type": "hook_error", "time_ns": _now(), "where": where, "reason": reason})
+        if not self.armed:
+            note_failure(self.run, f"{where}: {reason}")
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -120,7 +137,12 @@ class Recorder:
                         self._note_cost()
                 except Exception as error:
                     self.fault("drain", error)
-            self._wake.acquire(timeout=DRAIN_INTERVAL_S)
+                if self.closed:
+                    self._close_files()
+            if not self.closed:
+                self._wake.acquire(timeout=DRAIN_INTERVAL_S)
+        with self._lock:
+            self._close_files()
 
     def _drain(self) -> None:
         """Moves the buffer's whole spans to the file; ends the recording when its time is up."""
@@ -128,16 +150,15 @@ class Recorder:
             return
         began = time.thread_time_ns()
         if self._files is None:
-            self._files = RankFiles(self.run, self.phases)
+            self._files = RankFiles(self.run, self.phases, self._facts)
             self._files.event_ns, self._files.module_call_ns = self.calibrate()
         files = self._files
         batch = self._take()
         kept, over = self._window.cut(batch, _now())
         self._note_start(files)
-        lines, self.lines[:] = list(self.lines), []
-        for line in lines:
+        for line in _taken(self.lines):
             files.note(line)
-        records, self.device_records[:] = list(self.device_records), []
+        records = _taken(self.device_records)
         files.write(kept, records if self._start_noted else [])
         files.drain_cpu_ns += time.thread_time_ns() - began
         if over:
@@ -182,31 +203,78 @@ class Recorder:
             return
         self._note_cost()
         ended_ns = self._window.ended_ns or _now()
-        self._close(last_line={"type": "record_end", "time_ns": ended_ns, "reason": reason})
+        self._close({"type": "record_end", "time_ns": ended_ns, "reason": reason})
 
-    def _close(self, *, last_line: Mapping[str, Any] | None = None) -> None:
+    def _close(self, last_line: Mapping[str, Any] | None) -> None:
+        """Takes the hooks out, on whichever thread this happens."""
         self.closed = True
+        self._last_line = last_line
         self.uninstall()
         self.words.clear()
-        if self._files is not None:
-            if last_line is not None:
-                self._files.note(last_line)
-            self._files.close()
+
+    def _close_files(self) -> None:
+        """Ends the files, under the lock; later calls do nothing."""
+        files, self._files = self._files, None
+        if files is None:
+            return
+        if self._last_line is not None:
+            files.note(self._last_line)
+        files.close()
 
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's is written, and it must train to arm."""
-        if self._files is not None:
-            self._files.close()
-        self._files = None
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
         self._start_noted = False
         self._lock = _thread.allocate_lock()
         self._wake = _thread.allocate_lock()
-        self._is_child = True
+        self._was_forked = True
         self.armed = False
         self.words.clear()
+        self.lines.clear()
         self.device_records.clear()
         self._window = self._window.fresh()
         self.forked()
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether a signal handler of the job raised it, while our lines happened to run."""
+    codes = set()
+    traceback = error.__traceback__
+    while traceback is not None:
+        codes.add(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    return any(
+        getattr(part, "__code__", None) in codes
+        for number in signal.valid_signals()
+        for part in _handler_parts(signal.getsignal(number))
+    )
+
+
+def _handler_parts(handler: Any) -> tuple[Any, ...]:
+    """The functions that may run when a handler is called: itself, a method's, a partial's."""
+    if handler is None or isinstance(handler, int):
+        return ()
+    inner = getattr(handler, "func", handler)
+    return (inner, getattr(inner, "__func__", None), vars(type(inner)).get("__call__"))
+
+
+def note_failure(run: RunPaths, text: str) -> None:
+    """One line in the run directory for a process that has no folder of its own."""
+    try:
+        with run.boot_failures.open("a", encoding="utf-8") as file:
+            file.write(f"pid {os.getpid()}: {text}\n")
+    except OSError:
+        return  # the run directory is gone or full: nobody is left to tell
+
+
+def _taken(items: list[Any]) -> list[Any]:
+    """Takes out what is there now; what the job's thread appends meanwhile stays."""
+    count = len(items)
+    taken = items[:count]
+    del items[:count]
+    return taken
 
 
 def _has_parent() -> bool:

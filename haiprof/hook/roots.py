@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,12 @@ class Registry:
         self.entries[key] = entry
         return entry
 
+    def clear(self) -> None:
+        """Forgets everything: a forked child names its own."""
+        self.entries.clear()
+        self._references.clear()
+        self._next = 1
+
     def _forget(self, key: int) -> None:
         self.entries.pop(key, None)
         self._references.pop(key, None)
@@ -62,15 +69,19 @@ class RootDescriber:
 
     def __call__(self, module: Any) -> dict[str, Any] | None:
         """The line of a module with parameters; None for one without."""
-        first = next(iter(module.parameters()), None)
-        if first is None:
+        try:
+            parameters = list(_own_or_plain(module, "parameters"))
+            module_count = sum(1 for _ in _own_or_plain(module, "modules"))
+        except Exception:  # a module of its own kind: it is a root, and nothing is known of it
+            parameters, module_count = [module], None
+        if not parameters:
             return None
-        family = self._families.setdefault(id(first), len(self._families))
+        family = self._families.setdefault(id(parameters[0]), len(self._families))
         return {
             "type": "root",
             "name": type(module).__name__,
-            "module_count": sum(1 for _ in module.modules()),
-            "parameter_count": _parameter_count(module),
+            "module_count": module_count,
+            "parameter_count": _parameter_count(parameters),
             "family": family,
         }
 
@@ -80,9 +91,16 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return {"type": "optimizer", "name": type(optimizer).__name__}
 
 
-def _parameter_count(module: Any) -> int | None:
+def _own_or_plain(module: Any, name: str) -> Any:
+    """What Module's own method gives, whatever a subclass has made of that name."""
+    torch = sys.modules.get("torch")
+    method = getattr(torch.nn.Module, name) if torch is not None else getattr(type(module), name)
+    return method(module)
+
+
+def _parameter_count(parameters: list[Any]) -> int | None:
     """Number of weights; None where some are not initialised yet (lazy modules)."""
     try:
-        return sum(int(p.numel()) for p in module.parameters())
-    except (ValueError, RuntimeError):
+        return sum(int(p.numel()) for p in parameters)
+    except (AttributeError, ValueError, RuntimeError):
         return None

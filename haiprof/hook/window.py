@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from haiprof.rundir.schema import OPTIMIZER, TAG_BITS, TAG_MASK
+from haiprof.rundir.schema import BACKWARD, OPTIMIZER, TAG_BITS, TAG_MASK
 
 GRACE_S = 10.0  # how long to wait for an optimizer step to end on before cutting anyway
 _NS_PER_S = 1_000_000_000
@@ -13,15 +13,17 @@ _NS_PER_S = 1_000_000_000
 class Window:
     """Cuts the stream of spans to the asked-for window.
 
-    Both clocks start with the job's first span. The window opens at the first optimizer step that
-    ends after the warm-up and closes at the first one that ends `time_s` later, so that it holds
-    whole steps; where no optimizer step comes within `GRACE_S`, it is cut at the time itself.
+    Both clocks start with the job's first training span (backward or optimizer); what was
+    evaluated before is recorded, and takes none of the time. The window opens at the first
+    optimizer step that ends after the warm-up and closes at the first one that ends `time_s`
+    later, so that it holds whole steps; where no optimizer step comes within `GRACE_S`, it is cut
+    at the time itself.
     """
 
     def __init__(self, *, time_s: float, warmup_s: float) -> None:
         self.time_s = time_s
         self.warmup_s = warmup_s
-        self.first_ns: int | None = None
+        self.trained_ns: int | None = None
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
         self.steps_before = 0
@@ -40,12 +42,14 @@ class Window:
         Returns:
             The words to write, and True once the window has closed.
         """
-        if self.first_ns is None and batch:
-            self.first_ns = batch[0] >> TAG_BITS
-        if self.first_ns is None:
-            return batch, False
+        if self.trained_ns is None:
+            self.trained_ns = _first_training_ns(batch)
+        if self.started_ns is None and not self.warmup_s and batch:
+            self.started_ns = batch[0] >> TAG_BITS
+        if self.trained_ns is None:
+            return array("q") if self.warmup_s else batch, False
         if self.started_ns is None:
-            batch = self._open(batch, self.first_ns, now_ns)
+            batch = self._open(batch, self.trained_ns, now_ns)
         if self.started_ns is None:
             return batch, False
         while self.warmup_s and batch and batch[0] >> TAG_BITS < self.started_ns:
@@ -54,12 +58,10 @@ class Window:
             ]  # held the step that opened the window (GradScaler, train-step module)
         if not self.time_s:
             return batch, False
-        return self._close(batch, self.started_ns + round(self.time_s * _NS_PER_S), now_ns)
+        begins_ns = max(self.trained_ns, self.started_ns)
+        return self._close(batch, begins_ns + round(self.time_s * _NS_PER_S), now_ns)
 
     def _open(self, batch: array[int], first_ns: int, now_ns: int) -> array[int]:
-        if not self.warmup_s:
-            self.started_ns = first_ns
-            return batch
         opens_ns = first_ns + round(self.warmup_s * _NS_PER_S)
         index = _first_step_end(batch, opens_ns)
         if index is None and now_ns > opens_ns + GRACE_S * _NS_PER_S:
@@ -90,6 +92,14 @@ def _first_step_end(batch: array[int], after_ns: int) -> int | None:
         if batch[index + 1] >= limit and batch[index] & TAG_MASK == OPTIMIZER:
             held = batch[index + 2 : index + 3]
             return index + (4 if held and held[0] < batch[index] else 2)
+    return None
+
+
+def _first_training_ns(batch: array[int]) -> int | None:
+    """Start of the first backward or optimizer span."""
+    for word in batch[::2]:
+        if word & TAG_MASK in (BACKWARD, OPTIMIZER):
+            return word >> TAG_BITS
     return None
 
 

@@ -29,6 +29,7 @@ class Hook:
     installer: Installer
 
     def finish(self) -> None:
+        """As at exit: the files are complete afterwards."""
         self.recorder.finish()
 
     def kinds(self, attempt: int = 0) -> list[str]:
@@ -56,7 +57,6 @@ def _originals() -> tuple[Any, ...]:
         torch.autograd.graph._engine_run_backward,
         loaders._BaseDataLoaderIter.__next__,
         loaders.DataLoader.__iter__,
-        torch.save,
         torch.amp.grad_scaler.GradScaler.step,
         len(gc.callbacks),
     )

@@ -31,6 +31,7 @@ class FakeStream:
                 self.at_ms = stream.queued_ms
 
             def query(self) -> bool:
+                assert not stream.capturing, "a query inside a graph capture"
                 assert self.at_ms is not None
                 return self.at_ms <= stream.reached_ms
 
@@ -159,3 +160,27 @@ def test_events_are_pooled() -> None:
         timer.step()
         timer.stream.catch_up()
     assert timer.stream.created < 40
+
+
+def test_step_that_raised_leaves_no_mark_behind() -> None:
+    timer = Timer()
+    assert timer.device.begin(OPTIMIZER) is not None  # never ended: the step ran out of memory
+    for _ in range(3):
+        timer.step()
+    timer.stream.catch_up()
+    timer.step()
+    assert all(row[1:5] == (1 * MS, 2 * MS, 4 * MS, 0.25 * MS) for row in timer.rows())
+
+
+def test_device_is_asked_nothing_while_a_graph_is_captured() -> None:
+    timer = Timer()
+    timer.step()
+    timer.stream.catch_up()
+    timer.stream.capturing = True
+    timer.step()
+    assert timer.records == []
+    timer.stream.capturing = False
+    timer.step()
+    timer.stream.catch_up()
+    timer.step()
+    assert [row[-1] > 0 for row in timer.rows()] == [False, True, False]

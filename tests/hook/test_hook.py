@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -108,6 +109,7 @@ def test_time_limit_ends_on_a_whole_step_and_takes_the_hooks_out(make_hook: Any)
         assert time.monotonic() < end, "the recording did not end"
     assert torch.nn.Module.__call__ is untouched
     train_step(model, optimizer)
+    hook.finish()
     assert hook.kinds()[-1] == "optimizer"
     spans = hook.spans()
     assert 0.3e9 <= spans[-1][1] - spans[0][0] < 0.5e9
@@ -159,6 +161,7 @@ def test_broken_clock_switches_the_hook_off_and_changes_nothing(
     assert losses == expected
     assert hook.recorder.closed
     assert torch.nn.Module.__call__ is untouched
+    hook.finish()
     faults = [e for e in hook.events() if e["type"] == "hook_error"]
     assert [f["reason"] for f in faults] == ["_BrokenError: no clock today"]
 
@@ -244,3 +247,98 @@ def test_forked_child_that_trains_is_a_process_of_its_own(hook: Hook) -> None:
     hook.finish()
     assert hook.kinds() == ["forward", "backward", "optimizer"]
     assert hook.kinds(attempt=1) == ["optimizer"] * 2
+
+
+class _TimeoutOfTheJobError(Exception):
+    pass
+
+
+def test_exception_of_the_jobs_signal_handler_reaches_the_job(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that raises may run while one of our lines does."""
+
+    def handler(number: int, frame: object) -> None:
+        raise _TimeoutOfTheJobError
+
+    def interrupted() -> int:
+        handler(signal.SIGALRM, None)
+        return 0
+
+    before = signal.signal(signal.SIGALRM, handler)
+    model, optimizer = small_model()
+    train_step(model, optimizer)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(patches, "_now", interrupted)
+            with pytest.raises(_TimeoutOfTheJobError):
+                model(torch.ones(2, 3))
+        train_step(model, optimizer)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    hook.finish()
+    assert hook.kinds() == ["forward", "backward", "optimizer"] * 2
+
+
+def test_interrupt_in_the_middle_of_a_span_leaves_the_next_ones_right(hook: Hook) -> None:
+    model, optimizer = small_model()
+
+    class Interrupting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupting()(torch.ones(1, 3))
+    train_step(model, optimizer)
+    hook.finish()
+    assert hook.kinds() == ["forward", "forward", "backward", "optimizer"]
+
+
+def test_time_is_counted_from_the_first_training_step(make_hook: Any) -> None:
+    hook = make_hook(time_s=0.4)
+    model, optimizer = small_model()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(8):
+            model(torch.ones(2, 3))
+            time.sleep(0.1)
+    model.train()
+    end = time.monotonic() + 4
+    while not hook.recorder.closed:
+        train_step(model, optimizer)
+        time.sleep(0.01)
+        assert time.monotonic() < end, "the recording did not end"
+    hook.finish()
+    assert hook.kinds().count("eval") == 8
+    assert hook.kinds().count("optimizer") > 10
+
+
+def test_module_with_parameters_of_its_own_meaning_is_still_a_root(hook: Hook) -> None:
+    class Grouped(torch.nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            return [{"params": list(super().parameters(recurse)), "lr": 0.1}]
+
+    model = Grouped(3, 1)
+    optimizer = torch.optim.SGD(torch.nn.Module.parameters(model), lr=0.1)
+    train_step(model, optimizer)
+    hook.finish()
+    assert hook.kinds() == ["forward", "backward", "optimizer"]
+    root = next(line for line in hook.events() if line["type"] == "root")
+    assert root["parameter_count"] == 4
+
+
+def test_optimizer_step_that_raises_is_not_a_step(hook: Hook) -> None:
+    model, optimizer = small_model()
+
+    def closure() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(closure)
+    train_step(model, optimizer)
+    hook.finish()
+    assert hook.kinds() == ["forward", "backward", "optimizer"]

@@ -12,10 +12,16 @@ _HERE = __file__.rpartition("/")[0]
 
 
 class _TorchWatch:
-    """A finder that answers for torch alone: the real spec, with a step added after its import."""
+    """A finder that answers for torch alone: the real spec, with a step added after its import.
+
+    It stays on sys.meta_path for good: taking it out would make an import that is under way in
+    another thread skip a finder.
+    """
+
+    done = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or self not in sys.meta_path:
+        if name != "torch" or self.done:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -34,12 +40,15 @@ def _activate_after(loader: Any, watch: Any) -> None:
 
     def exec_module(module: Any) -> None:
         original(module)
-        if watch in sys.meta_path:
-            sys.meta_path.remove(watch)
+        if not watch.done:
+            watch.done = True
             loader.__dict__.pop("exec_module", None)
             _load_hook()
 
-    loader.exec_module = exec_module
+    try:
+        loader.exec_module = exec_module
+    except AttributeError as error:  # a loader with slots: torch is imported, and not recorded
+        _note_failure(error)
 
 
 def _load_hook() -> None:
@@ -99,4 +108,6 @@ def _run_shadowed() -> None:
 
 if not any(type(finder).__name__ == "_TorchWatch" for finder in sys.meta_path):
     sys.meta_path.insert(0, _TorchWatch())
+    if "torch" in sys.modules:  # a .pth file has imported it already
+        _load_hook()
 _run_shadowed()
