@@ -103,6 +103,10 @@ def _switch(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()
+
+
 def _recorders(text: str) -> tuple[str, ...]:
     chosen: set[str] = set()
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -141,7 +145,7 @@ OPTIONS = (
                "torch.profiler window (not in this version)"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
                "comma list of all, basic, phases, host, process, gpu"),
-    OptionSpec("log-dir", "log_dir", Path, "HAIPROF_LOG_DIR", "DIR",
+    OptionSpec("log-dir", "log_dir", _folder, "HAIPROF_LOG_DIR", "DIR",
                "where run directories go (default: haiprof-logs)"),
     OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",
                "name of the job (default: the script's)"),

@@ -63,9 +63,16 @@ class Agent:
         self.unreported = {**ended, **{process.pid: process for process in found}}
 
     def recording_is_over(self) -> bool:
-        """Whether every rank of this node that reported in has ended its recording."""
-        folders = [paths for _, _, paths in self.run.rank_folders()]
-        return bool(folders) and all(_has_ended(paths.events) for paths in folders)
+        """Whether the time is up in some rank, and every other one has ended or is gone."""
+        endings = [_ending(paths.events) for _, _, paths in self.run.rank_folders()]
+        if "time" not in endings:
+            return False
+        recording = [
+            report
+            for report, ending in zip(self.reports(), endings, strict=False)
+            if ending is None and report.get("host") == self.host
+        ]
+        return not any(Path(f"/proc/{report.get('pid')}").exists() for report in recording)
 
     def stop(self) -> None:
         """Ends sampling."""
@@ -117,9 +124,8 @@ class Agent:
         SamplingLoop(self.run, self.host, self.options).run(self._stop)
 
     def reports(self) -> list[dict[str, Any]]:
-        """rank.json of every rank that reported in, on any node."""
-        found = (_report(paths.report) for _, _, paths in self.run.rank_folders())
-        return [report for report in found if report]
+        """rank.json of every rank that reported in, on any node; empty where it is not whole."""
+        return [_report(paths.report) for _, _, paths in self.run.rank_folders()]
 
     def _reported_pids(self) -> set[int]:
         mine = [report for report in self.reports() if report.get("host") == self.host]
@@ -133,9 +139,15 @@ def _report(path: Path) -> dict[str, Any]:
         return {}  # it is being written, or its disk is full: the reader will say so
 
 
-def _has_ended(events: Path) -> bool:
+def _ending(events: Path) -> str | None:
+    """How a rank's recording ended: `time`, `exit`, `hook_error`; null while it goes on."""
     try:
         lines, _ = read_lines(events)
     except RunFormatError:
-        return False
-    return any(line.get("type") in ("record_end", "hook_error") for line in lines)
+        return None
+    for line in reversed(lines):
+        if line.get("type") == "hook_error":
+            return "hook_error"
+        if line.get("type") == "record_end":
+            return str(line.get("reason"))
+    return None

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import haiprof
 from haiprof.config import Options, safe_name
-from haiprof.errors import UsageError
+from haiprof.errors import HaiprofError, UsageError
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.manifest import Manifest, write_manifest
+from haiprof.rundir.manifest import Manifest, read_manifest, write_manifest
 from haiprof.rundir.writer import write_json
 
+_MAX_REPEATS = 1000
 PACKAGE = Path(haiprof.__file__).resolve().parent
 
 
@@ -31,13 +32,26 @@ def create_run(
         UsageError: The directory cannot be written; the message says which and why.
     """
     name = safe_name(options.name or name)
-    identity = (
-        safe_name(options.run_id or shared_identity(environ))
-        if _shared(options, environ)
-        else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    )
-    run = RunPaths((options.log_dir / f"{name}-{identity}").absolute())
-    manifest = Manifest(
+    shared = safe_name(options.run_id) if options.run_id else shared_identity(environ)
+    identity = shared or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    root = options.log_dir / f"{name}-{identity}"
+    try:
+        root = root.absolute()
+        manifest = _new_manifest(options, command=command, name=name)
+        for attempt in range(1, _MAX_REPEATS):
+            run = RunPaths(root if attempt == 1 else root.with_name(f"{root.name}-{attempt}"))
+            if os.pathsep in str(run.boot):
+                raise OSError(f"PYTHONPATH cannot carry a path with {os.pathsep!r}")
+            created = _make(run, manifest, options)
+            if created or not _has_ended(run):
+                return run, manifest, created
+    except OSError as error:
+        raise UsageError(f"cannot write to {root}: {error.strerror or error}") from None
+    raise UsageError(f"cannot write to {root}: {_MAX_REPEATS} runs have that name already")
+
+
+def _new_manifest(options: Options, *, command: list[str], name: str) -> Manifest:
+    return Manifest(
         haiprof_version=haiprof.__version__,
         name=name,
         command=command,
@@ -47,22 +61,24 @@ def create_run(
         launcher_pid=os.getpid(),
         start_wall_ns=time.time_ns(),
     )
+
+
+def _has_ended(run: RunPaths) -> bool:
+    """Whether the run that stands there is over: a requeued job starts a new one beside it."""
     try:
-        created = _make(run, manifest, options)
-    except OSError as error:
-        raise UsageError(f"cannot write to {run.root}: {error.strerror or error}") from None
-    return run, manifest, created
+        return read_manifest(run).end_wall_ns is not None
+    except HaiprofError:
+        return True
 
 
 def shared_identity(environ: Mapping[str, str]) -> str:
     """What launchers of one multi-node Slurm step have in common; empty elsewhere."""
-    if environ.get("SLURM_STEP_ID") and environ.get("SLURM_NTASKS", "1") != "1":
-        return f"{environ.get('SLURM_JOB_ID', 'job')}.{environ['SLURM_STEP_ID']}"
-    return ""
-
-
-def _shared(options: Options, environ: Mapping[str, str]) -> bool:
-    return bool(options.run_id or shared_identity(environ))
+    if not environ.get("SLURM_STEP_ID") or environ.get("SLURM_NTASKS", "1") == "1":
+        return ""
+    parts = [environ.get("SLURM_JOB_ID", "job"), environ["SLURM_STEP_ID"]]
+    if environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        parts.append(f"r{environ['SLURM_RESTART_COUNT']}")
+    return safe_name(".".join(parts))
 
 
 def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:

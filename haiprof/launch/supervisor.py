@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -18,21 +19,18 @@ TICK_S = 0.5
 STOP_ANSWER_S = 0.2
 
 _PR_SET_PDEATHSIG = 1
-_SI_KERNEL = 0x80  # sent by the terminal driver: the whole foreground group has it already
+_SI_KERNEL = 0x80  # sent by the kernel
 _STOPS = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-_PASSED_ON = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-    signal.SIGCONT,
-    signal.SIGALRM,
-    signal.SIGURG,
-    *_STOPS,
-)
+# What a terminal's driver sends, and to the whole foreground group: an alarm() is the kernel's too.
+_FROM_TERMINAL = (
+    *_STOPS, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGWINCH, signal.SIGCONT,
+)  # fmt: skip
+# Not for the job: they cannot be caught, are about a process's own doing, or Python's own business.
+_OWN = (
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS, signal.SIGPIPE, signal.SIGXFSZ,
+)  # fmt: skip
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,30 @@ class Outcome:
 
     status: int
     """Exit status; 128 + the signal's number when one ended it."""
-    signal: signal.Signals | None
+    signal: int | None
     """The signal that ended it."""
+
+    @property
+    def signal_name(self) -> str | None:
+        """`SIGTERM`, and `SIG37` for one without a name."""
+        if self.signal is None:
+            return None
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"SIG{self.signal}"
 
 
 class Supervisor:
     """Starts the job in the launcher's own process group and session, and passes signals on."""
 
     def __init__(self) -> None:
-        self._waited = {*_PASSED_ON, signal.SIGCHLD}
+        passed_on = {number for number in signal.valid_signals() if number not in _OWN}
+        self._waited = {*passed_on, signal.SIGCHLD}
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
+        self._child_before = signal.getsignal(signal.SIGCHLD)
+        if self._child_before == signal.SIG_IGN:  # the kernel would throw the job's status away
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._canary = Canary()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -66,17 +78,25 @@ class Supervisor:
             OSError: The program does not exist or cannot be executed.
         """
         prctl = ctypes.CDLL(None).prctl
-        launcher, mask = os.getpid(), self._mask_before
+        launcher, child_before = os.getpid(), self._child_before
 
         def in_child() -> None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed launcher leaves no orphan
             if os.getppid() != launcher:
                 os._exit(127)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if child_before == signal.SIG_IGN:
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            self.unblock()
 
-        self._child = subprocess.Popen(
-            command, env=dict(environ), close_fds=False, preexec_fn=in_child
-        )
+        def start(words: list[str]) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(words, env=dict(environ), close_fds=False, preexec_fn=in_child)
+
+        try:
+            self._child = start(command)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            self._child = start(["/bin/sh", *command])  # no first line: as shells do
 
     def wait(self, tick: Callable[[], None]) -> Outcome:
         """Passes signals on until the job ends; calls `tick` about twice a second."""
@@ -86,25 +106,42 @@ class Supervisor:
             if info is None:
                 tick()
             elif info.si_signo != signal.SIGCHLD:
-                self._pass_on(signal.Signals(info.si_signo), info.si_code)
+                self._pass_on(info.si_signo, info.si_code)
         code = self._child.returncode
         if code >= 0:
             return Outcome(code, None)
-        return Outcome(128 - code, signal.Signals(-code))
+        return Outcome(128 - code, -code)
+
+    def unblock(self) -> None:
+        """Gives a child of ours the signal mask that the launcher was started with."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
+
+    def asked_to_end(self, wait_s: float = 0.1) -> bool:
+        """Whether somebody asks the launcher itself to end, now that the job is over."""
+        return signal.sigtimedwait(ENDING, wait_s) is not None
 
     def close(self) -> None:
-        """Ends the canary and gives the launcher its own signals back."""
+        """Ends the canary. Signals stay blocked: after the job none may replace its status."""
         self._canary.close()
         while signal.sigtimedwait(self._waited - {signal.SIGCHLD}, 0) is not None:
             continue  # what came while the job was ending was meant for the job
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
 
-    def _pass_on(self, number: signal.Signals, code: int) -> None:
-        alone = code != _SI_KERNEL and not self._canary.heard(number)
-        if alone and self._child is not None:
-            self._child.send_signal(number)
+    def _pass_on(self, number: int, code: int) -> None:
+        heard = self._canary.heard(number)  # asked in any case, so that no answer is left over
+        by_terminal = code == _SI_KERNEL and number in _FROM_TERMINAL
+        child = self._child
+        if child is not None and not by_terminal and not (heard and _in_our_group(child.pid)):
+            child.send_signal(number)
         if number in _STOPS and _stops(self.pid):
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _in_our_group(pid: int) -> bool:
+    """Whether the job has stayed in our process group: not after setsid, say."""
+    try:
+        return os.getpgid(pid) == os.getpgrp()
+    except OSError:
+        return True
 
 
 def _stops(pid: int) -> bool:
@@ -121,7 +158,7 @@ def _stops(pid: int) -> bool:
     return False
 
 
-def die_of(number: signal.Signals) -> None:
+def die_of(number: int) -> None:
     """Ends this process as the job was ended, so that the caller sees the same."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the job's core is the one that matters
     if number not in (signal.SIGKILL, signal.SIGSTOP):

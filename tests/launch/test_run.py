@@ -94,9 +94,16 @@ def test_log_directory_that_cannot_be_made_leaves_the_job_running(tmp_path: Path
 
 
 def test_launchers_with_one_run_id_share_a_run_directory(tmp_path: Path) -> None:
+    words = [*HAIPROF, "--quiet", "--run-id", "job7", "--name", "x", "sleep", "2"]
+    for job in [subprocess.Popen(words, cwd=tmp_path) for _ in range(2)]:
+        assert job.wait(60) == 0
+    assert [path.name for path in runs(tmp_path)] == ["x-job7"]
+
+
+def test_run_id_of_a_run_that_has_ended_starts_another(tmp_path: Path) -> None:
     for _ in range(2):
         run("--run-id", "job7", "--name", "x", "true", cwd=tmp_path)
-    assert [path.name for path in runs(tmp_path)] == ["x-job7"]
+    assert [path.name for path in runs(tmp_path)] == ["x-job7", "x-job7-2"]
 
 
 def test_environment_of_the_job_differs_in_two_variables(tmp_path: Path) -> None:
@@ -145,3 +152,57 @@ def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
             job.terminate()
         assert job.stderr is not None
         assert "the job runs on without haiprof's hooks" in job.stderr.read()
+
+
+def test_script_without_a_first_line_runs_as_in_a_shell(tmp_path: Path) -> None:
+    script = tmp_path / "job"
+    script.write_text("echo hi\nexit 4\n")
+    script.chmod(0o755)
+    done = run("./job", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "hi\n")
+
+
+def test_deleted_working_directory_leaves_the_job_running(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {' '.join(HAIPROF)} echo hi"
+    package = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, "PYTHONPATH": package},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "hi\n")
+    assert "the job runs unrecorded" in done.stderr
+
+
+def test_log_directory_that_pythonpath_cannot_carry_is_said(tmp_path: Path) -> None:
+    done = run("--log-dir", "a:b", "echo", "hi", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "hi\n")
+    assert "PYTHONPATH cannot carry" in done.stderr
+
+
+def test_plain_run_has_the_shells_pipe_signal(tmp_path: Path) -> None:
+    code = "set -o pipefail; yes | head -1 >/dev/null; echo $?"
+    done = run("bash", "-c", code, cwd=tmp_path, HAIPROF_ENABLED="0")
+    assert done.stdout == "141\n"
+
+
+def test_agent_that_fails_does_not_reach_the_job(tmp_path: Path) -> None:
+    broken = tmp_path / "haiprof-logs" / "x-1"
+    script = f"sleep 0.1; rm -rf {broken}; sleep 1; exit 6"
+    done = run("--run-id", "1", "--name", "x", "bash", "-c", script, cwd=tmp_path)
+    assert done.returncode == 6
+    assert "Traceback" not in done.stderr
+
+
+def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
+    (tmp_path / "calendar.py").write_text("raise SystemExit('the job ran in our process')\n")
+    (tmp_path / "polars.py").write_text("raise SystemExit('the job ran in our process')\n")
+    script = tmp_path / "train" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "for _ in range(30):\n    m(torch.ones(1, 2)).sum().backward()\n    o.step()\n"
+    )
+    done = run("train/train.py", cwd=tmp_path)
+    assert "our process" not in done.stderr
+    assert "median step" in done.stderr

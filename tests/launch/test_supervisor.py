@@ -92,6 +92,31 @@ def test_death_by_a_signal_is_passed_up_and_said(tmp_path: Path, name: str) -> N
     assert f"ended by {name}" in done.stderr
 
 
+def test_real_time_signal_is_passed_up(tmp_path: Path) -> None:
+    assert haiprof(tmp_path, "bash", "-c", "kill -37 $$").returncode == -37
+
+
+def test_status_survives_a_caller_that_ignores_its_children(tmp_path: Path) -> None:
+    words = f"{sys.executable} -m haiprof --log-dir {tmp_path} --quiet bash -c 'exit 3'"
+    script = f"(trap '' CHLD; exec {words}); echo $?"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "3\n"
+
+
+def test_alarm_set_before_the_launcher_reaches_the_job(tmp_path: Path) -> None:
+    code = "import os, signal, sys; signal.alarm(2); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--quiet", "sleep", "9"]
+    done = subprocess.run([sys.executable, "-c", code, *words], timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM
+
+
+def test_signal_reaches_a_job_that_has_left_the_group(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--quiet"]
+    begin = time.monotonic()
+    subprocess.run(["timeout", "2", *words, "setsid", "sleep", "9"], check=False)
+    assert time.monotonic() - begin < 8
+
+
 def test_missing_program_ends_like_in_a_shell(tmp_path: Path) -> None:
     done = haiprof(tmp_path, "no-such-program-here")
     assert done.returncode == 127
