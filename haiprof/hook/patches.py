@@ -231,7 +231,7 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal start, mark
-        if state.idle or is_tracing():
+        if is_tracing() or state.idle:  # in this order: a compiler would guard on what it reads
             return
         try:
             if _ident() != state.owner and not state.takes_over(_now()):
@@ -268,7 +268,7 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
 
     @functools.wraps(original)
     def spanned(*args: Any, **kwargs: Any) -> Any:
-        if recorder.closed or state.is_tracing():
+        if state.is_tracing() or recorder.closed:
             return original(*args, **kwargs)
         start = 0
         mark = None
