@@ -6,6 +6,8 @@ import sys
 
 from haiprof.cli.names import COMMANDS
 
+NOT_FOUND = 127  # as a shell reports a program that does not exist
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs haiprof; a first word that names no command is the job's script or program."""
@@ -20,7 +22,18 @@ def main(argv: list[str] | None = None) -> int:
         return _explain(words)
     from haiprof.launch.run import main as launch_main
 
-    return launch_main(words)
+    status = launch_main(words)
+    if status == NOT_FOUND:
+        _suggest(words[0])
+    return status
+
+
+def _suggest(word: str) -> None:
+    """A mistyped command was taken for a program."""
+    import difflib
+
+    for name in difflib.get_close_matches(word, COMMANDS, n=1):
+        sys.stderr.write(f"haiprof: did you mean: haiprof {name}\n")
 
 
 def _explain(words: list[str]) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import polars as pl
 
+from haiprof.analysis.nesting import MODULE_KINDS, kind_table
 from haiprof.analysis.records import integer, number, text
 from haiprof.analysis.run import RankFiles
 from haiprof.analysis.segments import RankSegments
@@ -96,22 +98,33 @@ def _wall_offset(files: RankFiles, segments: RankSegments | None) -> int | None:
 def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
     """From the last cost line, whose numbers are cumulative."""
     lines = files.of_type("cost")
-    elapsed = number(lines[-1].get("elapsed_ns")) if lines else None
-    spent = _spent_ns(lines[-1]) if lines else None
-    steps = len(segments.found.steps.start_ns) if segments is not None else 0
+    steps = segments.found.steps.step_ns if segments is not None else None
+    if not lines or segments is None or steps is None or not len(steps):
+        return {"cost_ns_per_step": None, "cost_ratio": None}
+    spent = _spent_ns(lines[-1], _inner_calls(files, segments))
+    per_step = None if spent is None else spent / len(steps)
+    mean = float(steps.mean())
     return {
-        "cost_ns_per_step": spent / steps if spent is not None and steps else None,
-        "cost_ratio": spent / elapsed if spent is not None and elapsed else None,
+        "cost_ns_per_step": per_step,
+        "cost_ratio": per_step / mean if per_step is not None and mean else None,
     }
 
 
-def _spent_ns(line: Mapping[str, Any]) -> float | None:
+def _spent_ns(line: Mapping[str, Any], calls: int) -> float | None:
     """Calibrated time of all spans and module calls, and the CPU time of draining them."""
-    names = ("event_count", "event_ns", "module_call_count", "module_call_ns", "drain_cpu_ns")
-    events, event_ns, calls, call_ns, drain = (number(line.get(name)) for name in names)
+    names = ("event_count", "event_ns", "module_call_ns", "drain_cpu_ns")
+    events, event_ns, call_ns, drain = (number(line.get(name)) for name in names)
     if events is None or event_ns is None:
         return None
-    return events * event_ns + (calls or 0.0) * (call_ns or 0.0) + (drain or 0.0)
+    return events * event_ns + calls * (call_ns or 0.0) + (drain or 0.0)
+
+
+def _inner_calls(files: RankFiles, segments: RankSegments) -> int:
+    """Calls of modules inside the roots, about: each passes through the hook's first line."""
+    spans = segments.found.nested.spans
+    roots = np.bincount(spans.tag[kind_table(*MODULE_KINDS)[spans.kind]].astype(np.int64))
+    inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
+    return sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
 
 
 def rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.analysis.analyzer import Analyzer
+from haiprof.analysis.phases import SAVE_PHASE
 from haiprof.analysis.step_frame import STEP_PHASES
 from haiprof.diagnosis.thresholds import BLOCK_COUNT, DEVICE_COVERAGE_RATIO, warm_up_steps
 
@@ -33,6 +34,10 @@ class Facts:
     """Median GPU utilization in [0, 1] by rank, where known."""
     main_cores: Mapping[int, float]
     """Median CPU cores used by the process of the rank, without its children, where known."""
+    training_ns: float
+    """Time in training steps of the rank that has most of it."""
+    save_ns: float
+    """Time in checkpoint saves while judged steps ran, all ranks together."""
     sharded: bool
     """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
 
@@ -63,8 +68,24 @@ def gather_facts(analyzer: Analyzer) -> Facts:
         ranks=analyzer.ranks(),
         gpu_use=_medians(counters, warm, "gpu", "utilization_ratio"),
         main_cores=_medians(counters, warm, "process", "cpu_main_cores"),
+        training_ns=_largest_sum(last),
+        save_ns=_save_ns(analyzer.phases(), warm),
         sharded=_is_sharded(analyzer),
     )
+
+
+def _largest_sum(steps: pl.DataFrame) -> float:
+    sums = steps.group_by("rank").agg(pl.col("step_ns").sum())["step_ns"]
+    return float(max(sums.to_list(), default=0))
+
+
+def _save_ns(phases: pl.DataFrame, steps: pl.DataFrame) -> float:
+    """Saves that began in one of the steps' spans of time."""
+    if not steps.height:
+        return 0.0
+    begin = steps["start_ns"].min()
+    saves = phases.filter((pl.col("phase") == SAVE_PHASE) & (pl.col("start_ns") >= pl.lit(begin)))
+    return float(saves["duration_ns"].sum())
 
 
 def _is_sharded(analyzer: Analyzer) -> bool:

@@ -21,6 +21,19 @@ BLOCK_COUNT = 10
 """Blocks of steps whose median share is judged: several loader workers make the waits come in
 bursts, which a median over single steps does not see, and one stall spoils one block only."""
 
+OTHER_WARNING_RATIO = 0.30
+OTHER_CRITICAL_RATIO = 0.60
+"""Share of a step outside the four phases. TraceML calls a residual of 10 % a warning, but of a
+short step Python's own work between the phases is a quarter. Own choice."""
+SAVE_MAIN_RATIO = 0.50
+"""Saves are named as the cause where they make this share of the time outside. Own choice."""
+
+EVALUATION_RATIO = 0.30
+"""Evaluation's share of evaluation and training together. Own choice."""
+
+DRIFT_PHASE_RATIO = 0.50
+"""A phase is named where it makes this share of the growth. Own choice."""
+
 DEVICE_COVERAGE_RATIO = 0.8
 """The device clock is used in a comparison where it has this share of the steps; never both clocks
 in one. TraceML asks for all steps, but an evaluation or a skipped step takes some away."""

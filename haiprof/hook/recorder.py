@@ -148,11 +148,11 @@ class Recorder:
         """Moves the buffer's whole spans to the file; ends the recording when its time is up."""
         if self.closed:
             return
-        began = time.thread_time_ns()
-        if self._files is None:
+        if self._files is None:  # once, and so not a part of the cost per step
             self._files = RankFiles(self.run, self.phases, self._facts)
             self._files.event_ns, self._files.module_call_ns = self.calibrate()
         files = self._files
+        began = time.thread_time_ns()
         batch = self._take()
         kept, over = self._window.cut(batch, _now())
         self._note_start(files)

@@ -27,6 +27,8 @@ class CommandLine:
     """haiprof's options by field name."""
     taken: list[str]
     """The words that haiprof took for itself, for people to see."""
+    taken_after: list[str]
+    """Those of them that stood after the script, where its own options stand too."""
     name: str
     """What the job is called where nobody named it."""
 
@@ -50,6 +52,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
         command=_executable(program) + arguments,
         options=taker.options,
         taken=taker.taken,
+        taken_after=taker.taken_after,
         name=_job_name([*program, *arguments]),
     )
 
@@ -61,6 +64,7 @@ class _Taker:
         self.left = words
         self.options: dict[str, object] = {}
         self.taken: list[str] = []
+        self.taken_after: list[str] = []
         self.ended = False
 
     def leading(self) -> None:
@@ -121,6 +125,7 @@ class _Taker:
             raise UsageError(str(error), hint=error.hint or hint) from None
         self.options[key] = parsed
         self.taken += self.left[:count]
+        self.taken_after += self.left[:count] if everywhere else []
         self.left = self.left[count:]
         return True
 

@@ -57,6 +57,11 @@ def _launch(words: list[str], environ: Mapping[str, str]) -> int:
         say(f"already recorded by haiprof into {environ[ENV_ACTIVE]}: running the command as it is")
         return _run_plain(line.command)
     _check_extras(options)
+    missing = _missing_script(line.command)
+    if missing:
+        raise UsageError(f"{missing}: no such file", hint="haiprof SCRIPT.py, or haiprof --help")
+    if options.quiet and line.taken_after:
+        say(_taken_after(line))
     try:
         run, manifest, created = create_run(
             options, command=line.command, name=line.name, environ=environ
@@ -86,6 +91,12 @@ def _launch(words: list[str], environ: Mapping[str, str]) -> int:
         return status
 
 
+def _missing_script(command: list[str]) -> str:
+    """The script that `haiprof train.py` names and that is not there; empty where all is well."""
+    script = command[1] if len(command) > 1 and command[0].endswith(("python", "python3")) else ""
+    return script if script.endswith(".py") and not os.path.exists(script) else ""
+
+
 def _already_recorded(environ: Mapping[str, str]) -> bool:
     """Whether this launcher itself runs inside a recorded job."""
     active = environ.get(ENV_ACTIVE, "")
@@ -111,8 +122,15 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
         parts.append(f"after {options.warmup_s:g} s of warm-up")
     if line.taken:
         parts.append(f"taken from the command line: {shlex.join(line.taken)}")
+    if line.taken_after:
+        parts.append(_taken_after(line))
     detail = f" ({'; '.join(parts)})" if parts else ""
     return f"recording {shlex.join(line.command)} into {_short(run.root)}{detail}"
+
+
+def _taken_after(line: CommandLine) -> str:
+    taken = shlex.join(line.taken_after)
+    return f"the script does not get {taken}: put -- before what is its own"
 
 
 def _short(path: Path) -> str:

@@ -32,6 +32,7 @@ def write_story(
     gpu: float | None = None,
     cores: float | None = None,
     noise: float = 0.02,
+    gap_ms: float = GAP_MS,
 ) -> Path:
     """A run with these phase times, each shaken by a few percent."""
     run = write_run(root)
@@ -44,7 +45,7 @@ def write_story(
                 length = int(ms * NS_PER_MS * (1 + noise * random.standard_normal()))
                 if length > 0:
                     rows.append((kind, 0, now, now + length))
-                    now += length + int(GAP_MS * NS_PER_MS)
+                    now += length + int(gap_ms * NS_PER_MS)
         uuid = f"GPU-{rank}" if gpu is not None else None
         device = "cpu" if gpu is None else "cuda"
         cost = {"type": "cost", "event_count": 240, "event_ns": 1_000, "elapsed_ns": now - START_NS}

@@ -165,6 +165,8 @@ def test_verdict_of_a_run_without_ranks_says_why(root: Path) -> None:
     assert verdict.step_ns is None
     assert {rule for rule, _ in verdict.abstained} == {
         "dataloader_bound", "forward_bound", "gpu_waits_for_host", "ranks_uneven",
+        "outside_the_model",
+        "evaluation_heavy",
         "step_time_drift",
     }  # fmt: skip
 
@@ -186,3 +188,9 @@ def test_few_steps_are_judged_with_less_confidence(root: Path) -> None:
     assert [f.severity for f in few.findings] == ["warning"]
     assert few.findings[0].missing
     assert GAP_MS < 1
+
+
+def test_time_outside_the_model_is_named(root: Path) -> None:
+    verdict = verdict_of(root, lambda rank, step: (0.1, 2.0, 4.0, 1.0), gap_ms=5.0)
+    assert verdict.headline.startswith("outside the model: ")
+    assert verdict.findings[0].severity == "critical"

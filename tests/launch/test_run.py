@@ -206,3 +206,22 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
     done = run("train/train.py", cwd=tmp_path)
     assert "our process" not in done.stderr
     assert "median step" in done.stderr
+
+
+def test_words_taken_after_the_script_are_said_even_when_quiet(tmp_path: Path) -> None:
+    done = run("--quiet", "echo", "hi", "--name", "x", cwd=tmp_path)
+    assert done.stdout == "hi\n"
+    assert "does not get --name x" in done.stderr
+
+
+def test_script_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> None:
+    done = run("nosuch.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nosuch.py: no such file" in done.stderr
+    assert not runs(tmp_path)
+
+
+def test_mistyped_command_gets_a_suggestion(tmp_path: Path) -> None:
+    done = run("verdct", cwd=tmp_path)
+    assert done.returncode == 127
+    assert "did you mean: haiprof verdict" in done.stderr

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Judgement
 from haiprof.diagnosis.rules.dataloader_bound import dataloader_bound
+from haiprof.diagnosis.rules.evaluation_heavy import evaluation_heavy
 from haiprof.diagnosis.rules.forward_bound import forward_bound
 from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
+from haiprof.diagnosis.rules.outside_the_model import outside_the_model
 from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
 from haiprof.diagnosis.rules.step_time_drift import step_time_drift
 
@@ -16,6 +18,8 @@ RULES: tuple[Callable[[Facts], Judgement], ...] = (
     dataloader_bound,
     forward_bound,
     gpu_waits_for_host,
+    outside_the_model,
+    evaluation_heavy,
     ranks_uneven,
     step_time_drift,
 )

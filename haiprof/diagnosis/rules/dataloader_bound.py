@@ -31,7 +31,7 @@ def dataloader_bound(facts: Facts) -> Judgement:
     return Finding(
         rule=RULE,
         severity="critical" if critical else "warning",
-        title=f"dataloader-bound: training waits for batches {ratio_text(share)} of the time",
+        title=f"dataloader-bound: training waits for batches {ratio_text(share)} of a step",
         evidence=(
             Evidence(name="share of the step", value=share, unit="ratio"),
             Evidence(name="mean wait per step", value=_number(mean), unit="ns"),
