@@ -23,6 +23,7 @@ _LATE_SAVES = (
 )
 
 
+_INERT_HOOKS: list[Any] = []
 _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State.takes_over,
     patches.State.begin,
@@ -131,8 +132,10 @@ class Installer:
         _skip_frame(after, below=True)
         # They stay in, inert: taking them out would change a dictionary that a step under way
         # iterates over, and on whose length Dynamo guards.
-        optimizer.register_optimizer_step_pre_hook(before)
-        optimizer.register_optimizer_step_post_hook(after)
+        while _INERT_HOOKS:  # of an earlier installation in this process: tests, benchmarks
+            _INERT_HOOKS.pop().remove()
+        _INERT_HOOKS.append(optimizer.register_optimizer_step_pre_hook(before))
+        _INERT_HOOKS.append(optimizer.register_optimizer_step_post_hook(after))
 
     def _dataloader(self) -> None:
         from torch.utils.data import dataloader
