@@ -142,10 +142,11 @@ def wrap_module_call(
                 if codes is None:
                     codes = roots.add(self)
                 if codes and _ident() == state.owner:
+                    found = codes[is_grad_enabled()][self.training]
                     if state.slow:
-                        mark = state.begin(codes[is_grad_enabled()][self.training] & TAG_MASK)
+                        mark = state.begin(found & TAG_MASK)
                     start = _now()
-                    code = codes[is_grad_enabled()][self.training]
+                    code = found
             except Exception as error:
                 recorder.fault("forward", error)
             if code:

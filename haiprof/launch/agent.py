@@ -43,6 +43,7 @@ class Agent:
     _thread: threading.Thread | None = None
     _scan_at: float = 0.0
     _scan_gap_s: float = FIRST_SCAN_S
+    _started_s: float = field(default_factory=time.monotonic)
 
     def start(self) -> None:
         """Starts sampling, unless another launcher on this node already does."""
@@ -64,6 +65,9 @@ class Agent:
 
     def recording_is_over(self) -> bool:
         """Whether the time is up in some rank, and every other one has ended or is gone."""
+        options = self.options
+        if time.monotonic() - self._started_s < options.time_s + options.warmup_s:
+            return False  # it cannot be: nothing is read while a long recording goes on
         endings = [_ending(paths.events) for _, _, paths in self.run.rank_folders()]
         if "time" not in endings:
             return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from haiprof.config import Options
+from haiprof.config import ENV_ACTIVE, Options
 from haiprof.launch.say import say
 from haiprof.launch.supervisor import Outcome, Supervisor, die_of
 from haiprof.rundir.layout import RunPaths
@@ -205,8 +205,6 @@ class Job:
 
 def job_environment(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]:
     """The job's environment: the boot folder in front of PYTHONPATH, everything else as it was."""
-    from haiprof.config import ENV_ACTIVE
-
     changed = dict(environ)
     changed["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(run.boot), environ.get("PYTHONPATH", "")))

@@ -6,71 +6,19 @@ import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
+from haiprof.analysis.counters import COUNTER_SCHEMA
+from haiprof.analysis.phases import PHASE_SCHEMA
+from haiprof.analysis.ranks import RANK_SCHEMA
+from haiprof.analysis.step_frame import STEP_SCHEMA
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import Manifest, write_manifest
 from haiprof.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 
 START_NS = 1_790_000_000 * NS_PER_S
 PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
-
-STEP_SCHEMA: dict[str, Any] = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "step": pl.Int64,
-    "start_ns": pl.Int64,
-    "step_ns": pl.Int64,
-    **{f"{phase}_{clock}_ns": pl.Int64 for clock in ("host", "device") for phase in PHASES},
-    "micro_step_count": pl.Int64,
-    "optimizer_step_count": pl.Int64,
-    "skipped": pl.Boolean,
-    "boundary": pl.String,
-    "confidence": pl.Float64,
-}
-SPAN_SCHEMA: dict[str, Any] = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "step": pl.Int64,
-    "phase": pl.String,
-    "name": pl.String,
-    "start_ns": pl.Int64,
-    "duration_ns": pl.Int64,
-    "self_ns": pl.Int64,
-}
-COUNTER_SCHEMA: dict[str, Any] = {
-    "time_ns": pl.Int64,
-    "host": pl.String,
-    "source": pl.String,
-    "rank": pl.Int64,
-    "gpu": pl.Int64,
-    "metric": pl.String,
-    "unit": pl.String,
-    "value": pl.Float64,
-}
-RANK_SCHEMA: dict[str, Any] = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "host": pl.String,
-    "pid": pl.Int64,
-    "local_rank": pl.Int64,
-    "world_size": pl.Int64,
-    "python": pl.String,
-    "torch": pl.String,
-    "device": pl.String,
-    "gpu_uuid": pl.String,
-    "step_count": pl.Int64,
-    "eval_ns": pl.Int64,
-    "unfinished_micro_step_count": pl.Int64,
-    "record_start_ns": pl.Int64,
-    "record_end_ns": pl.Int64,
-    "recording_ended": pl.String,
-    "cost_ns_per_step": pl.Float64,
-    "cost_ratio": pl.Float64,
-    "notes": pl.List(pl.String),
-}
 
 
 @dataclass
@@ -88,7 +36,7 @@ class FakeRun:
         return pl.DataFrame(self.step_rows, schema=STEP_SCHEMA)
 
     def phases(self) -> pl.DataFrame:
-        return pl.DataFrame(self.span_rows, schema=SPAN_SCHEMA)
+        return pl.DataFrame(self.span_rows, schema=PHASE_SCHEMA)
 
     def counters(self) -> pl.DataFrame:
         return pl.DataFrame(self.counter_rows, schema=COUNTER_SCHEMA)
