@@ -123,6 +123,7 @@ def main() -> None:
     if options.save:
         save(options.save, model, losses)
     dist.barrier()  # a peer that leaves first can abort the others at exit (torch 2.13, gloo)
+    time.sleep(0.2)  # gloo's thread needs the GIL once more; while Python ends that aborts, too
     dist.destroy_process_group()
 
 
