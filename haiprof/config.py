@@ -13,7 +13,7 @@ from pathlib import Path
 
 from haiprof.errors import UsageError
 
-RECORDERS = ("phases", "host", "process", "gpu")
+RECORDERS = ("phases", "host", "process", "gpu", "infiniband", "numa", "filesystem")
 RECORDER_GROUPS = {"all": RECORDERS, "basic": ("phases", "host", "process")}
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
@@ -144,7 +144,7 @@ OPTIONS = (
     OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
                "torch.profiler window (not in this version)"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
-               "comma list of all, basic, phases, host, process, gpu"),
+               "comma list of all, basic, " + ", ".join(RECORDERS)),
     OptionSpec("log-dir", "log_dir", _folder, "HAIPROF_LOG_DIR", "DIR",
                "where run directories go (default: haiprof-logs)"),
     OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",

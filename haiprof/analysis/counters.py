@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,25 @@ from haiprof.analysis.run import NodeFiles, RunFiles
 from haiprof.errors import RunFormatError
 from haiprof.rundir import schema
 from haiprof.rundir.reader import RecordFile
+from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.units import NS_PER_S
 
 COUNTER_SCHEMA = {
     "time_ns": pl.Int64,
     "host": pl.String,
     "source": pl.String,
+    "entity": pl.String,
     "rank": pl.Int64,
     "gpu": pl.Int64,
     "metric": pl.String,
     "unit": pl.String,
     "value": pl.Float64,
+    "flag": pl.String,
 }
-SOURCES = (schema.HOST, schema.PROCESS, schema.GPU)
+FLAGS = (None, "wrap", "reset", "saturated")
+_WRAP, _RESET, _SATURATED = 1, 2, 3
 _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would overflow as Unix time
+_PROCESS_KEYS = ("pid", "start_ticks")
 
 # What a counter of ns per ns is called; others of its kind become ratios under their own name.
 _RATES_OF_NS = {
@@ -41,6 +47,9 @@ _RATES_OF_NS = {
 _CPU_STATES = ("cpu_user_ns", "cpu_system_ns", "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 _CPU_BUSY = ("cpu_user_ns", "cpu_system_ns")
 
+Flags = npt.NDArray[np.int8]
+Key = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Samples:
@@ -48,27 +57,45 @@ class _Samples:
 
     time_ns: Ints
     """On the records' own clock."""
-    key: Ints | None
-    """Process or GPU; null where the source is the node."""
-    columns: Mapping[str, Floats]
-    """NaN where missing."""
+    keys: Sequence[Key]
+    """Each entity's key."""
+    owner: Ints
+    """Place in `keys`, of each record."""
+    columns: Mapping[str, npt.NDArray[Any]]
     follows: npt.NDArray[np.bool_]
-    """Whether the row before is an earlier sample of the same key."""
+    """Whether the record before is an earlier sample of the same entity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Metric:
+    """One metric at every record."""
+
+    name: str
+    unit: str
+    values: Floats
+    """NaN where there is none."""
+    flags: Flags
+    """Places in `FLAGS`."""
 
 
 def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Counters of all nodes by time, and notes on files that could not be read.
 
     Returns:
-        `time_ns` (Unix time), `host`, `source` (`host`, `process` or `gpu`), `rank` (of a process;
-        of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`. Gauges are as
-        stored. Counters are rates since the sample before, at the later time: `..._per_s`,
-        `cpu_utilization_ratio` (user and system of all CPUs), `cpu_cores` (of a process with its
-        children), `..._ratio`. No row where a value is missing, or a counter went backwards.
+        `time_ns` (Unix time), `host`, `source` (the record file's name, such as `host`, `process`
+        or `gpu`), `entity` (what of it, such as a port; null for the node), `rank` (of a process;
+        of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`, `flag`. Gauges
+        are as stored. Counters are rates since the sample before, at the later time:
+        `..._per_s`, `cpu_utilization_ratio` (user and system of all CPUs), `cpu_cores` (of a
+        process with its children), `..._ratio`. No row where a value is missing.
+
+        `flag` is null but for counters at which something happened: `wrap` (it went on at 0 after
+        its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
+        (it has stopped at its highest value: `value` is null).
     """
     frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], []
     for node in run.nodes:
-        for table in SOURCES:
+        for table in COUNTER_TABLES:
             path = node.paths.records(table.name)
             if not os.path.lexists(path):
                 continue
@@ -79,129 +106,191 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
                 continue
             notes += records.notes
             with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-                ranks = _ranks_by_key(run, node, records)
-                frames.append(_of_source(records, node.host, ranks))
+                frames.append(_of_source(run, node, records))
     joined = pl.concat(frames)
     return joined.sort("time_ns", maintain_order=True), tuple(notes)
 
 
-def _of_source(records: RecordFile, host: str, ranks: Mapping[int, int]) -> pl.DataFrame:
-    """One source of one node, from one column per metric to one row per value."""
+def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> pl.DataFrame:
+    """One source of one node, one row per value."""
     samples = _samples(records)
-    rank = gpu = None
-    if samples.key is not None:
-        rank = [ranks.get(key) for key in samples.key.tolist()]
-        gpu = samples.key if records.table == schema.GPU.name else None
-    keys = {
-        "time_ns": samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
-        "rank": rank,
-        "gpu": gpu,
-    }
+    names = _entity_names(node, records)
+    ranks = _ranks_by_key(run, node, records)
+    gpu = _column_names(records, "key") == ["gpu"]
     metrics = list(_metrics(records, samples))
-    wide = pl.DataFrame(
-        {**keys, **{metric: value for metric, _, value in metrics}},
-        schema_overrides=dict.fromkeys(keys, pl.Int64),
+    shown = [np.flatnonzero(np.isfinite(m.values) | (m.flags > _WRAP)) for m in metrics]
+    if not metrics or not sum(map(len, shown)):
+        return pl.DataFrame(schema=COUNTER_SCHEMA)
+    rows = np.concatenate(shown)
+    owner = samples.owner[rows]
+    which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
+    values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
+    flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
+    taken = partial(_taken, dtype=pl.String)
+    return pl.DataFrame(
+        {
+            "time_ns": samples.time_ns[rows] + (records.clock.wall_ns - records.clock.mono_ns),
+            "host": pl.repeat(node.host, len(rows), eager=True),
+            "source": pl.repeat(records.table, len(rows), eager=True),
+            "entity": taken([names.get(key) for key in samples.keys], owner),
+            "rank": _taken([ranks.get(key) for key in samples.keys], owner, dtype=pl.Int64),
+            "gpu": _taken([key[0] if gpu else None for key in samples.keys], owner, dtype=pl.Int64),
+            "metric": taken([m.name for m in metrics], which),
+            "unit": taken([m.unit for m in metrics], which),
+            "value": pl.Series(values, dtype=pl.Float64).fill_nan(None),
+            "flag": taken(FLAGS, flags),
+        },
+        schema=COUNTER_SCHEMA,
     )
-    units = {metric: unit for metric, unit, _ in metrics}
-    return (
-        wide.unpivot(index=list(keys), variable_name="metric", value_name="value")
-        .filter(pl.col("value").is_finite())
-        .with_columns(
-            host=pl.lit(host),
-            source=pl.lit(records.table),
-            unit=pl.col("metric").replace_strict(units, return_dtype=pl.String),
-        )
-        .select(*COUNTER_SCHEMA)
-        .cast({"gpu": pl.Int64, "rank": pl.Int64})
-    )
+
+
+def _taken(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) -> pl.Series:  # noqa: ANN401
+    return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
+
+
+def _column_names(records: RecordFile, kind: str) -> list[str]:
+    return [name for name, _, _, own in records.columns if own == kind]
 
 
 def _samples(records: RecordFile) -> _Samples:
-    """Sorted by key and time; null values as NaN, damaged times left out."""
+    """Sorted by key and time; damaged times left out."""
     columns = record_columns(records)
     time = columns["time_ns"]
-    keys = [name for name, _, _, kind in records.columns if kind == "key"]
-    key = np.asarray(columns[keys[0]], dtype=np.int64) if keys else np.zeros(len(time), np.int64)
-    order = np.lexsort((time, key))
+    keys = [columns[name].astype(np.int64) for name in _column_names(records, "key")]
+    order = np.lexsort((time, *reversed(keys)))
     order = order[(time[order] >= 0) & (time[order] < _TIME_LIMIT_NS)]
-    time, key = time[order], key[order]
-    follows = np.append(False, (np.diff(key) == 0) & (np.diff(time) > 0))[: len(time)]
+    time = time[order]
+    same = np.ones(max(0, len(order) - 1), dtype=bool)
+    for key in keys:
+        same &= np.diff(key[order]) == 0
+    first = np.append(True, ~same)[: len(order)]
+    heads = order[first]
     return _Samples(
         time_ns=time,
-        key=key if keys else None,
-        columns={name: _with_nan(values[order]) for name, values in columns.items()},
-        follows=follows,
+        keys=[tuple(int(key[at]) for key in keys) for at in heads],
+        owner=np.cumsum(first) - 1,
+        columns={name: values[order] for name, values in columns.items()},
+        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
     )
 
 
-def _with_nan(values: npt.NDArray[Any]) -> Floats:
+def _as_numbers(values: npt.NDArray[Any]) -> Floats:
+    """As floats, NaN where missing."""
     numbers = values.astype(np.float64)
     if values.dtype.kind == "i":
         numbers[values == schema.NULL_I64] = np.nan
     return numbers
 
 
-def _metrics(records: RecordFile, samples: _Samples) -> Iterator[tuple[str, str, Floats]]:
-    """(metric, unit, value per sample) of every column that is one."""
-    elapsed = _growth(samples, samples.time_ns.astype(np.float64))
+def _metrics(records: RecordFile, samples: _Samples) -> Iterator[_Metric]:
+    """Every column that is one."""
+    elapsed = np.append(np.nan, np.diff(samples.time_ns))[: len(samples.time_ns)]
+    none = np.zeros(len(samples.time_ns), dtype=np.int8)
     for name, _, unit, kind in records.columns:
         values = samples.columns[name]
+        end = schema.counter_end(kind)
         if kind == "gauge":
-            yield name, unit, values
-        elif kind == "counter" and name not in _CPU_STATES:
-            yield _rate(name, unit, _growth(samples, values), elapsed)
+            yield _Metric(name=name, unit=unit, values=_as_numbers(values), flags=none)
+        elif end is not None and name not in _CPU_STATES:
+            growth, flags = _growth(values, samples.follows, *end)
+            yield replace(_rate(name, unit, growth, elapsed), flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from _cpu_shares(samples)
 
 
-def _growth(samples: _Samples, values: Floats) -> Floats:
-    """Since the sample before; NaN where there is none or the counter was set back."""
-    growth = np.full(len(values), np.nan)
+def _growth(
+    values: npt.NDArray[Any], follows: npt.NDArray[np.bool_], bits: int, sticks: bool
+) -> tuple[Floats, Flags]:
+    """Since the sample before, with flags; NaN where there is none or it cannot be known.
+
+    A counter of 32 bits that goes back has wrapped if it grew by less than half its range; more
+    is a counter that was set back (serial number arithmetic, RFC 1982). One of 64 bits that goes
+    back was set back. One that sticks at its highest value has grown by an unknown amount.
+    """
+    flags = np.zeros(len(values), dtype=np.int8)
+    whole = values.dtype.kind == "i"
+    known = values != schema.NULL_I64 if whole else np.isfinite(values)
+    growth = np.zeros(len(values), dtype=np.int64 if whole else np.float64)
     growth[1:] = np.diff(values)
-    growth[~samples.follows | (growth < 0)] = np.nan
-    return growth
+    known_both = follows & known & np.append(False, known[:-1])[: len(known)]
+    back = known_both & (growth < 0)
+    flags[back] = _RESET
+    if sticks:
+        full = known & (values == (1 << bits) - 1)
+        flags[known_both & full & ~back] = _SATURATED
+    elif bits < 64:
+        wrapped = growth + (1 << bits)
+        fits = back & (wrapped >= 0) & (wrapped < 1 << (bits - 1))
+        growth[fits] = wrapped[fits]
+        flags[fits] = _WRAP
+    numbers = growth.astype(np.float64)
+    numbers[~known_both | (flags > _WRAP)] = np.nan
+    return numbers, flags
 
 
-def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> tuple[str, str, Floats]:
+def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> _Metric:
+    flags = np.zeros(len(growth), dtype=np.int8)
     if unit == "ns":
         metric, rate_unit = _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
-        return metric, rate_unit, growth / elapsed_ns
-    return f"{name}_per_s", f"{unit}/s", growth * NS_PER_S / elapsed_ns
+        return _Metric(name=metric, unit=rate_unit, values=growth / elapsed_ns, flags=flags)
+    rates = growth * NS_PER_S / elapsed_ns
+    return _Metric(name=f"{name}_per_s", unit=f"{unit}/s", values=rates, flags=flags)
 
 
-def _cpu_shares(samples: _Samples) -> Iterator[tuple[str, str, Floats]]:
+def _cpu_shares(samples: _Samples) -> Iterator[_Metric]:
     """Shares of all CPUs' time: of each state, and of user and system together."""
-    growth = {name: _growth(samples, samples.columns[name]) for name in _CPU_STATES}
+    growth = {
+        name: _growth(samples.columns[name], samples.follows, 64, False)[0] for name in _CPU_STATES
+    }
     whole = np.nansum(list(growth.values()), axis=0)  # steal and iowait are not there everywhere
     whole[whole <= 0] = np.nan
+    none = np.zeros(len(whole), dtype=np.int8)
+    share = partial(_Metric, unit="ratio", flags=none)
     for name, grown in growth.items():
-        yield f"{name.removesuffix('_ns')}_ratio", "ratio", grown / whole
-    yield "cpu_utilization_ratio", "ratio", sum(growth[name] for name in _CPU_BUSY) / whole
+        yield share(name=f"{name.removesuffix('_ns')}_ratio", values=grown / whole)
+    busy = sum(growth[name] for name in _CPU_BUSY)
+    yield share(name="cpu_utilization_ratio", values=busy / whole)
 
 
-def _ranks_by_key(run: RunFiles, node: NodeFiles, records: RecordFile) -> dict[int, int]:
-    """Rank by process id, or by GPU index where exactly one rank uses that GPU."""
+def _entity_names(node: NodeFiles, records: RecordFile) -> dict[Key, str]:
+    """Name by key, from the header and from what came up later."""
+    later = [line for line in node.of_type("entity") if line.get("source") == records.table]
+    found = ((_key(entity), text(entity.get("name"))) for entity in [*_entities(records), *later])
+    return {key: name for key, name in found if key and name}
+
+
+def _entities(records: RecordFile) -> list[Mapping[str, Any]]:
+    entities = records.header.get("entities")
+    return [e for e in entities if isinstance(e, dict)] if isinstance(entities, list) else []
+
+
+def _key(entity: Mapping[str, Any]) -> Key:
+    """The entity's key; empty where it is damaged."""
+    values = entity.get("key")
+    numbers = [integer(value) for value in values] if isinstance(values, list) else []
+    return tuple(n for n in numbers if n is not None) if None not in numbers else ()
+
+
+def _ranks_by_key(run: RunFiles, node: NodeFiles, records: RecordFile) -> dict[Key, int]:
+    """Rank by process, or by GPU where exactly one rank uses that GPU."""
     here = [rank for rank in run.ranks if rank.report.get("host") == node.host]
     if not here and len(run.nodes) == 1:
         here = list(run.ranks)
-    if records.table == schema.PROCESS.name:
-        pids = ((integer(rank.report.get("pid")), rank.rank) for rank in here)
-        return {pid: rank for pid, rank in pids if pid is not None}
+    if tuple(_column_names(records, "key")) == _PROCESS_KEYS:
+        keys = ((_process_key(rank.report), rank.rank) for rank in here)
+        return {key: rank for key, rank in keys if key}
     users: dict[str, set[int]] = {}
     for rank in here:
         uuid = _uuid(rank.report.get("gpu_uuid"))
         if uuid:
             users.setdefault(uuid, set()).add(rank.rank)
-    found = ((index, users.get(uuid, set())) for index, uuid in _gpu_uuids(records))
-    return {index: min(ranks) for index, ranks in found if len(ranks) == 1}
+    found = ((_key(e), users.get(_uuid(e.get("uuid")), set())) for e in _entities(records))
+    return {key: min(ranks) for key, ranks in found if key and len(ranks) == 1}
 
 
-def _gpu_uuids(records: RecordFile) -> Sequence[tuple[int, str]]:
-    """(NVML index, UUID) from the header."""
-    gpus = records.header.get("gpus")
-    entries = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    found = ((integer(gpu.get("index")), _uuid(gpu.get("uuid"))) for gpu in entries)
-    return [(index, uuid) for index, uuid in found if index is not None and uuid]
+def _process_key(report: Mapping[str, Any]) -> Key:
+    pid, start = (integer(report.get(name)) for name in _PROCESS_KEYS)
+    return () if pid is None or start is None else (pid, start)
 
 
 def _uuid(value: object) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # History
 # 1: phases (two packed words per span), device, host, process, gpu
+# 2: counters by entity with their width; tables of InfiniBand, NUMA and file systems
 
 FORMAT_NAME = "haiprof.rec"
+READ_NS = "read_ns"  # in every table of counters: what the read itself took
 NULL_I64 = -(1 << 63)  # "missing" in an i64 column; f64 and f32 use NaN; readers turn both to null
 
 _STRUCT_CODE = {"i64": "q", "f64": "d", "f32": "f", "u32": "I"}
@@ -26,9 +28,26 @@ class Column:
     unit: str
     """Base unit: ns, bytes, count, ratio, watts, hz, celsius; `packed` for bit fields."""
     kind: str
-    """`counter` (only grows), `gauge`, `time`, `key` or `span`."""
+    """`gauge`, `time`, `key`, `span`, or a counter: it only grows, and ends as `counter_end` says.
+
+    `counter` has 64 bits, `counter32` goes on at 0 after 32 bits, `sticky16` stops at 16 bits.
+    """
     meaning: str
     """Where it comes from and what it says, in one sentence."""
+
+
+def is_metric(kind: str) -> bool:
+    """Whether a column of that kind holds something measured."""
+    return kind == "gauge" or counter_end(kind) is not None
+
+
+def counter_end(kind: str) -> tuple[int, bool] | None:
+    """Width in bits of a counter kind, and whether it stops there; null for other kinds."""
+    for word, sticks in (("counter", False), ("sticky", True)):
+        bits = kind.removeprefix(word)
+        if bits != kind and (not bits or (bits.isascii() and bits.isdigit())):
+            return int(bits or 64), sticks
+    return None
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,16 @@ class Table:
 
     name: str
     columns: tuple[Column, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Columns that say whose record it is."""
+        return tuple(c.name for c in self.columns if c.kind == "key")
+
+    @property
+    def metrics(self) -> tuple[Column, ...]:
+        """Columns that hold what was measured, after the times and keys."""
+        return tuple(c for c in self.columns if c.name != READ_NS and is_metric(c.kind))
 
     @property
     def struct(self) -> struct.Struct:
@@ -102,58 +131,4 @@ DEVICE = Table(
     ),
 )
 
-HOST = Table(
-    "host",
-    (
-        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC before the read"),
-        Column("read_ns", "i64", "ns", "gauge", "duration of the read"),
-        Column("cpu_user_ns", "i64", "ns", "counter", "/proc/stat user + nice, all CPUs"),
-        Column("cpu_system_ns", "i64", "ns", "counter", "/proc/stat system + irq + softirq"),
-        Column("cpu_idle_ns", "i64", "ns", "counter", "/proc/stat idle"),
-        Column("cpu_iowait_ns", "i64", "ns", "counter", "/proc/stat iowait"),
-        Column("cpu_steal_ns", "i64", "ns", "counter", "/proc/stat steal"),
-        Column("cpu_count", "i64", "count", "gauge", "CPUs online"),
-        Column("memory_total_bytes", "i64", "bytes", "gauge", "/proc/meminfo MemTotal"),
-        Column("memory_available_bytes", "i64", "bytes", "gauge", "/proc/meminfo MemAvailable"),
-        Column("disk_read_bytes", "i64", "bytes", "counter", "/proc/diskstats, whole devices"),
-        Column("disk_write_bytes", "i64", "bytes", "counter", "/proc/diskstats, whole devices"),
-        Column("network_receive_bytes", "i64", "bytes", "counter", "/proc/net/dev without lo"),
-        Column("network_transmit_bytes", "i64", "bytes", "counter", "/proc/net/dev without lo"),
-        Column("pressure_cpu_some_ns", "i64", "ns", "counter", "/proc/pressure/cpu some total"),
-        Column("pressure_memory_some_ns", "i64", "ns", "counter", "/proc/pressure/memory some"),
-        Column("pressure_io_some_ns", "i64", "ns", "counter", "/proc/pressure/io some total"),
-    ),
-)
-
-PROCESS = Table(
-    "process",
-    (
-        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC before the read"),
-        Column("read_ns", "i64", "ns", "gauge", "duration of the read"),
-        Column("pid", "i64", "count", "key", "process of a rank; children are included below"),
-        Column("process_count", "i64", "count", "gauge", "the process and its live descendants"),
-        Column("cpu_ns", "i64", "ns", "counter", "utime + stime of the process and descendants"),
-        Column("cpu_main_ns", "i64", "ns", "counter", "utime + stime of the process alone"),
-        Column("memory_rss_bytes", "i64", "bytes", "gauge", "statm resident, summed"),
-        Column("read_bytes", "i64", "bytes", "counter", "io rchar: read calls, cache hits too"),
-        Column("write_bytes", "i64", "bytes", "counter", "io wchar: write calls"),
-        Column("storage_read_bytes", "i64", "bytes", "counter", "io read_bytes: storage layer"),
-        Column("storage_write_bytes", "i64", "bytes", "counter", "io write_bytes: storage layer"),
-        Column("thread_count", "i64", "count", "gauge", "threads, summed"),
-    ),
-)
-
-GPU = Table(
-    "gpu",
-    (
-        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC before the read"),
-        Column("read_ns", "i64", "ns", "gauge", "duration of the read"),
-        Column("gpu", "i64", "count", "key", "NVML index; its UUID is in the file header"),
-        Column("utilization_ratio", "f64", "ratio", "gauge", "NVML: share with any kernel running"),
-        Column("memory_used_bytes", "i64", "bytes", "gauge", "NVML memory used"),
-        Column("memory_total_bytes", "i64", "bytes", "gauge", "NVML memory total"),
-        Column("power_watts", "f64", "watts", "gauge", "NVML power usage"),
-    ),
-)
-
-TABLES = (PHASES, DEVICE, HOST, PROCESS, GPU)
+TABLES = (PHASES, DEVICE)  # of a rank; those of nodes are in rundir/tables

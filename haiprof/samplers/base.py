@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import NULL_I64, Table
@@ -18,6 +19,11 @@ Clock = Callable[[], int]
 """Reads CLOCK_MONOTONIC in ns."""
 
 
+Status = Literal["available", "unsupported", "denied", "absent"]
+"""`unsupported`: this hardware, driver or kernel cannot; `denied`: this user may not; `absent`:
+what it is read from is not here."""
+
+
 class Missing(NamedTuple):
     """One metric that cannot be measured here."""
 
@@ -25,6 +31,51 @@ class Missing(NamedTuple):
     """A column of the table, one entity of the source (`gpu 0`, `rank 1`), or `ALL_METRICS`."""
     reason: str
     """Why, with the file or call that refused."""
+    status: Status = "absent"
+    remedy: str = ""
+    """What a user or an administrator would have to set; empty where nothing helps."""
+
+
+class Unavailable(Exception):  # noqa: N818  not an error of ours: the machine's answer
+    """What a read raises that knows more than an errno would say.
+
+    Args:
+        reason: Why, with the file or call that refused.
+        status: Which kind of missing it is.
+        remedy: What would have to be set.
+        lasting: Asking again is no use.
+    """
+
+    def __init__(
+        self, reason: str, *, status: Status = "absent", remedy: str = "", lasting: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.status: Status = status
+        self.remedy = remedy
+        self.lasting = lasting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterState:
+    """One counter as `haiprof doctor` lists it."""
+
+    source: str
+    """The sampler's name."""
+    entity: str
+    """What of it, such as `gpu 0` or `mlx5_0 port 1`; empty for the node as a whole."""
+    metric: str
+    """The column, or `ALL_METRICS` where nothing of the sampler is there."""
+    unit: str
+    status: Status
+    value: float | int | None
+    """As read now: of a counter that only grows, its present count."""
+    origin: str
+    """The file or call that it is read from."""
+    read_ns: int | None
+    """What that read takes, with the other columns that it fills."""
+    reason: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +98,11 @@ class Sampler(Protocol):
     """Reads one source; owned and called by one thread."""
 
     name: str
-    """Name of the source, its record file and its recorder in `config.RECORDERS`."""
+    """Name of the source and of its record file."""
+    recorder: str
+    """The recorder in `config.RECORDERS` that switches it."""
+    every: int
+    """It samples at each so-manieth interval of its recorder."""
     table: Table
     """What a record holds."""
     read_limit_ns: int
@@ -72,6 +127,19 @@ class Sampler(Protocol):
     def drain_missing(self) -> list[Missing]:
         """What could not be read since the last call, each metric and reason once."""
 
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        """What else happened since the last call, as lines for the node's events file.
+
+        Each has a `type`: `entity` for something that came up later (with `key` and `name`), or
+        one that the sampler documents.
+        """
+
+    def states(self) -> list[CounterState]:
+        """Every counter with its value now and the price of its read, or why there is none.
+
+        Called after `open`, by `haiprof doctor` only: it reads each source once more, timed.
+        """
+
     def close(self) -> None:
         """Lets go of files and libraries."""
 
@@ -83,9 +151,9 @@ class MissingLog:
         self._said: set[Missing] = set()
         self._new: list[Missing] = []
 
-    def note(self, metric: str, reason: str) -> None:
+    def note(self, metric: str, reason: str, status: Status = "absent", remedy: str = "") -> None:
         """Remembers it, unless it was noted before."""
-        missing = Missing(metric, reason)
+        missing = Missing(metric, reason, status, remedy)
         if missing not in self._said:
             self._said.add(missing)
             self._new.append(missing)
@@ -94,6 +162,15 @@ class MissingLog:
         """What is new since the last call."""
         new, self._new = self._new, []
         return new
+
+
+def os_status(error: OSError) -> Status:
+    """Which kind of missing a failed system call is."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "denied"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ESRCH):
+        return "absent"
+    return "unsupported"
 
 
 def or_null(value: int | None) -> int:

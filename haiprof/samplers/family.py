@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from haiprof.samplers.procfs import TICK_NS, Reading
+from haiprof.samplers.procfs import TICK_NS, ProcessReading
 
 _Counters = tuple[int, int, int, int, int]
 _ZERO: _Counters = (0, 0, 0, 0, 0)
@@ -57,15 +57,15 @@ class Family:
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self.start_ticks = start_ticks
-        self._members: dict[int, Reading] = {}  # at the last update, parents before children
-        self._pending: dict[int, Reading] = {}  # gone, and no wait for them seen yet
+        self._members: dict[int, ProcessReading] = {}  # at the last update, parents before children
+        self._pending: dict[int, ProcessReading] = {}  # gone, and no wait for them seen yet
         self._carried: _Counters = _ZERO  # of those that were never waited for
         self._highest: _Counters = _ZERO
 
     def update(
         self,
         children: Mapping[int, list[int]],
-        read: Callable[[int], Reading | None],
+        read: Callable[[int], ProcessReading | None],
         *,
         others: Container[int] = (),
     ) -> FamilyTotals | None:
@@ -93,11 +93,11 @@ class Family:
 
     def _read_members(
         self,
-        main: Reading,
+        main: ProcessReading,
         children: Mapping[int, list[int]],
-        read: Callable[[int], Reading | None],
+        read: Callable[[int], ProcessReading | None],
         others: Container[int],
-    ) -> dict[int, Reading]:
+    ) -> dict[int, ProcessReading]:
         """Those below the process, and known ones that lost their parent; parents first."""
         members = {main.pid: main}
         queue = [main.pid]
@@ -113,7 +113,7 @@ class Family:
                 members[pid] = reading
         return members
 
-    def _settle(self, members: Mapping[int, Reading]) -> None:
+    def _settle(self, members: Mapping[int, ProcessReading]) -> None:
         """Decides for those that are gone whether a member has taken over their counters."""
         gone = {pid: r for pid, r in self._members.items() if not _same(members.get(pid), r)}
         lost = {**self._pending, **gone}
@@ -131,12 +131,12 @@ class Family:
                 self._carried = _added(self._carried, _counters(reading))
         self._pending = still_pending
 
-    def _waited_before(self, reading: Reading) -> int:
+    def _waited_before(self, reading: ProcessReading) -> int:
         known = self._members.get(reading.pid)
         return known.waited_faults if known is not None and _same(reading, known) else 0
 
 
-def _same(reading: Reading | None, known: Reading) -> bool:
+def _same(reading: ProcessReading | None, known: ProcessReading) -> bool:
     return reading is not None and reading.start_ticks == known.start_ticks
 
 
@@ -151,7 +151,7 @@ def _heir(pid: int, members: Container[int], parents: Mapping[int, int]) -> int 
     return None
 
 
-def _counters(reading: Reading) -> _Counters:
+def _counters(reading: ProcessReading) -> _Counters:
     return (reading.total_ticks * TICK_NS, *(reading.io_bytes or (0, 0, 0, 0)))
 
 
@@ -160,7 +160,9 @@ def _added(left: _Counters, right: _Counters) -> _Counters:
     return (cpu, io[0], io[1], io[2], io[3])
 
 
-def _totals(main: Reading, members: Iterable[Reading], counters: _Counters) -> FamilyTotals:
+def _totals(
+    main: ProcessReading, members: Iterable[ProcessReading], counters: _Counters
+) -> FamilyTotals:
     running = [r for r in members if r.running]
     unread = [r for r in running if r.io_reason]
     reasons = {r.io_reason if r is main else f"a child is left out: {r.io_reason}" for r in unread}

@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from haiprof.rundir.schema import GPU, NULL_I64
-from haiprof.samplers.base import ALL_METRICS, Clock, Missing, MissingLog, Node
+from haiprof.rundir.schema import NULL_I64
+from haiprof.rundir.tables.gpu import GPU
+from haiprof.samplers.base import ALL_METRICS, Clock, CounterState, Missing, MissingLog, Node
 
 LIBRARY = "libnvidia-ml.so.1"
 NO_LIBRARY = f"no {LIBRARY}: no NVIDIA driver here, or not in this container"
@@ -76,6 +77,8 @@ class GpuSampler:
     """
 
     name = "gpu"
+    recorder = "gpu"
+    every = 1
     table = GPU
     read_limit_ns = 5_000_000
 
@@ -122,8 +125,8 @@ class GpuSampler:
         return self.drain_missing()
 
     def header(self) -> dict[str, object]:
-        """`gpus`: index, UUID and name of each GPU."""
-        return {"gpus": self._names}
+        """`entities`: index, UUID and model of each GPU."""
+        return {"entities": self._names}
 
     def urgent(self) -> bool:
         """Never: GPUs do not come and go."""
@@ -136,6 +139,14 @@ class GpuSampler:
     def drain_missing(self) -> list[Missing]:
         """What could not be read since the last call."""
         return self._missing.drain()
+
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        """Nothing."""
+        return []
+
+    def states(self) -> list[CounterState]:
+        """Nothing yet."""
+        return []
 
     def close(self) -> None:
         """Lets go of the driver."""
@@ -155,7 +166,7 @@ class GpuSampler:
             self._missing.note(f"gpu {index}", _reason(error))
             return
         self._devices.append(_Device(index, handle, set()))
-        self._names.append({"index": index, "uuid": uuid, "name": name})
+        self._names.append({"key": [index], "name": f"gpu {index}", "uuid": uuid, "model": name})
 
     def _sample_device(self, device: _Device) -> bytes:
         before = self._clock()

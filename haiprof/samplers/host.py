@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.rundir.schema import HOST
-from haiprof.samplers.base import Clock, Missing, MissingLog, Node, or_null
-from haiprof.samplers.procfs import TICK_NS, KeptFile
+from haiprof.rundir.tables.host import HOST
+from haiprof.samplers.base import Clock, Node
+from haiprof.samplers.procfs import TICK_NS, file_reading
+from haiprof.samplers.table import Entity, Reading, TableSampler
 
 _SECTOR_BYTES = 512  # always in /proc/diskstats, whatever the device's own sector (iostats.rst)
 _MEMORY_DISK = re.compile(r"(loop|ram|zram)\d+\Z")
@@ -20,18 +19,7 @@ _PARTITION = re.compile(r"(([hsv]d|xvd)[a-z]+\d+|(nvme\d+n|mmcblk)\d+p\d+|(dm-|m
 Values = tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One file and the columns that it fills, in the table's order."""
-
-    path: str
-    columns: tuple[str, ...]
-    parse: Callable[[bytes], Values]
-    lacking: str
-    """Why the file may be absent, or a value in it."""
-
-
-class HostSampler:
+class HostSampler(TableSampler):
     """One record of the node at each sample.
 
     Args:
@@ -40,79 +28,51 @@ class HostSampler:
     """
 
     name = "host"
+    recorder = "host"
     table = HOST
-    read_limit_ns = 50_000_000
 
     def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
-        self._clock = clock
-        self._record = HOST.struct
-        self._missing = MissingLog()
-        self._sources = [(s, KeptFile(root / "proc" / s.path)) for s in host_sources(root)]
+        super().__init__(clock=clock)
+        self._root = root
 
     @classmethod
     def for_node(cls, node: Node) -> HostSampler:
         """The sampler of a node."""
         return cls(root=node.root, clock=node.clock)
 
-    def open(self) -> list[Missing]:
-        """Reads every source once."""
-        self.sample()
-        return self.drain_missing()
-
-    def header(self) -> dict[str, object]:
-        """Nothing beyond the columns."""
-        return {}
-
-    def urgent(self) -> bool:
-        """Never: the node was there before."""
-        return False
-
-    def sample(self) -> bytes:
-        """One record."""
-        before = self._clock()
-        values = [or_null(v) for source, file in self._sources for v in self._read(source, file)]
-        return self._record.pack(before, self._clock() - before, *values)
-
-    def drain_missing(self) -> list[Missing]:
-        """What could not be read since the last call."""
-        return self._missing.drain()
-
-    def close(self) -> None:
-        """Closes the files."""
-        for _, file in self._sources:
-            file.close()
-
-    def _read(self, source: Source, file: KeptFile) -> Values:
-        """The values of one source; null, with the reason noted, where there is none."""
-        try:
-            values = source.parse(file.read())
-        except OSError as error:
-            return self._none(source, f"{file.path}: {error.strerror} ({source.lacking})")
-        except (ValueError, IndexError):
-            return self._none(source, f"{file.path}: unexpected content")
-        for column, value in zip(source.columns, values, strict=True):
-            if value is None:
-                self._missing.note(column, f"{file.path}: {source.lacking}")
-        return values
-
-    def _none(self, source: Source, reason: str) -> Values:
-        for column in source.columns:
-            self._missing.note(column, reason)
-        return (None,) * len(source.columns)
+    def find(self) -> tuple[Entity]:
+        """The node."""
+        return (Entity(readings=host_readings(self._root)),)
 
 
-def host_sources(root: Path) -> tuple[Source, ...]:
-    """The files of the HOST table below /proc, in the order of its columns."""
-    names = [column.name for column in HOST.columns[2:]]
-    no_pressure = "the kernel has no pressure stall information: CONFIG_PSI, boot with psi=1"
+def host_readings(root: Path) -> tuple[Reading, ...]:
+    """The files of the HOST table below /proc."""
+    names = [column.name for column in HOST.metrics]
+    no_pressure = "the kernel has no pressure stall information"
+    psi = "a kernel with CONFIG_PSI, booted with psi=1"
+    proc = root / "proc"
     return (
-        Source("stat", tuple(names[:6]), CpuTimes(), "no CPU times in it"),
-        Source("meminfo", tuple(names[6:8]), parse_memory, "no such line in it"),
-        Source("diskstats", tuple(names[8:10]), DiskTotals(root), "no whole disk in it"),
-        Source("net/dev", tuple(names[10:12]), NetworkTotals(root), "no interface beyond lo in it"),
-        Source("pressure/cpu", (names[12],), parse_pressure, no_pressure),
-        Source("pressure/memory", (names[13],), parse_pressure, no_pressure),
-        Source("pressure/io", (names[14],), parse_pressure, no_pressure),
+        file_reading(proc / "stat", names[:6], CpuTimes(), lacking="no CPU times in it"),
+        file_reading(proc / "meminfo", names[6:8], parse_memory, lacking="no such line in it"),
+        file_reading(
+            proc / "diskstats", names[8:10], DiskTotals(root), lacking="no whole disk in it"
+        ),
+        file_reading(
+            proc / "net/dev",
+            names[10:12],
+            NetworkTotals(root),
+            lacking="no interface beyond lo in it",
+        ),
+        *(
+            file_reading(
+                proc / "pressure" / name,
+                [f"pressure_{name}_some_ns"],
+                parse_pressure,
+                lacking=no_pressure,
+                remedy=psi,
+            )
+            for name in ("cpu", "memory", "io")
+        ),
     )
 
 

@@ -91,7 +91,7 @@ class SamplingLoop:
         anchor = ClockAnchor.now()
         streams = []
         for sampler in self._chosen():
-            interval_ns = int(self._options.interval(sampler.name) * NS_PER_S)
+            interval_ns = int(self._options.interval(sampler.recorder) * sampler.every * NS_PER_S)
             stream = Stream(sampler, interval_ns, clock=self._clock, report=self._report)
             if stream.start(self._paths, anchor, header):
                 streams.append(stream)
@@ -102,7 +102,7 @@ class SamplingLoop:
     def _chosen(self) -> Sequence[Sampler]:
         if self._samplers is not None:
             return self._samplers
-        chosen = [kind for kind in SAMPLERS if kind.name in self._options.recorder]
+        chosen = [kind for kind in SAMPLERS if kind.recorder in self._options.recorder]
         return [kind.for_node(self._surroundings) for kind in chosen]
 
     def _seconds_to_wait(self, streams: Sequence[Stream]) -> float:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from haiprof.errors import RunFormatError
 from haiprof.rundir.layout import RankPaths, RunPaths
 from haiprof.rundir.reader import read_json
-from haiprof.rundir.schema import PROCESS
-from haiprof.samplers.base import ALL_METRICS, Clock, Missing, MissingLog, Node, or_null
+from haiprof.rundir.tables.process import PROCESS
+from haiprof.samplers.base import (
+    ALL_METRICS,
+    Clock,
+    CounterState,
+    Missing,
+    MissingLog,
+    Node,
+    or_null,
+)
 from haiprof.samplers.family import Family, FamilyTotals
-from haiprof.samplers.procfs import Reading, read_process
+from haiprof.samplers.procfs import ProcessReading, read_process
 from haiprof.samplers.proctree import ProcessTree
 
 _IO_COLUMNS = ("read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes")
@@ -33,6 +42,8 @@ class ProcessSampler:
     """
 
     name = "process"
+    recorder = "process"
+    every = 1
     table = PROCESS
     read_limit_ns = 50_000_000
 
@@ -86,6 +97,14 @@ class ProcessSampler:
         """What could not be read since the last call."""
         return self._missing.drain()
 
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        """Nothing: ranks report in themselves."""
+        return []
+
+    def states(self) -> list[CounterState]:
+        """Of the ranks that reported in."""
+        return []
+
     def close(self) -> None:
         """Holds nothing open between samples: a rank may have hundreds of workers."""
 
@@ -132,17 +151,18 @@ class ProcessSampler:
         for reason in totals.io_reasons:
             for column in _IO_COLUMNS:
                 self._missing.note(column, f"rank process {family.pid}: {reason}")
-        return self._pack(before, family.pid, totals)
+        return self._pack(before, family, totals)
 
-    def _read(self, pid: int) -> Reading | None:
+    def _read(self, pid: int) -> ProcessReading | None:
         return read_process(self._root, pid)
 
-    def _pack(self, before: int, pid: int, totals: FamilyTotals) -> bytes:
+    def _pack(self, before: int, family: Family, totals: FamilyTotals) -> bytes:
         io_bytes = totals.io_bytes or (None, None, None, None)
         return self._record.pack(
             before,
             self._clock() - before,
-            pid,
+            family.pid,
+            family.start_ticks,
             totals.process_count,
             totals.cpu_ns,
             totals.cpu_main_ns,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from haiprof.samplers.table import Reading, Value
 
 # 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
 # (measured 5 to 10 times slower with 1 MiB).
@@ -55,8 +58,36 @@ class KeptFile:
         return content
 
 
+def file_reading(
+    path: Path,
+    columns: Sequence[str],
+    parse: Callable[[bytes], Sequence[Value]],
+    *,
+    lacking: str = "",
+    remedy: str = "",
+) -> Reading:
+    """A reading of one kept-open file.
+
+    Args:
+        path: The file.
+        columns: What it fills.
+        parse: From its content to one value per column.
+        lacking: Why it may be absent, or a value in it.
+        remedy: What an administrator would have to set.
+    """
+    file = KeptFile(path)
+    return Reading(
+        columns=tuple(columns),
+        origin=str(path),
+        read=lambda: parse(file.read()),
+        lacking=lacking,
+        remedy=remedy,
+        close=file.close,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ProcessReading:
     """One process at one time; source: Linux Documentation/filesystems/proc.rst."""
 
     pid: int
@@ -80,7 +111,7 @@ class Reading:
     """Why there are none."""
 
 
-def read_process(root: Path, pid: int) -> Reading | None:
+def read_process(root: Path, pid: int) -> ProcessReading | None:
     """Reads /proc/PID/io, then statm and stat; None when the process is gone.
 
     The order matters to `family.Family`: bytes of a waited child are never seen before the wait.
@@ -118,10 +149,10 @@ def _reading(
     fields: list[bytes],
     rss_bytes: int,
     io_result: tuple[tuple[int, int, int, int] | None, str],
-) -> Reading:
+) -> ProcessReading:
     own = int(fields[11]) + int(fields[12])
     waited_faults = int(fields[8])
-    return Reading(
+    return ProcessReading(
         pid=pid,
         parent=int(fields[1]),
         start_ticks=int(fields[19]),

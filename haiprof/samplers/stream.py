@@ -52,7 +52,7 @@ class Stream:
         try:
             missing = self.sampler.open()
             self._report_missing(missing)
-            if any(metric == ALL_METRICS for metric, _ in missing):
+            if any(each.metric == ALL_METRICS for each in missing):
                 return False
             path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
             self._writer = RecordWriter(path, self.sampler.table, clock=anchor, extra=extra)
@@ -97,6 +97,8 @@ class Stream:
             data = self.sampler.sample()
             read_ns = self._clock() - self._last_ns
             self._report_missing(self.sampler.drain_missing())
+            for line in self.sampler.drain_lines():
+                self._report({**line, "source": self.sampler.name})
         except Exception as error:  # noqa: BLE001  one sampler must not stop the others
             self._report_error(error)
             return self.sampler.read_limit_ns + 1
@@ -112,9 +114,9 @@ class Stream:
             return False
 
     def _report_missing(self, missing: list[Missing]) -> None:
-        for metric, reason in missing:
+        for each in missing:
             line = {"type": "counter_missing", "source": self.sampler.name}
-            self._report({**line, "metric": metric, "reason": reason})
+            self._report({**line, **{k: v for k, v in each._asdict().items() if v}})
 
     def _report_error(self, error: Exception) -> None:
         """Says each fault once: a sampler that always fails does so at every tick."""

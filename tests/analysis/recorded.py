@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def write_rank(
     paths.root.mkdir(parents=True)
     facts = {
         "version": 1, "rank": rank, "attempt": attempt, "local_rank": rank, "world_size": 1,
-        "pid": 100 + rank, "host": "node0", "python": "3.11", "torch": "2.13", "device": "cpu",
+        "pid": 100 + rank, "start_ticks": 7, "host": "node0",
+        "python": "3.11", "torch": "2.13", "device": "cpu",
         "gpu_uuid": None, "clock": {"wall_ns": CLOCK.wall_ns, "mono_ns": CLOCK.mono_ns},
         "phases": dict.fromkeys(("dataloader", "forward", "backward", "optimizer"), "ok"),
         **report,
@@ -114,6 +116,14 @@ def write_rank(
     for line in lines:
         events.append(line)
     events.close()
+
+
+def row_of(table: schema.Table, **values: float) -> list[float]:
+    """One record of a table; null where nothing is given."""
+    nulls = [math.nan if c.type[0] == "f" else schema.NULL_I64 for c in table.columns]
+    named = dict(zip((c.name for c in table.columns), nulls, strict=True))
+    assert values.keys() <= named.keys()
+    return list((named | {"read_ns": 5} | values).values())
 
 
 def write_records(

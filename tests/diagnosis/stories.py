@@ -12,9 +12,11 @@ from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.rundir import schema
+from haiprof.rundir.tables.gpu import GPU
+from haiprof.rundir.tables.process import PROCESS
 from haiprof.rundir.writer import LineWriter
 from haiprof.units import NS_PER_MS, NS_PER_S
-from tests.analysis.recorded import spans_from, write_rank, write_records, write_run
+from tests.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 
 KINDS = (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER)
 START_NS = 10 * NS_PER_S
@@ -55,16 +57,23 @@ def write_story(
     node = run.node("node0")
     samples = np.linspace(START_NS, end_ns, 40).astype(int).tolist()
     if gpu is not None:
-        rows_gpu = [(t, 10, r, gpu, 1 << 30, 1 << 34, 90.0) for t in samples for r in range(ranks)]
-        gpus = [{"index": rank, "uuid": f"GPU-{rank}"} for rank in range(ranks)]
-        write_records(node.records("gpu"), schema.GPU, rows_gpu, gpus=gpus)
-    if cores is not None:
-        rows_cpu = [
-            (t, 10, 100 + r, 1, int(cores * t), int(cores * t), 1 << 30, 0, 0, 0, 0, 5)
+        rows_gpu = [
+            row_of(GPU, time_ns=t, gpu=r, utilization_ratio=gpu, memory_used_bytes=1 << 30,
+                   memory_total_bytes=1 << 34, power_watts=90.0)
             for t in samples
             for r in range(ranks)
-        ]
-        write_records(node.records("process"), schema.PROCESS, rows_cpu)
+        ]  # fmt: skip
+        gpus = [{"key": [r], "name": f"gpu {r}", "uuid": f"GPU-{r}"} for r in range(ranks)]
+        write_records(node.records("gpu"), GPU, rows_gpu, entities=gpus)
+    if cores is not None:
+        rows_cpu = [
+            row_of(PROCESS, time_ns=t, pid=100 + r, start_ticks=7, process_count=1,
+                   cpu_ns=int(cores * t), cpu_main_ns=int(cores * t), memory_rss_bytes=1 << 30,
+                   read_bytes=0, write_bytes=0, thread_count=5)
+            for t in samples
+            for r in range(ranks)
+        ]  # fmt: skip
+        write_records(node.records("process"), PROCESS, rows_cpu)
     node.root.mkdir(parents=True, exist_ok=True)
     events = LineWriter(node.events)
     events.append({"type": "cost", "time_ns": end_ns, "cpu_ns": 5, "elapsed_ns": 1_000})

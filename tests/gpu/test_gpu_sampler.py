@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from haiprof.rundir.schema import GPU
+from haiprof.rundir.tables.gpu import GPU
 from haiprof.samplers.base import ALL_METRICS
 from haiprof.samplers.gpu import GpuSampler
 from tests.samplers.records import rows
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def sampler() -> Iterator[GpuSampler]:
     sampler = GpuSampler()
-    for metric, reason in sampler.open():
-        if metric == ALL_METRICS:
-            pytest.skip(reason)
+    for missing in sampler.open():
+        if missing.metric == ALL_METRICS:
+            pytest.skip(missing.reason)
     yield sampler
     sampler.close()
 
 
 def test_gpu_sampler_reads_a_real_gpu(sampler: GpuSampler) -> None:
-    gpus = sampler.header()["gpus"]
+    gpus = sampler.header()["entities"]
     assert isinstance(gpus, list)
     assert gpus[0]["uuid"].startswith("GPU-")
     assert gpus[0]["name"]
@@ -64,7 +64,7 @@ def test_gpu_sampler_sees_memory_that_torch_takes(sampler: GpuSampler) -> None:
 
 
 def _gpus(sampler: GpuSampler) -> list[dict[str, str]]:
-    gpus = sampler.header()["gpus"]
+    gpus = sampler.header()["entities"]
     assert isinstance(gpus, list)
     return gpus
 

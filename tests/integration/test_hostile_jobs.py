@@ -118,8 +118,7 @@ def work(rank, file):
         train_step(model, optimizer, batch)
     if rank == 0:
         finish(model.module)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 if __name__ == "__main__":
     mp.spawn(work, args=(os.path.abspath("rendezvous"),), nprocs=2)

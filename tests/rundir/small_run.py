@@ -10,6 +10,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.errors import RunFormatError, RunNotFoundError
 from haiprof.rundir import schema
 from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.rundir.writer import LineWriter
 from tests.analysis.recorded import spans_of, write_rank, write_records, write_run
 
@@ -32,12 +33,13 @@ def write_small_run(root: Path) -> RunPaths:
         run.rank(0).device, schema.DEVICE, [(end, 1.0, 20.0, 30.0, 5.0, 60.0, 0) for end in ends]
     )
     node = run.node("node0")
-    for table in (schema.HOST, schema.PROCESS, schema.GPU):
+    for table in COUNTER_TABLES:
         width = len(table.columns)
         rows = [[1_000 + 1_000 * i, *[100 + i] * (width - 1)] for i in range(3)]
-        if table is schema.PROCESS:
-            rows = [[*row[:2], 100, *row[3:]] for row in rows]
-        write_records(node.records(table.name), table, rows, gpus=[{"index": 100, "uuid": "GPU-a"}])
+        for key in range(2, 2 + len(table.keys)):
+            rows = [[*row[:key], 100, *row[key + 1 :]] for row in rows]
+        entity = {"key": [100] * len(table.keys), "name": "some", "uuid": "GPU-a"}
+        write_records(node.records(table.name), table, rows, entities=[entity])
     node.agent.write_text(json.dumps({"version": 1, "host": "node0"}), encoding="utf-8")
     events = LineWriter(node.events)
     events.append({"type": "cost", "time_ns": 9_000, "cpu_ns": 50, "elapsed_ns": 8_000})

@@ -13,6 +13,7 @@ import pytest
 from haiprof.errors import HaiprofError, RunFormatError
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.reader import read_json, read_lines, read_records
+from haiprof.rundir.schema import SCHEMA_VERSION
 from tests.rundir.small_run import read_all, write_small_run
 
 FILES = (
@@ -164,15 +165,19 @@ def test_json_that_means_harm_is_damage(run: RunPaths, content: bytes) -> None:
 
 def test_run_of_another_version_is_refused_with_a_hint(run: RunPaths) -> None:
     manifest = json.loads(run.manifest.read_bytes())
-    run.manifest.write_text(json.dumps({**manifest, "version": 2}), encoding="utf-8")
+    run.manifest.write_text(
+        json.dumps({**manifest, "version": SCHEMA_VERSION + 1}), encoding="utf-8"
+    )
     steps, notes = read_all(run.root)
     assert steps == -1
-    assert "version 2" in notes[0]
+    assert f"version {SCHEMA_VERSION + 1}" in notes[0]
 
 
 def test_rank_of_another_version_is_a_note(run: RunPaths) -> None:
     path = run.rank(0).phases
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 9', 1))
+    path.write_bytes(
+        path.read_bytes().replace(b'"version": %d' % SCHEMA_VERSION, b'"version": 9', 1)
+    )
     steps, notes = read_all(run.root)
     assert steps == 0
     assert any("version 9" in note for note in notes)

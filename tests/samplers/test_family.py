@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.samplers.family import Family, FamilyTotals
-from haiprof.samplers.procfs import TICK_NS, Reading, read_process
+from haiprof.samplers.procfs import TICK_NS, ProcessReading, read_process
 from haiprof.samplers.proctree import ProcessTree
 from tests.fakes import FakeProcess, FakeTree
 
@@ -54,7 +54,7 @@ class Kernel:
             self.processes[process.parent].waits_for(process)
             self.tree.process(self.processes[process.parent])
 
-    def read(self, pid: int) -> Reading | None:
+    def read(self, pid: int) -> ProcessReading | None:
         reading = read_process(self.tree.root, pid)
         for process in self.after_read.pop(pid, ()):
             self.exit(process.pid)

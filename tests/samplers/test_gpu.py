@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from haiprof.rundir.schema import GPU
+from haiprof.rundir.tables.gpu import GPU
 from haiprof.samplers import gpu
-from haiprof.samplers.base import ALL_METRICS
+from haiprof.samplers.base import ALL_METRICS, Missing
 from haiprof.samplers.gpu import GpuSampler
 from tests.fakes import (
     FakeGpu,
@@ -27,7 +27,10 @@ def test_gpu_sample_has_base_units_and_the_header_identity() -> None:
     assert sampler.open() == []
     uuids = [f"GPU-00000000-0000-0000-0000-{n:012d}" for n in (0, 1)]
     assert sampler.header() == {
-        "gpus": [{"index": n, "uuid": uuids[n], "name": "NVIDIA H200"} for n in (0, 1)]
+        "entities": [
+            {"key": [n], "name": f"gpu {n}", "uuid": uuids[n], "model": "NVIDIA H200"}
+            for n in (0, 1)
+        ]
     }
     first, second = rows(GPU, sampler.sample())
     assert first == {
@@ -40,6 +43,10 @@ def test_gpu_sample_has_base_units_and_the_header_identity() -> None:
         "power_watts": 250.5,
     }
     assert (second["gpu"], second["utilization_ratio"]) == (1, 0.7)
+
+
+def words(missing: list[Missing]) -> list[tuple[str, str]]:
+    return [(each.metric, each.reason) for each in missing]
 
 
 @pytest.mark.parametrize("error", [NVMLError_LibraryNotFound, NVMLError_DriverNotLoaded])
@@ -71,14 +78,14 @@ def test_gpu_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gpu_driver_without_a_gpu_says_so() -> None:
     (missing,) = GpuSampler(nvml=FakeNvml()).open()
-    assert missing == (ALL_METRICS, "NVML: the driver shows no usable GPU")
+    assert missing == Missing(ALL_METRICS, "NVML: the driver shows no usable GPU")
 
 
 def test_gpu_unsupported_metric_is_null_said_once_and_not_asked_again() -> None:
     mig = FakeGpu(failures={"nvmlDeviceGetUtilizationRates": NVMLError_NotSupported})
     nvml = FakeNvml([mig, FakeGpu()])
     sampler = GpuSampler(nvml=nvml)
-    assert sampler.open() == [("utilization_ratio", "gpu 0: NVML: Not Supported")]
+    assert words(sampler.open()) == [("utilization_ratio", "gpu 0: NVML: Not Supported")]
     nvml.calls.clear()
     first, second = rows(GPU, sampler.sample())
     assert first["utilization_ratio"] is None
@@ -115,7 +122,7 @@ def test_gpu_lost_in_the_run_is_null_from_then_on() -> None:
         assert [lost[name] for name in ("utilization_ratio", "memory_used_bytes")] == [None, None]
         assert lost["power_watts"] is None
         assert healthy["power_watts"] == 250.5
-    assert sampler.drain_missing() == [("gpu 0", "NVML: GPU is lost; no further values")]
+    assert words(sampler.drain_missing()) == [("gpu 0", "NVML: GPU is lost; no further values")]
     nvml.calls.clear()
     sampler.sample()
     assert len(nvml.calls) == 3  # those of the healthy one

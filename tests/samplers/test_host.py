@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from haiprof.rundir.schema import HOST
+from haiprof.rundir.tables.host import HOST
 from haiprof.samplers.host import HostSampler
 from haiprof.samplers.procfs import TICK_NS
 from tests.fakes import FakeTree

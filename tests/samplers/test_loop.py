@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ import pytest
 from haiprof.config import RECORDERS, Options
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.reader import read_lines, read_records
-from haiprof.rundir.schema import HOST, Table
+from haiprof.rundir.schema import Table
+from haiprof.rundir.tables.host import HOST
 from haiprof.samplers import SAMPLERS
-from haiprof.samplers.base import ALL_METRICS, Missing, Sampler
+from haiprof.samplers.base import ALL_METRICS, CounterState, Missing, Sampler
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.host import HostSampler
 from haiprof.samplers.loop import SamplingLoop
@@ -32,6 +33,8 @@ class Scripted:
     """A sampler that does what a test says."""
 
     name = "host"
+    recorder = "host"
+    every = 1
     table: Table = HOST
     read_limit_ns = 50_000_000
 
@@ -58,16 +61,23 @@ class Scripted:
     def drain_missing(self) -> list[Missing]:
         return []
 
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        return []
+
+    def states(self) -> list[CounterState]:
+        return []
+
     def close(self) -> None:
         self.is_open = False
 
 
 class ScriptedGpu(Scripted):
     name = "gpu"
+    recorder = "gpu"
 
 
 def record(number: int) -> bytes:
-    return HOST.struct.pack(number, *([0] * 16))
+    return HOST.struct.pack(number, *([0] * (len(HOST.columns) - 1)))
 
 
 def loop_for(

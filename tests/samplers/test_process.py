@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.schema import PROCESS
+from haiprof.rundir.tables.process import PROCESS
 from haiprof.samplers.process import ProcessSampler
 from haiprof.samplers.procfs import PAGE_BYTES, TICK_NS, read_process
 from tests.fakes import FakeProcess, FakeTree

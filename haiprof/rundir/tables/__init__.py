@@ -1,0 +1,9 @@
+"""The counter tables of a node, one file per source: each column's unit, kind and origin."""
+
+from __future__ import annotations
+
+from haiprof.rundir.tables.gpu import GPU
+from haiprof.rundir.tables.host import HOST
+from haiprof.rundir.tables.process import PROCESS
+
+COUNTER_TABLES = (HOST, PROCESS, GPU)

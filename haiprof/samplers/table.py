@@ -1,0 +1,280 @@
+"""The engine of most samplers: entities, the reads that fill their columns, whole records out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from haiprof.rundir.schema import NULL_I64, Column, Table
+from haiprof.samplers.base import (
+    ALL_METRICS,
+    Clock,
+    CounterState,
+    Missing,
+    MissingLog,
+    Status,
+    Unavailable,
+    os_status,
+)
+
+Value = int | float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One read and the columns that it fills."""
+
+    columns: tuple[str, ...]
+    origin: str
+    """The file or call, as `haiprof doctor` shows it."""
+    read: Callable[[], Sequence[Value]]
+    """One value per column, null where there is none. Raises OSError, ValueError, IndexError,
+    KeyError (unexpected content) or `Unavailable`."""
+    lacking: str = ""
+    """Why the file may be absent, or a value in it."""
+    remedy: str = ""
+    """What an administrator would have to set where it is absent or denied."""
+    close: Callable[[], None] | None = None
+    """Lets go of what the read keeps open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entity:
+    """What a record is about: a GPU, a port, a mount; or the node, with an empty key and name."""
+
+    key: tuple[int, ...] = ()
+    """Values of the table's key columns."""
+    name: str = ""
+    """For people; as short as it can be and still tell apart."""
+    readings: tuple[Reading, ...]
+    details: Mapping[str, object] = field(default_factory=dict)
+    """More for the header, such as a UUID."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A reading with the places of its columns; `refused` once asking again is no use."""
+
+    reading: Reading
+    places: tuple[int, ...]
+    refused: list[Unavailable]
+
+
+class TableSampler:
+    """Samples entities into a table; a subclass names the source and finds the entities.
+
+    Args:
+        clock: CLOCK_MONOTONIC in ns.
+    """
+
+    name: str
+    recorder: str
+    table: Table
+    every = 1
+    read_limit_ns = 50_000_000
+
+    def __init__(self, *, clock: Clock = time.perf_counter_ns) -> None:
+        self.missing = MissingLog()
+        self._clock = clock
+        self._lines: list[Mapping[str, object]] = []
+        self._entities: dict[tuple[int, ...], tuple[Entity, list[_Bound]]] = {}
+        self._opened = False
+        self._nulls = [math.nan if c.type[0] == "f" else NULL_I64 for c in self.table.metrics]
+        self._place = {column.name: at for at, column in enumerate(self.table.metrics)}
+        self._record = self.table.struct
+
+    # -- what a subclass says -----------------------------------------------------------------
+
+    def find(self) -> Iterable[Entity]:
+        """What there is at the start.
+
+        Raises:
+            Unavailable: Nothing of this source is here.
+        """
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Before each sample: `add` what is new, `drop` what is gone. By default nothing."""
+
+    def release(self) -> None:
+        """At the end: lets go of a library. Nothing, unless overridden."""
+
+    def add(self, entity: Entity) -> None:
+        """Takes an entity up; one that comes after the start is also told to the events file."""
+        bound = [
+            _Bound(reading, tuple(self._place[name] for name in reading.columns), [])
+            for reading in entity.readings
+        ]
+        self._entities[entity.key] = (entity, bound)
+        if self._opened:
+            self.note_line({"type": "entity", **_described(entity)})
+
+    def drop(self, key: tuple[int, ...]) -> None:
+        """Lets an entity go."""
+        entity, _ = self._entities.pop(key)
+        _close(entity)
+
+    def note_line(self, line: Mapping[str, object]) -> None:
+        """Keeps a line for the node's events file."""
+        self._lines.append(line)
+
+    @property
+    def entities(self) -> list[Entity]:
+        """What is sampled now."""
+        return [entity for entity, _ in self._entities.values()]
+
+    # -- what the loop calls ------------------------------------------------------------------
+
+    def open(self) -> list[Missing]:
+        """Finds the entities and reads each of them once."""
+        try:
+            for entity in self.find():
+                self.add(entity)
+        except Unavailable as why:
+            return [Missing(ALL_METRICS, why.reason, why.status, why.remedy)]
+        self._opened = True
+        self.sample()
+        return self.drain_missing()
+
+    def header(self) -> dict[str, object]:
+        """`entities`: key and name of each, where the table has keys."""
+        if not self.table.keys:
+            return {}
+        return {"entities": [_described(entity) for entity in self.entities]}
+
+    def urgent(self) -> bool:
+        """Whether something new is worth a sample now. Nothing is, unless overridden."""
+        return False
+
+    def sample(self) -> bytes:
+        """One record per entity."""
+        self.refresh()
+        return b"".join([self._sample(*entry) for entry in list(self._entities.values())])
+
+    def drain_missing(self) -> list[Missing]:
+        """What could not be read since the last call."""
+        return self.missing.drain()
+
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        """Lines for the events file since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def states(self) -> list[CounterState]:
+        """Every column of every entity, each read timed."""
+        self.refresh()
+        return [
+            state
+            for entity, bound in self._entities.values()
+            for each in bound
+            for state in self._states(entity, each)
+        ]
+
+    def close(self) -> None:
+        """Lets go of files and libraries."""
+        for entity in self.entities:
+            _close(entity)
+        self._entities = {}
+        self.release()
+
+    # -- one entity ---------------------------------------------------------------------------
+
+    def _sample(self, entity: Entity, bound: list[_Bound]) -> bytes:
+        before = self._clock()
+        values = self._nulls.copy()
+        for each in bound:
+            for place, value in zip(each.places, self._read(entity, each), strict=True):
+                if value is not None:
+                    values[place] = value
+        return self._record.pack(before, self._clock() - before, *entity.key, *values)
+
+    def _read(self, entity: Entity, bound: _Bound) -> Sequence[Value]:
+        """The values of one read; nulls, with the reason noted, where there are none."""
+        reading = bound.reading
+        if bound.refused:
+            return (None,) * len(reading.columns)
+        try:
+            values = reading.read()
+        except (Unavailable, OSError, ValueError, IndexError, KeyError) as error:
+            why = as_unavailable(error, reading)
+            if why.lasting:
+                bound.refused.append(why)
+            for column in reading.columns:
+                self._note(entity, column, why.reason, why.status, why.remedy)
+            return (None,) * len(reading.columns)
+        for column, value in zip(reading.columns, values, strict=True):
+            if value is None:
+                reason = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
+                self._note(entity, column, reason, "unsupported", reading.remedy)
+        return values
+
+    def _note(self, entity: Entity, column: str, reason: str, status: Status, remedy: str) -> None:
+        where = f"{entity.name}: " if entity.name else ""
+        self.missing.note(column, f"{where}{reason}", status, remedy)
+
+    def _states(self, entity: Entity, bound: _Bound) -> Iterable[CounterState]:
+        reading = bound.reading
+        why: Unavailable | None = None
+        values: tuple[Value, ...] = ()
+        began = time.perf_counter_ns()
+        try:
+            values = tuple(reading.read())
+        except (Unavailable, OSError, ValueError, IndexError, KeyError) as error:
+            why = as_unavailable(error, reading)
+        read_ns = time.perf_counter_ns() - began
+        columns = {column.name: column for column in self.table.metrics}
+        for at, name in enumerate(reading.columns):
+            value = values[at] if values else None
+            yield self._state(entity, columns[name], reading, why, value, read_ns)
+
+    def _state(
+        self,
+        entity: Entity,
+        column: Column,
+        reading: Reading,
+        why: Unavailable | None,
+        value: Value,
+        read_ns: int,
+    ) -> CounterState:
+        if why is None and value is None:
+            why = Unavailable(
+                reading.lacking or "no such value in it",
+                status="unsupported",
+                remedy=reading.remedy,
+            )
+        return CounterState(
+            source=self.name,
+            entity=entity.name,
+            metric=column.name,
+            unit=column.unit,
+            status="available" if why is None else why.status,
+            value=value,
+            origin=reading.origin,
+            read_ns=read_ns if why is None else None,
+            reason="" if why is None else why.reason,
+            remedy="" if why is None else why.remedy,
+        )
+
+
+def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
+    """What a failed read means."""
+    if isinstance(error, Unavailable):
+        return error
+    if isinstance(error, OSError):
+        status = os_status(error)
+        because = f" ({reading.lacking})" if reading.lacking and status != "denied" else ""
+        reason = f"{reading.origin}: {error.strerror or error}{because}"
+        return Unavailable(reason, status=status, remedy=reading.remedy, lasting=status == "denied")
+    return Unavailable(f"{reading.origin}: unexpected content", status="unsupported")
+
+
+def _described(entity: Entity) -> dict[str, object]:
+    return {"key": list(entity.key), "name": entity.name, **entity.details}
+
+
+def _close(entity: Entity) -> None:
+    for reading in entity.readings:
+        if reading.close is not None:
+            reading.close()
