@@ -233,7 +233,7 @@ def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> _Metric:
     if unit == "ns":
         metric, rate_unit = _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
         return _Metric(name=metric, unit=rate_unit, values=growth / elapsed_ns, flags=flags)
-    rates = growth * NS_PER_S / elapsed_ns
+    rates = growth / (elapsed_ns / NS_PER_S)
     return _Metric(name=f"{name}_per_s", unit=f"{unit}/s", values=rates, flags=flags)
 
 
