@@ -22,6 +22,10 @@ from haiprof.samplers.base import (
 Value = int | float | None
 
 
+class EntityGone(Exception):  # noqa: N818  not an error: processes end
+    """What a read raises when its entity has ended: it is dropped, without another record."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """One read and the columns that it fills."""
@@ -29,9 +33,9 @@ class Reading:
     columns: tuple[str, ...]
     origin: str
     """The file or call, as `haiprof doctor` shows it."""
-    read: Callable[[], Sequence[Value]]
-    """One value per column, null where there is none. Raises OSError, ValueError, IndexError,
-    KeyError (unexpected content) or `Unavailable`."""
+    read: Callable[[], Sequence[Value | Unavailable]]
+    """One value per column; where there is none, null or what says more about why. Raises OSError,
+    ValueError, IndexError, KeyError (unexpected content), `Unavailable` or `EntityGone`."""
     lacking: str = ""
     """Why the file may be absent, or a value in it."""
     remedy: str = ""
@@ -184,10 +188,14 @@ class TableSampler:
     def _sample(self, entity: Entity, bound: list[_Bound]) -> bytes:
         before = self._clock()
         values = self._nulls.copy()
-        for each in bound:
-            for place, value in zip(each.places, self._read(entity, each), strict=True):
-                if value is not None:
-                    values[place] = value
+        try:
+            for each in bound:
+                for place, value in zip(each.places, self._read(entity, each), strict=True):
+                    if value is not None:
+                        values[place] = value
+        except EntityGone:
+            self.drop(entity.key)
+            return b""
         return self._record.pack(before, self._clock() - before, *entity.key, *values)
 
     def _read(self, entity: Entity, bound: _Bound) -> Sequence[Value]:
@@ -204,11 +212,15 @@ class TableSampler:
             for column in reading.columns:
                 self._note(entity, column, why.reason, why.status, why.remedy)
             return (None,) * len(reading.columns)
+        plain: list[Value] = []
         for column, value in zip(reading.columns, values, strict=True):
-            if value is None:
-                reason = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
-                self._note(entity, column, reason, "unsupported", reading.remedy)
-        return values
+            if value is None or isinstance(value, Unavailable):
+                why = value or _lacking(reading)
+                self._note(entity, column, why.reason, why.status, why.remedy)
+                plain.append(None)
+            else:
+                plain.append(value)
+        return plain
 
     def _note(self, entity: Entity, column: str, reason: str, status: Status, remedy: str) -> None:
         where = f"{entity.name}: " if entity.name else ""
@@ -217,10 +229,12 @@ class TableSampler:
     def _states(self, entity: Entity, bound: _Bound) -> Iterable[CounterState]:
         reading = bound.reading
         why: Unavailable | None = None
-        values: tuple[Value, ...] = ()
+        values: tuple[Value | Unavailable, ...] = ()
         began = time.perf_counter_ns()
         try:
             values = tuple(reading.read())
+        except EntityGone:
+            return
         except (Unavailable, OSError, ValueError, IndexError, KeyError) as error:
             why = as_unavailable(error, reading)
         read_ns = time.perf_counter_ns() - began
@@ -235,15 +249,13 @@ class TableSampler:
         column: Column,
         reading: Reading,
         why: Unavailable | None,
-        value: Value,
+        value: Value | Unavailable,
         read_ns: int,
     ) -> CounterState:
-        if why is None and value is None:
-            why = Unavailable(
-                reading.lacking or "no such value in it",
-                status="unsupported",
-                remedy=reading.remedy,
-            )
+        if isinstance(value, Unavailable):
+            why, value = value, None
+        elif why is None and value is None:
+            why = _lacking(reading)
         return CounterState(
             source=self.name,
             entity=entity.name,
@@ -268,6 +280,12 @@ def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
         reason = f"{reading.origin}: {error.strerror or error}{because}"
         return Unavailable(reason, status=status, remedy=reading.remedy, lasting=status == "denied")
     return Unavailable(f"{reading.origin}: unexpected content", status="unsupported")
+
+
+def _lacking(reading: Reading) -> Unavailable:
+    """A value that the content does not have."""
+    reason = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
+    return Unavailable(reason, status="unsupported", remedy=reading.remedy)
 
 
 def _described(entity: Entity) -> dict[str, object]:
