@@ -7,15 +7,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
-from plotly.subplots import make_subplots
 
-from haiprof.plots.overview import add_reason, left_titles, panel_title
-from haiprof.plots.panels import measured_panels
-from haiprof.plots.style import AXIS, PHASE_COLORS, PHASES, TIME_AXIS, figure_layout
+from haiprof.plots.grid import panel_grid, same_time_axis, source_rows
+from haiprof.plots.style import AXIS, PHASE_COLORS, PHASES, TIME_AXIS
 from haiprof.plots.thin import gap_starts, kept_points, with_gaps
 from haiprof.units import NS_PER_MS, NS_PER_S
 
-_STEPS_PX, _PANEL_PX, _EMPTY_PX, _FRAME_PX = 320, 150, 70, 180
+_STEPS_PX = 320
 
 
 def one_rank_figure(
@@ -38,34 +36,17 @@ def one_rank_figure(
         title: First line of the figure; more lines after `<br>`.
         start_ns: Unix time at which the time axis begins.
     """
-    panels = list(measured_panels(counters, missing, start_ns))
-    heights = [_STEPS_PX, *(_PANEL_PX if lines else _EMPTY_PX for _, lines, _ in panels)]
-    figure = make_subplots(
-        rows=len(heights),
-        cols=1,
-        shared_xaxes=True,
-        row_heights=heights,
-        subplot_titles=[
-            "Phases of each step (ms)",
-            *(panel_title(s.title, s.unit) if lines else s.missing for s, lines, _ in panels),
-        ],
-        vertical_spacing=min(0.1, 36 / sum(heights)),
-    )
-    figure.update_xaxes(**TIME_AXIS)
-    figure.update_yaxes(rangemode="tozero", **AXIS)
+    rows = source_rows(counters, start_ns)
+    head = ["Phases of each step (ms)"]
+    figure = panel_grid(head, rows, head_px=_STEPS_PX, title=title, missing=missing)
     for area in phase_areas(steps, start_ns):
         figure.add_trace(area, row=1, col=1)
-    for row, (spec, traces, reason) in enumerate(panels, start=2):
-        for trace in traces:
-            trace.showlegend = False
-            figure.add_trace(trace, row=row, col=1)
-        figure.update_yaxes(range=[0, spec.top] if spec.top else None, row=row, col=1)
-        if reason:
-            add_reason(figure, reason, row=row, col=1)
-    figure.update_layout(
-        **figure_layout(title, height=sum(heights) + _FRAME_PX), hovermode="x unified"
-    )
-    left_titles(figure)
+    figure.update_xaxes(row=1, col=1, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", row=1, col=1, **AXIS)
+    same_time_axis(figure, "x", head=[])
+    for trace in figure.select_traces(selector={"stackgroup": None}):
+        trace.showlegend = False
+    figure.update_layout(hovermode="x unified")
     return figure
 
 

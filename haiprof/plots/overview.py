@@ -1,26 +1,21 @@
-"""The overview figure: the whole job, panels on one time axis beside the split of a step."""
+"""The overview figure: the split of a step, step time, and below them a row per source."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
-from textwrap import wrap
 
 import plotly.graph_objects as go
 import polars as pl
-from plotly.subplots import make_subplots
 
-from haiprof.plots.panels import measured_panels, step_traces
-from haiprof.plots.style import AXIS, GRID, PHASE_COLORS, PHASES, TIME_AXIS, figure_layout
+from haiprof.plots.grid import COLUMNS, ROW_PX, panel_grid, same_time_axis, source_rows
+from haiprof.plots.panels import step_traces
+from haiprof.plots.style import AXIS, PHASE_COLORS, PHASES, TIME_AXIS
 from haiprof.units import NS_PER_MS
 
 Split = Mapping[str, float | None]
-Panel = tuple[str, str, list[go.Scatter], str, float | None]
 
-_ROW_PX, _FRAME_PX = 200, 150
-_COLUMNS = 2
+_BAR_PX, _BAR_FRAME_PX, _HEAD_MAX_PX = 26, 60, 600
 _LEGEND_LIMIT = 24
-_REASON_COLUMNS = 52
 
 
 def overview_figure(
@@ -32,11 +27,11 @@ def overview_figure(
     title: str,
     start_ns: int,
 ) -> go.Figure:
-    """Split of a middle step per rank, and over time: step time, CPU, GPU, memory, traffic.
+    """Split of a middle step per rank; over time the step, and one row of panels per source.
 
     Series longer than about 5000 points are thinned; the highest and lowest point of each stretch
-    stay. A pause of a series is a gap in its line. A source that is missing as a whole is one empty
-    panel that says why.
+    stay. A pause of a series is a gap in its line. Sources that are missing as a whole are named
+    below the panels, each with the reason.
 
     Args:
         steps: `Analyzer.steps()`.
@@ -46,26 +41,17 @@ def overview_figure(
         title: First line of the figure; more lines after `<br>`.
         start_ns: Unix time at which the time axis begins.
     """
-    panels: list[Panel] = []
-    if not steps.is_empty():
-        panels.append(("Step time", "ms", step_traces(steps, start_ns), "", None))
-    for spec, traces, reason in measured_panels(counters, missing, start_ns):
-        heading = (spec.title, spec.unit) if traces else (spec.missing, "")
-        panels.append((*heading, traces, reason, spec.top))
-    rows = len(panels) // _COLUMNS + 1
-    titles = ["Middle step by phase (ms)", *(panel_title(panel[0], panel[1]) for panel in panels)]
-    figure = make_subplots(
-        rows=rows,
-        cols=_COLUMNS,
-        subplot_titles=titles,
-        horizontal_spacing=0.08,
-        vertical_spacing=min(0.3, 56 / (rows * _ROW_PX)),
-    )
+    head = ["Middle step by phase (ms)", "Step time (ms)"]
+    rows = source_rows(counters, start_ns)
+    height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
+    figure = panel_grid(head, rows, head_px=height, title=title, missing=missing)
     _add_splits(figure, splits)
-    for place, panel in enumerate(panels, start=1):
-        _add_panel(figure, panel, cell=place)
-    figure.update_layout(**figure_layout(title, height=rows * _ROW_PX + _FRAME_PX))
-    left_titles(figure)
+    for trace in step_traces(steps, start_ns):
+        figure.add_trace(trace, row=1, col=COLUMNS // 2 + 1)
+    place = {"row": 1, "col": COLUMNS // 2 + 1}
+    figure.update_xaxes(**place, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", **place, **AXIS)
+    same_time_axis(figure, "x2", head=["x"])
     _show_each_name_once(figure)
     return figure
 
@@ -98,65 +84,6 @@ def _add_splits(figure: go.Figure, splits: Sequence[tuple[str, Split]]) -> None:
         )
     figure.update_xaxes(row=1, col=1, **AXIS)
     figure.update_yaxes(autorange="reversed", type="category", row=1, col=1)
-
-
-def _add_panel(figure: go.Figure, panel: Panel, *, cell: int) -> None:
-    _, _, traces, reason, top = panel
-    place = {"row": cell // _COLUMNS + 1, "col": cell % _COLUMNS + 1}
-    for trace in traces:
-        figure.add_trace(trace, **place)
-    if reason:
-        add_reason(figure, reason, **place)
-        return
-    figure.update_xaxes(matches="x2", **place, **TIME_AXIS)
-    figure.update_yaxes(range=[0, top] if top else None, rangemode="tozero", **place, **AXIS)
-
-
-def panel_title(title: str, unit: str) -> str:
-    """Title and unit of a panel."""
-    return f"{title} ({unit})" if unit else title
-
-
-def left_titles(figure: go.Figure) -> None:
-    """Moves the titles of panels to their left edge."""
-    for title in figure.layout.annotations:
-        if title.yanchor == "bottom":
-            axis = _axis_below(figure, title.x)
-            title.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=2)
-
-
-def _axis_below(figure: go.Figure, x: float) -> go.layout.XAxis:
-    """The x axis of the panels whose titles stand at x of the paper."""
-    axes = list(figure.select_xaxes())
-    return min(axes, key=lambda axis: abs(sum(axis.domain) / 2 - x))
-
-
-def add_reason(figure: go.Figure, reason: str, *, row: int, col: int) -> None:
-    """Writes into an empty panel why it is empty; plotly draws no axes without a trace.
-
-    Args:
-        figure: The figure.
-        reason: Text; it is wrapped.
-        row: The panel's row, from 1.
-        col: Its column, from 1.
-    """
-    panel = figure.get_subplot(row, col)
-    left, right = panel.xaxis.domain
-    low, high = panel.yaxis.domain
-    paper = {"xref": "paper", "yref": "paper"}
-    figure.add_shape(
-        type="rect", x0=left, x1=right, y0=low, y1=high, line={"color": GRID, "width": 1}, **paper
-    )
-    figure.add_annotation(
-        text="<br>".join(wrap(escape(reason), _REASON_COLUMNS)),
-        showarrow=False,
-        xanchor="center",
-        x=(left + right) / 2,
-        y=(low + high) / 2,
-        yanchor="middle",
-        font={"color": "#777777"},
-        **paper,
-    )
 
 
 def _show_each_name_once(figure: go.Figure) -> None:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.plots.naming import by_reason
 from haiprof.plots.style import PHASE_COLORS, SKY
 from haiprof.report.run_header import ENDED, RUNNING, RunHeader
 from haiprof.report.series import Series, TimeRange
@@ -86,7 +87,7 @@ def missing_block(missing: Mapping[str, str]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for what, why in missing.items():
+    for what, why in by_reason(missing):
         table.add_row(what, Text(why, style="dim"))
     return section("Not measured", table)
 

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import polars as pl
 
+from haiprof.plots.naming import OWNER, owner_name
+from haiprof.plots.panel_table import PANEL_ROWS, CounterSpec, PanelSpec
 from haiprof.report.series import Series, TimeRange, make_series
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesSpec:
-    """One counter of an overview."""
-
-    title: str
-    source: str
-    metric: str
-    unit: str
-
-
-OVERVIEW_SERIES = (
-    SeriesSpec(title="CPU of ranks", source="process", metric="cpu_cores", unit="cores"),
-    SeriesSpec(title="CPU of node", source="host", metric="cpu_utilization_ratio", unit="ratio"),
-    SeriesSpec(title="GPU utilization", source="gpu", metric="utilization_ratio", unit="ratio"),
-    SeriesSpec(title="GPU memory", source="gpu", metric="memory_used_bytes", unit="bytes"),
-    SeriesSpec(title="GPU power", source="gpu", metric="power_watts", unit="watts"),
-    SeriesSpec(title="memory of ranks", source="process", metric="memory_rss_bytes", unit="bytes"),
-    SeriesSpec(title="read", source="process", metric="read_bytes_per_s", unit="bytes/s"),
-    SeriesSpec(title="write", source="process", metric="write_bytes_per_s", unit="bytes/s"),
-    SeriesSpec(
-        title="net receive", source="host", metric="network_receive_bytes_per_s", unit="bytes/s"
-    ),
-    SeriesSpec(
-        title="net transmit", source="host", metric="network_transmit_bytes_per_s", unit="bytes/s"
-    ),
-)
 
 
 def overview_series(
@@ -43,8 +16,16 @@ def overview_series(
 ) -> Iterator[Series]:
     """Step time per rank, then each counter of the table that has a sample."""
     yield from step_series(steps, span)
-    for spec in OVERVIEW_SERIES:
-        yield from counter_series(counters, spec, span)
+    yield from counters_over_time(counters, span)
+
+
+def counters_over_time(counters: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
+    """Each counter that the terminal draws and that has a sample, one series per owner."""
+    for row in PANEL_ROWS:
+        for panel in row.panels:
+            if panel.terminal:
+                for spec in panel.counters:
+                    yield from _counter_series(counters, panel, spec, span)
 
 
 def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
@@ -65,26 +46,21 @@ def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
     )
 
 
-def counter_series(counters: pl.DataFrame, spec: SeriesSpec, span: TimeRange) -> Iterator[Series]:
-    """One counter, one series per owner."""
+def _counter_series(
+    counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, span: TimeRange
+) -> Iterator[Series]:
     mine = counters.filter((pl.col("source") == spec.source) & (pl.col("metric") == spec.metric))
-    groups = mine.sort("rank", "gpu", "host", "time_ns").group_by(
-        ["host", "rank", "gpu"], maintain_order=True
+    groups = mine.sort("rank", "gpu", "host", "entity", "time_ns").group_by(
+        OWNER, maintain_order=True
     )
+    many_hosts = mine["host"].n_unique() > 1
     for key, frame in groups:
         series = make_series(
             frame,
-            title=spec.title,
-            label=owner_label(*key),
-            unit=spec.unit,
+            title=f"{panel.title.removesuffix(' of ranks')} {spec.word}".rstrip(),
+            label=owner_name(*key, many_hosts=many_hosts),
+            unit=panel.base_unit,
             span=span,
         )
         if series:
             yield series
-
-
-def owner_label(host: object, rank: object, gpu: object) -> str:
-    """Whose a counter is: the rank where it is known, else the GPU, else the host."""
-    if rank is not None:
-        return f"rank {rank}"
-    return f"GPU {gpu}" if gpu is not None else str(host)

@@ -12,8 +12,7 @@ from haiprof.errors import MissingDataError
 from haiprof.plots.style import PHASES
 from haiprof.report.missing import missing_sources
 from haiprof.report.overview_series import (
-    OVERVIEW_SERIES,
-    counter_series,
+    counters_over_time,
     lasting_values,
     step_series,
 )
@@ -132,19 +131,17 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         slowest=slowest_steps(steps),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
         phase_series=_phase_series(steps, span) if span else (),
-        counter_series=_counter_series(counters, span) if span else (),
-        missing=missing_sources(
-            data.run, manifest, present={str(s) for s in counters["source"].unique()}
-        ),
+        counter_series=tuple(counters_over_time(counters, span)) if span else (),
+        missing=missing_sources(data.run, manifest, counters),
         notes=tuple(data.notes()),
     )
 
 
 def rank_counters(counters: pl.DataFrame, rank: int, host: str | None) -> pl.DataFrame:
-    """Counters of the rank itself and those of its host."""
+    """Counters of the rank itself and those of its host, without other ranks and GPUs."""
     own = pl.col("rank") == rank
-    of_host = (pl.col("source") == "host") & (pl.col("host") == host)
-    return counters.filter(own | of_host)
+    nobodys = pl.col("rank").is_null() & pl.col("gpu").is_null() & (pl.col("source") != "process")
+    return counters.filter(own | (nobodys & (pl.col("host") == host)))
 
 
 def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
@@ -234,10 +231,6 @@ def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
         if series:
             found.append(series)
     return tuple(found)
-
-
-def _counter_series(counters: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
-    return tuple(s for spec in OVERVIEW_SERIES for s in counter_series(counters, spec, span))
 
 
 def _most_common(values: pl.Series) -> str | None:

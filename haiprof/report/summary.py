@@ -109,7 +109,6 @@ def overview_summary(data: RunData) -> OverviewSummary:
     manifest = manifest_or_none(data.run)
     stats = m.metric_stats(m.training_window(counters, steps))
     span = time_range(steps, counters)
-    present = {str(source) for source in counters["source"].unique()}
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,
@@ -125,7 +124,7 @@ def overview_summary(data: RunData) -> OverviewSummary:
         gpus=tuple(
             _gpu_summary(owner, values) for owner, values in _sorted(stats) if owner[0] == m.GPU
         ),
-        missing=missing_sources(data.run, manifest, present=present),
+        missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(steps, counters, span)) if span else (),
         notes=tuple(data.notes()),
     )

@@ -25,16 +25,17 @@ def test_overview_figure_has_the_terminals_numbers(tmp_path: Path) -> None:
     assert forward.marker.color == PHASE_COLORS["forward"]
 
 
-def test_overview_figure_missing_gpu_is_a_named_empty_panel(tmp_path: Path) -> None:
+def test_overview_figure_names_what_is_missing_below_its_panels(tmp_path: Path) -> None:
     figure = overview_picture(two_rank_run(tmp_path))
-    assert "GPU: not measured" in texts(figure)
+    assert re.search(r"GPU, .*: not measured: ", texts(figure))
     assert "GPU power" not in texts(figure)
 
 
 def test_overview_figure_with_gpu_has_its_panels(tmp_path: Path) -> None:
     figure = overview_picture(two_rank_run(tmp_path, gpu=True))
     assert "GPU power (W)" in texts(figure)
-    assert "not measured" not in texts(figure)
+    (note,) = [x.text for x in figure.layout.annotations if "not measured" in x.text]
+    assert note.startswith("GPU units, GPU links, InfiniBand")
 
 
 def test_overview_figure_of_nothing_recorded_can_be_drawn(tmp_path: Path) -> None:
