@@ -10,6 +10,9 @@ from haiprof.diagnosis.facts import Facts
 
 PHASES = ("dataloader", "forward", "backward", "optimizer")
 _NAMED_PROCESSES = 4
+_NAMED_METRICS = 3
+_ALL = "all"
+_JUDGED_SOURCES = {"host": "node", "process": "process", "gpu": "GPU"}
 _NOBODY = (
     "no process of the job reported in: it trained nothing with PyTorch, ended before its first "
     "step, or ran a Python that ignores PYTHONPATH"
@@ -63,12 +66,27 @@ def _device(facts: Facts) -> Iterable[tuple[str, str]]:
 
 
 def _counters(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
+    """What rules look at is named with its metrics; other sources together, each once."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    others: dict[str, None] = {}
     for node in analyzer.files.nodes:
         for line in node.of_type("counter_missing"):
-            source, metric = text(line.get("source")), text(line.get("metric"))
-            what = "" if metric in (None, "all") else f" {metric}"
-            name = {"gpu": "GPU"}.get(source or "", source or "?")
-            yield f"{name}{what}", text(line.get("reason")) or "unknown"
+            source, metric = text(line.get("source")) or "?", text(line.get("metric")) or _ALL
+            if source in _JUDGED_SOURCES:
+                reason = text(line.get("reason")) or "unknown"
+                found.setdefault((_JUDGED_SOURCES[source], reason), {})[metric] = None
+            elif metric == _ALL:
+                others[source.replace("_", " ")] = None
+    for (source, reason), metrics in found.items():
+        yield source if _ALL in metrics else f"{source} {_listed(list(metrics))}", reason
+    if others:
+        yield ", ".join(others), "`haiprof doctor` says what each would need"
+
+
+def _listed(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - _NAMED_METRICS
+    return ", ".join(names[:_NAMED_METRICS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _processes(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
