@@ -14,10 +14,11 @@ import polars as pl
 
 from haiprof.analysis.device import Floats
 from haiprof.analysis.nesting import Ints
-from haiprof.analysis.records import integer, read_table, record_columns, text
+from haiprof.analysis.records import read_table, record_columns
 from haiprof.analysis.run import NodeFiles, RunFiles
 from haiprof.errors import RunFormatError
 from haiprof.rundir import schema
+from haiprof.rundir.owners import Key, entities_by_key, entity_name, ranks_by_key
 from haiprof.rundir.reader import RecordFile
 from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.units import NS_PER_S
@@ -37,7 +38,6 @@ COUNTER_SCHEMA = {
 FLAGS = (None, "wrap", "reset", "saturated")
 _WRAP, _RESET, _SATURATED = 1, 2, 3
 _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would overflow as Unix time
-_PROCESS_KEYS = ("pid", "start_ticks")
 
 # What a counter of ns per ns is called; others of its kind become ratios under their own name.
 _RATES_OF_NS = {
@@ -48,11 +48,10 @@ _CPU_STATES = ("cpu_user_ns", "cpu_system_ns", "cpu_idle_ns", "cpu_iowait_ns", "
 _CPU_BUSY = ("cpu_user_ns", "cpu_system_ns")
 
 Flags = npt.NDArray[np.int8]
-Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Samples:
+class Samples:
     """Records of one source, by key and time."""
 
     time_ns: Ints
@@ -93,7 +92,18 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
         its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
         (it has stopped at its highest value: `value` is null).
     """
-    frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], []
+    found, notes = counter_records(run)
+    frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
+    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
+        frames += [_of_source(run, node, records) for node, records in found]
+    return pl.concat(frames).sort("time_ns", maintain_order=True), notes
+
+
+def counter_records(
+    run: RunFiles,
+) -> tuple[list[tuple[NodeFiles, RecordFile]], tuple[str, ...]]:
+    """Every record file of every node that can be read, and notes on what could not."""
+    found, notes = [], []
     for node in run.nodes:
         for table in COUNTER_TABLES:
             path = node.paths.records(table.name)
@@ -105,17 +115,16 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
                 notes.append(str(error))
                 continue
             notes += records.notes
-            with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-                frames.append(_of_source(run, node, records))
-    joined = pl.concat(frames)
-    return joined.sort("time_ns", maintain_order=True), tuple(notes)
+            found.append((node, records))
+    return found, tuple(notes)
 
 
 def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> pl.DataFrame:
     """One source of one node, one row per value."""
-    samples = _samples(records)
-    names = _entity_names(node, records)
-    ranks = _ranks_by_key(run, node, records)
+    samples = samples_of(records)
+    entities = entities_of(node, records)
+    names = {key: entity_name(entity) or None for key, entity in entities.items()}
+    ranks = ranks_of(run, node, records, entities)
     gpu = _column_names(records, "key") == ["gpu"]
     metrics = list(_metrics(records, samples))
     shown = [np.flatnonzero(np.isfinite(m.values) | (m.flags > _WRAP)) for m in metrics]
@@ -152,7 +161,7 @@ def _column_names(records: RecordFile, kind: str) -> list[str]:
     return [name for name, _, _, own in records.columns if own == kind]
 
 
-def _samples(records: RecordFile) -> _Samples:
+def samples_of(records: RecordFile) -> Samples:
     """Sorted by key and time; damaged times left out."""
     columns = record_columns(records)
     time = columns["time_ns"]
@@ -165,7 +174,7 @@ def _samples(records: RecordFile) -> _Samples:
         same &= np.diff(key[order]) == 0
     first = np.append(True, ~same)[: len(order)]
     heads = order[first]
-    return _Samples(
+    return Samples(
         time_ns=time,
         keys=[tuple(int(key[at]) for key in keys) for at in heads],
         owner=np.cumsum(first) - 1,
@@ -182,7 +191,7 @@ def _as_numbers(values: npt.NDArray[Any]) -> Floats:
     return numbers
 
 
-def _metrics(records: RecordFile, samples: _Samples) -> Iterator[_Metric]:
+def _metrics(records: RecordFile, samples: Samples) -> Iterator[_Metric]:
     """Every column that is one."""
     elapsed = np.append(np.nan, np.diff(samples.time_ns))[: len(samples.time_ns)]
     none = np.zeros(len(samples.time_ns), dtype=np.int8)
@@ -237,7 +246,7 @@ def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> _Metric:
     return _Metric(name=f"{name}_per_s", unit=f"{unit}/s", values=rates, flags=flags)
 
 
-def _cpu_shares(samples: _Samples) -> Iterator[_Metric]:
+def _cpu_shares(samples: Samples) -> Iterator[_Metric]:
     """Shares of all CPUs' time: of each state, and of user and system together."""
     growth = {
         name: _growth(samples.columns[name], samples.follows, 64, False)[0] for name in _CPU_STATES
@@ -252,46 +261,19 @@ def _cpu_shares(samples: _Samples) -> Iterator[_Metric]:
     yield share(name="cpu_utilization_ratio", values=busy / whole)
 
 
-def _entity_names(node: NodeFiles, records: RecordFile) -> dict[Key, str]:
-    """Name by key, from the header and from what came up later."""
+def entities_of(node: NodeFiles, records: RecordFile) -> dict[Key, Mapping[str, Any]]:
+    """What is known of each entity, from the header and from what came up later."""
+    first = records.header.get("entities")
     later = [line for line in node.of_type("entity") if line.get("source") == records.table]
-    found = ((_key(entity), text(entity.get("name"))) for entity in [*_entities(records), *later])
-    return {key: name for key, name in found if key and name}
+    return entities_by_key([*(first if isinstance(first, list) else []), *later])
 
 
-def _entities(records: RecordFile) -> list[Mapping[str, Any]]:
-    entities = records.header.get("entities")
-    return [e for e in entities if isinstance(e, dict)] if isinstance(entities, list) else []
-
-
-def _key(entity: Mapping[str, Any]) -> Key:
-    """The entity's key; empty where it is damaged."""
-    values = entity.get("key")
-    numbers = [integer(value) for value in values] if isinstance(values, list) else []
-    return tuple(n for n in numbers if n is not None) if None not in numbers else ()
-
-
-def _ranks_by_key(run: RunFiles, node: NodeFiles, records: RecordFile) -> dict[Key, int]:
+def ranks_of(
+    run: RunFiles, node: NodeFiles, records: RecordFile, entities: Mapping[Key, Mapping[str, Any]]
+) -> dict[Key, int]:
     """Rank by process, or by GPU where exactly one rank uses that GPU."""
     here = [rank for rank in run.ranks if rank.report.get("host") == node.host]
     if not here and len(run.nodes) == 1:
         here = list(run.ranks)
-    if tuple(_column_names(records, "key")) == _PROCESS_KEYS:
-        keys = ((_process_key(rank.report), rank.rank) for rank in here)
-        return {key: rank for key, rank in keys if key}
-    users: dict[str, set[int]] = {}
-    for rank in here:
-        uuid = _uuid(rank.report.get("gpu_uuid"))
-        if uuid:
-            users.setdefault(uuid, set()).add(rank.rank)
-    found = ((_key(e), users.get(_uuid(e.get("uuid")), set())) for e in _entities(records))
-    return {key: min(ranks) for key, ranks in found if key and len(ranks) == 1}
-
-
-def _process_key(report: Mapping[str, Any]) -> Key:
-    pid, start = (integer(report.get(name)) for name in _PROCESS_KEYS)
-    return () if pid is None or start is None else (pid, start)
-
-
-def _uuid(value: object) -> str:
-    return (text(value) or "").lower().removeprefix("gpu-")
+    reports = [(rank.rank, rank.report) for rank in here]
+    return ranks_by_key(reports, _column_names(records, "key"), entities)
