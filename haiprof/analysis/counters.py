@@ -43,6 +43,16 @@ _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would ove
 _RATES_OF_NS = {
     "cpu_ns": ("cpu_cores", "cores"),
     "cpu_main_ns": ("cpu_main_cores", "cores"),
+    "receive_pause_ns": ("receive_paused_priority_count", "count"),
+    "transmit_pause_ns": ("transmit_paused_priority_count", "count"),
+}
+# Counters of ns that events took, with the counter of those events: shown as the mean of one event.
+_NS_OF_EVENTS = {
+    "server_read_rtt_ns": "server_read_count",
+    "server_read_execute_ns": "server_read_count",
+    "server_write_rtt_ns": "server_write_count",
+    "server_write_execute_ns": "server_write_count",
+    "metadata_execute_ns": "metadata_count",
 }
 _CPU_STATES = ("cpu_user_ns", "cpu_system_ns", "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 _CPU_BUSY = ("cpu_user_ns", "cpu_system_ns")
@@ -86,7 +96,8 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
         of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`, `flag`. Gauges
         are as stored. Counters are rates since the sample before, at the later time:
         `..._per_s`, `cpu_utilization_ratio` (user and system of all CPUs), `cpu_cores` (of a
-        process with its children), `..._ratio`. No row where a value is missing.
+        process with its children), `..._ratio`; times of requests (`server_read_rtt_ns`) are the
+        mean of those since the sample before. No row where a value is missing.
 
         `flag` is null but for counters at which something happened: `wrap` (it went on at 0 after
         its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
@@ -202,13 +213,22 @@ def _metrics(records: RecordFile, samples: Samples) -> Iterator[_Metric]:
             yield _Metric(name=name, unit=unit, values=_as_numbers(values), flags=none)
         elif end is not None and name not in _CPU_STATES:
             growth, flags = _growth(values, samples.follows, *end)
-            yield replace(_rate(name, unit, growth, elapsed), flags=flags)
+            events = samples.columns.get(_NS_OF_EVENTS.get(name, ""))
+            if events is None:
+                yield replace(_rate(name, unit, growth, elapsed), flags=flags)
+            else:
+                count, _ = _growth(events, samples.follows, 64, False)
+                yield _Metric(name=name, unit=unit, values=growth / count, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from _cpu_shares(samples)
 
 
 def _growth(
-    values: npt.NDArray[Any], follows: npt.NDArray[np.bool_], bits: int, sticks: bool
+    values: npt.NDArray[Any],
+    follows: npt.NDArray[np.bool_],
+    bits: int,
+    sticks: bool,
+    scale: int = 1,
 ) -> tuple[Floats, Flags]:
     """Since the sample before, with flags; NaN where there is none or it cannot be known.
 
@@ -225,11 +245,11 @@ def _growth(
     back = known_both & (growth < 0)
     flags[back] = _RESET
     if sticks:
-        full = known & (values == (1 << bits) - 1)
+        full = known & (values == scale * ((1 << bits) - 1))
         flags[known_both & full & ~back] = _SATURATED
-    elif bits < 64:
-        wrapped = growth + (1 << bits)
-        fits = back & (wrapped >= 0) & (wrapped < 1 << (bits - 1))
+    elif scale << bits < 1 << 63:
+        wrapped = growth + (scale << bits)
+        fits = back & (wrapped >= 0) & (wrapped < scale << (bits - 1))
         growth[fits] = wrapped[fits]
         flags[fits] = _WRAP
     numbers = growth.astype(np.float64)

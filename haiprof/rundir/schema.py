@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SCHEMA_VERSION = 2
 # History
@@ -30,7 +32,8 @@ class Column:
     kind: str
     """`gauge`, `time`, `key`, `span`, or a counter: it only grows, and ends as `counter_end` says.
 
-    `counter` has 64 bits, `counter32` goes on at 0 after 32 bits, `sticky16` stops at 16 bits.
+    `counter` has 64 bits, `counter32` goes on at 0 after 32 bits, `sticky16` stops at 16 bits;
+    `sticky32x4` is one of 32 bits that is stored times 4.
     """
     meaning: str
     """Where it comes from and what it says, in one sentence."""
@@ -41,13 +44,26 @@ def is_metric(kind: str) -> bool:
     return kind == "gauge" or counter_end(kind) is not None
 
 
-def counter_end(kind: str) -> tuple[int, bool] | None:
-    """Width in bits of a counter kind, and whether it stops there; null for other kinds."""
-    for word, sticks in (("counter", False), ("sticky", True)):
-        bits = kind.removeprefix(word)
-        if bits != kind and (not bits or (bits.isascii() and bits.isdigit())):
-            return int(bits or 64), sticks
-    return None
+class CounterEnd(NamedTuple):
+    """How a counter ends."""
+
+    bits: int
+    sticks: bool
+    """Whether it stays at its highest value; else it goes on at 0."""
+    scale: int = 1
+    """What the source's own count was multiplied with."""
+
+
+_COUNTER_KIND = re.compile(r"(counter|sticky)([1-9]\d?)?(?:x([1-9]\d{0,3}))?\Z", re.ASCII)
+
+
+def counter_end(kind: str) -> CounterEnd | None:
+    """The end of a counter kind; null for other kinds."""
+    match = _COUNTER_KIND.match(kind)
+    if match is None:
+        return None
+    word, bits, scale = match.groups()
+    return CounterEnd(int(bits or 64), word == "sticky", int(scale or 1))
 
 
 @dataclass(frozen=True)
