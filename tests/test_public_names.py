@@ -30,7 +30,7 @@ def test_analyzer_has_the_documented_methods() -> None:
 
 
 def test_commands_are_frozen() -> None:
-    assert list(COMMANDS) == ["overview", "rank", "list", "verdict", "scalars"]
+    assert list(COMMANDS) == ["overview", "rank", "list", "verdict", "scalars", "doctor"]
 
 
 def test_launch_options_are_frozen() -> None:
@@ -42,6 +42,9 @@ def test_launch_options_are_frozen() -> None:
         ("log-dir", "HAIPROF_LOG_DIR"),
         ("name", "HAIPROF_NAME"),
         ("run-id", "HAIPROF_RUN_ID"),
+        ("burst", "HAIPROF_BURST"),
+        ("burst-hz", "HAIPROF_BURST_HZ"),
+        ("burst-time", "HAIPROF_BURST_TIME"),
         ("tensorboard", "HAIPROF_TENSORBOARD"),
         ("quiet", "HAIPROF_QUIET"),
     ]

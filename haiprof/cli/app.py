@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
+from haiprof.cli.doctor import doctor
 from haiprof.cli.list import list_runs
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.output import say, show_error
@@ -25,6 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "list": list_runs,
     "verdict": verdict,
     "scalars": scalars,
+    "doctor": doctor,
 }
 # What the parser raises for a command line it cannot take; typer carries click or its own copy.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

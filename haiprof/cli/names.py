@@ -8,5 +8,6 @@ COMMANDS = {
     "list": "haiprof list [DIR]: the runs in a log directory",
     "verdict": "haiprof verdict [DIR]: the cause, the numbers that prove it, what to change",
     "scalars": "haiprof scalars DIR --follow: live scalars for TensorBoard",
+    "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
 }
 """Name, and the line that `haiprof --help` shows."""

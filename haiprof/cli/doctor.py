@@ -1,0 +1,55 @@
+"""`haiprof doctor`: every counter of this node, and what stands in the way of the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+
+EveryRow = Annotated[
+    bool, typer.Option("--all", help="Every counter on a line of its own, missing ones too.")
+]
+_NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is found, nothing is left
+
+
+def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
+    """Show every counter of this node: its value, where it is read and at what price, or why not.
+
+    Needs no job, changes nothing and leaves no file. What an administrator would have to set
+    stands beside what is missing. Counters of processes are shown of haiprof itself.
+
+    For example:
+
+      haiprof doctor                    available counters in short, missing ones by reason
+
+      haiprof doctor --all              one line per counter
+
+      haiprof doctor --json | jq '.counters[] | select(.status == "denied")'
+
+      srun --ntasks-per-node 1 haiprof doctor        on every node of an allocation
+    """
+    from haiprof.cli.doctor_view import doctor_view
+    from haiprof.rundir.layout import RunPaths
+    from haiprof.samplers.base import Node
+    from haiprof.samplers.survey import counter_row, survey
+    from haiprof.samplers.tools import find_permissions, find_tools, software
+
+    counters = survey(Node(run=RunPaths(_NO_RUN), host=socket.gethostname()), pid=os.getpid())
+    tools, permissions, node = find_tools(), find_permissions(), software()
+    output = Output(json=as_json)
+    output.show(
+        lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),
+        {
+            "counters": [counter_row(state) for state in counters],
+            "tools": tools,
+            "permissions": permissions,
+            "node": node,
+        },
+    )
+    output.hint("next: haiprof train.py" if every_row else "next: haiprof doctor --all")
