@@ -87,6 +87,9 @@ class FakeTree:
             values = (*process.io[:2], 1, 1, *process.io[2:])
             pairs = zip(names, values, strict=True)
             self.write(f"{folder}/io", "".join(f"{name}: {value}\n" for name, value in pairs))
+        self.write(f"{folder}/status", process.status())
+        if process.schedstat is not None:
+            self.write(f"{folder}/schedstat", "{} {} {}\n".format(*process.schedstat))
         self.write(f"{folder}/cmdline", "".join(f"{word}\0" for word in process.argv))
         environ = "".join(f"{name}={value}\0" for name, value in process.environ.items())
         self.write(f"{folder}/environ", environ)
@@ -111,6 +114,15 @@ class FakeProcess:
     waited_ticks: int = 0
     faults: int = 100
     waited_faults: int = 0
+    major_faults: int = 0
+    waited_major_faults: int = 0
+    cpu: int = 0
+    """The CPU that its main thread was last on."""
+    allowed_cpus: str = "0-3"
+    schedstat: tuple[int, int, int] | None = (7_000, 5_000, 3)
+    """Of its main thread: ns on a CPU, ns waiting for one, times put on one."""
+    switches: tuple[int, int] = (20, 4)
+    """Voluntary and involuntary context switches of its main thread."""
     threads: int = 1
     rss_pages: int = 10
     io: tuple[int, int, int, int] | None = (0, 0, 0, 0)
@@ -123,14 +135,28 @@ class FakeProcess:
     def stat(self) -> str:
         """The line in /proc/PID/stat."""
         head = f"{self.pid} ({self.name}) {self.state} {self.parent} 1 1 0 -1 4194304"
-        faults = f"{self.faults} {self.waited_faults} 0 0"
+        faults = (
+            f"{self.faults} {self.waited_faults} {self.major_faults} {self.waited_major_faults}"
+        )
         times = f"{self.ticks} 0 {self.waited_ticks} 0 20 0 {self.threads} 0 {self.start}"
-        return f"{head} {faults} {times} 99999 7 18446744073709551615 0 0 0\n"
+        memory = "99999 7 18446744073709551615 0 0 0"
+        rest = f"0 0 0 0 0 0 0 0 0 17 {self.cpu} 0 0 0 0 0"
+        return f"{head} {faults} {times} {memory} {rest}\n"
+
+    def status(self) -> str:
+        """The lines of /proc/PID/status that somebody reads."""
+        return (
+            f"Name:\t{self.name}\nState:\t{self.state}\nPid:\t{self.pid}\n"
+            f"Cpus_allowed:\tf\nCpus_allowed_list:\t{self.allowed_cpus}\n"
+            f"Mems_allowed_list:\t0\nvoluntary_ctxt_switches:\t{self.switches[0]}\n"
+            f"nonvoluntary_ctxt_switches:\t{self.switches[1]}\n"
+        )
 
     def waits_for(self, child: FakeProcess) -> None:
         """What the kernel does at wait(): the child's counters become the parent's."""
         self.waited_ticks += child.ticks + child.waited_ticks
         self.waited_faults += child.faults + child.waited_faults
+        self.waited_major_faults += child.major_faults + child.waited_major_faults
         if self.io is not None and child.io is not None:
             sums = [mine + theirs for mine, theirs in zip(self.io, child.io, strict=True)]
             self.io = (sums[0], sums[1], sums[2], sums[3])

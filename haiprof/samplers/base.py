@@ -92,6 +92,8 @@ class Node:
     """A module like pynvml; None imports that."""
     clock: Clock = time.perf_counter_ns
     """CLOCK_MONOTONIC in ns."""
+    pid: int | None = None
+    """A process to look at as at a rank, though it did not report in: `haiprof doctor`'s own."""
 
 
 class Sampler(Protocol):

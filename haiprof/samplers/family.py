@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
+from haiprof.samplers.base import Unavailable
 from haiprof.samplers.procfs import TICK_NS, ProcessReading
 
-_Counters = tuple[int, int, int, int, int]
-_ZERO: _Counters = (0, 0, 0, 0, 0)
+_Counters = tuple[int, ...]  # CPU time, minor faults, major faults, and the four of io
+_ZERO: _Counters = (0,) * 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +40,15 @@ class FamilyTotals:
     cpu_main_ns: int
     """Of the process alone."""
     rss_bytes: int
+    minor_faults: int
+    major_faults: int
     thread_count: int
     io_bytes: tuple[int, int, int, int] | None
     """rchar, wchar, read_bytes, write_bytes; None when those of the process cannot be read."""
-    io_reasons: tuple[str, ...]
-    """Why bytes are missing, of the process or of a descendant."""
+    io_missing: Unavailable | None
+    """Why there are none."""
+    child_io_missing: Unavailable | None
+    """Why those of some descendant are left out of the sum."""
 
 
 class Family:
@@ -87,8 +92,7 @@ class Family:
         self._members = members
         values = [self._carried, *map(_counters, (*members.values(), *self._pending.values()))]
         totals = (sum(column) for column in zip(*values, strict=True))
-        cpu, *io = map(max, totals, self._highest)
-        self._highest = (cpu, io[0], io[1], io[2], io[3])
+        self._highest = tuple(map(max, totals, self._highest))
         return _totals(main, members.values(), self._highest)
 
     def _read_members(
@@ -152,26 +156,29 @@ def _heir(pid: int, members: Container[int], parents: Mapping[int, int]) -> int 
 
 
 def _counters(reading: ProcessReading) -> _Counters:
-    return (reading.total_ticks * TICK_NS, *(reading.io_bytes or (0, 0, 0, 0)))
+    faults = (reading.faults, reading.major_faults)
+    return (reading.total_ticks * TICK_NS, *faults, *(reading.io_bytes or (0, 0, 0, 0)))
 
 
 def _added(left: _Counters, right: _Counters) -> _Counters:
-    cpu, *io = map(sum, zip(left, right, strict=True))
-    return (cpu, io[0], io[1], io[2], io[3])
+    return tuple(map(sum, zip(left, right, strict=True)))
 
 
 def _totals(
     main: ProcessReading, members: Iterable[ProcessReading], counters: _Counters
 ) -> FamilyTotals:
     running = [r for r in members if r.running]
-    unread = [r for r in running if r.io_reason]
-    reasons = {r.io_reason if r is main else f"a child is left out: {r.io_reason}" for r in unread}
+    unread = (r.io_missing for r in running if r is not main and r.io_missing)
+    read, written, storage_read, storage_written = counters[3:]
     return FamilyTotals(
         process_count=len(running),
         cpu_ns=counters[0],
         cpu_main_ns=main.own_ticks * TICK_NS,
         rss_bytes=sum(r.rss_bytes for r in running),
+        minor_faults=counters[1],
+        major_faults=counters[2],
         thread_count=sum(r.thread_count for r in running),
-        io_bytes=None if main.io_bytes is None else counters[1:],
-        io_reasons=tuple(sorted(reasons)),
+        io_bytes=main.io_bytes and (read, written, storage_read, storage_written),
+        io_missing=main.io_missing,
+        child_io_missing=next(unread, None),
     )

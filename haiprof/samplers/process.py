@@ -1,172 +1,141 @@
-"""Per-rank CPU, memory and read/write bytes, children included, read from outside the process."""
+"""Per-rank CPU, memory, faults and read/write bytes, children included, read from outside."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from haiprof.errors import RunFormatError
-from haiprof.rundir.layout import RankPaths, RunPaths
-from haiprof.rundir.reader import read_json
+from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.tables.process import PROCESS
-from haiprof.samplers.base import (
-    ALL_METRICS,
-    Clock,
-    CounterState,
-    Missing,
-    MissingLog,
-    Node,
-    or_null,
-)
-from haiprof.samplers.family import Family, FamilyTotals
-from haiprof.samplers.procfs import ProcessReading, read_process
+from haiprof.samplers.base import Clock, Unavailable
+from haiprof.samplers.family import Family
+from haiprof.samplers.procfs import file_reading, read_process
 from haiprof.samplers.proctree import ProcessTree
+from haiprof.samplers.ranks import RankProcess, RankSampler
+from haiprof.samplers.table import EntityGone, Reading, Value
 
 _IO_COLUMNS = ("read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes")
+_FAMILY_COLUMNS = (
+    "process_count",
+    "cpu_ns",
+    "cpu_main_ns",
+    "memory_rss_bytes",
+    "thread_count",
+    "page_fault_count",
+    "major_page_fault_count",
+    *_IO_COLUMNS,
+)
+_SWITCH_COLUMNS = ("context_switch_count", "involuntary_context_switch_count")
 
 
-class ProcessSampler:
+class ProcessSampler(RankSampler):
     """One record per rank process of this host; ranks are found as they report in.
 
     Resident memory is summed over processes: pages that workers share with the rank count for
     each of them. Reads through mmap, GPUDirect storage and RDMA are not in the byte counters.
 
+    Run-queue wait and context switches are those of the main thread alone, which runs the training
+    loop: the kernel has no sum over threads (`/proc/PID/schedstat` and `status` are the main
+    thread's), and a sum over `/proc/PID/task` costs as many reads as there are threads and steps
+    back whenever one of them ends. As time of one thread, the wait is a share of its time.
+
     Args:
         run: Whose ranks.
         host: This host as the ranks name it.
+        pid: One more process to look at, that did not report in.
         root: Where /proc is.
         clock: CLOCK_MONOTONIC in ns.
     """
 
     name = "process"
-    recorder = "process"
-    every = 1
     table = PROCESS
-    read_limit_ns = 50_000_000
 
     def __init__(
         self,
         run: RunPaths,
         host: str,
         *,
+        pid: int | None = None,
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
     ) -> None:
-        self._ranks = run.ranks
-        self._host = host
-        self._root = root
-        self._clock = clock
-        self._record = PROCESS.struct
+        super().__init__(run, host, pid=pid, root=root, clock=clock)
         self._tree = ProcessTree(root)
-        self._missing = MissingLog()
-        self._read_folders: set[str] = set()
-        self._families: dict[int, Family] = {}
+        self._rank_pids: set[int] = set()
 
-    @classmethod
-    def for_node(cls, node: Node) -> ProcessSampler:
-        """The sampler of a node."""
-        return cls(node.run, node.host, root=node.root, clock=node.clock)
+    def refresh(self) -> None:
+        """Takes up new ranks, and sees who is whose child."""
+        super().refresh()
+        self._rank_pids = {entity.key[0] for entity in self.entities}
+        if self._rank_pids:
+            self._tree.refresh()
 
-    def open(self) -> list[Missing]:
-        """Sees whether there is a /proc."""
-        if (self._root / "proc").is_dir():
-            return []
-        return [Missing(ALL_METRICS, f"{self._root / 'proc'}: no such folder")]
+    def readings(self, process: RankProcess) -> tuple[Reading, ...]:
+        """The process with its children, then its main thread."""
+        folder = self.root / "proc" / str(process.pid)
+        family = Family(process.pid, process.start_ticks)
+        return (
+            Reading(
+                columns=_FAMILY_COLUMNS,
+                origin=f"{folder}/{{io,statm,stat}} and those of its children",
+                read=partial(self._read_family, process, family),
+            ),
+            file_reading(
+                folder / "schedstat",
+                ("run_queue_wait_ns",),
+                parse_run_queue_wait,
+                lacking="the kernel does not count it",
+                remedy="a kernel with CONFIG_SCHEDSTATS, or sysctl kernel.task_delayacct=1",
+            ),
+            file_reading(folder / "status", _SWITCH_COLUMNS, parse_context_switches),
+        )
 
-    def header(self) -> dict[str, object]:
-        """Nothing beyond the columns."""
-        return {}
-
-    def urgent(self) -> bool:
-        """Whether a rank has reported in since the last sample."""
-        return any(self._report(name).exists() for name in self._new_folders())
-
-    def sample(self) -> bytes:
-        """One record per rank process that is alive."""
-        for name in sorted(self._new_folders()):
-            self._find_rank(name)
-        if not self._families:
-            return b""
-        self._tree.refresh()
-        return b"".join([self._sample_family(family) for family in list(self._families.values())])
-
-    def drain_missing(self) -> list[Missing]:
-        """What could not be read since the last call."""
-        return self._missing.drain()
-
-    def drain_lines(self) -> list[Mapping[str, object]]:
-        """Nothing: ranks report in themselves."""
-        return []
-
-    def states(self) -> list[CounterState]:
-        """Of the ranks that reported in."""
-        return []
-
-    def close(self) -> None:
-        """Holds nothing open between samples: a rank may have hundreds of workers."""
-
-    def _new_folders(self) -> set[str]:
-        try:
-            return set(os.listdir(self._ranks)) - self._read_folders
-        except OSError:
-            return set()  # no rank has reported in yet, or the run directory was deleted
-
-    def _report(self, name: str) -> Path:
-        return RankPaths(self._ranks / name).report
-
-    def _find_rank(self, name: str) -> None:
-        """Takes up the process that a rank folder names; a folder without a report waits."""
-        report = self._report(name)
-        if not report.exists():
-            return
-        self._read_folders.add(name)
-        try:
-            content = read_json(report)
-            if content["host"] == self._host:
-                self._add_family(name, content)
-        except (RunFormatError, KeyError, TypeError, ValueError) as error:
-            self._missing.note(f"rank {name}", f"its report cannot be used: {error!r}")
-
-    def _add_family(self, name: str, content: dict[str, Any]) -> None:
-        pid, start_ticks = int(content["pid"]), int(content["start_ticks"])
-        reading = read_process(self._root, pid)
-        if reading is None:
-            reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"
-        elif reading.start_ticks != start_ticks:
-            reason = f"process {pid} is not the one that reported in (it started at another time)"
-        else:
-            self._families[pid] = Family(pid, start_ticks)
-            return
-        self._missing.note(f"rank {name}", reason)
-
-    def _sample_family(self, family: Family) -> bytes:
-        before = self._clock()
-        totals = family.update(self._tree.children, self._read, others=self._families)
+    def _read_family(self, process: RankProcess, family: Family) -> tuple[Value | Unavailable, ...]:
+        read = partial(read_process, self.root)
+        totals = family.update(self._tree.children, read, others=self._rank_pids)
         if totals is None:
-            del self._families[family.pid]
-            return b""
-        for reason in totals.io_reasons:
-            for column in _IO_COLUMNS:
-                self._missing.note(column, f"rank process {family.pid}: {reason}")
-        return self._pack(before, family, totals)
-
-    def _read(self, pid: int) -> ProcessReading | None:
-        return read_process(self._root, pid)
-
-    def _pack(self, before: int, family: Family, totals: FamilyTotals) -> bytes:
-        io_bytes = totals.io_bytes or (None, None, None, None)
-        return self._record.pack(
-            before,
-            self._clock() - before,
-            family.pid,
-            family.start_ticks,
+            raise EntityGone
+        if totals.child_io_missing is not None:
+            self._note_child(process, totals.child_io_missing)
+        io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4
+        return (
             totals.process_count,
             totals.cpu_ns,
             totals.cpu_main_ns,
             totals.rss_bytes,
-            *map(or_null, io_bytes),
             totals.thread_count,
+            totals.minor_faults + totals.major_faults,
+            totals.major_faults,
+            *io_bytes,
         )
+
+    def _note_child(self, process: RankProcess, why: Unavailable) -> None:
+        for column in _IO_COLUMNS:
+            reason = f"{process.name}: a child is left out: {why.reason}"
+            self.missing.note(column, reason, why.status, why.remedy)
+
+
+def parse_run_queue_wait(content: bytes) -> tuple[int | None]:
+    """Time in ns in which a thread could run and had no CPU, from its schedstat.
+
+    A kernel that does not count writes `0 0 0`, which a thread that ever ran cannot have.
+
+    Source: Linux Documentation/scheduler/sched-stats.rst, fs/proc/base.c proc_pid_schedstat().
+    """
+    ran_ns, waited_ns, run_count = map(int, content.split())
+    return (waited_ns if ran_ns or waited_ns or run_count else None,)
+
+
+def parse_context_switches(content: bytes) -> tuple[int | None, int | None]:
+    """All context switches of a thread and the involuntary ones, from its status."""
+    voluntary = _status_number(content, b"\nvoluntary_ctxt_switches:")
+    involuntary = _status_number(content, b"\nnonvoluntary_ctxt_switches:")
+    if voluntary is None or involuntary is None:
+        return (None, involuntary)
+    return (voluntary + involuntary, involuntary)
+
+
+def _status_number(content: bytes, name: bytes) -> int | None:
+    at = content.find(name)
+    return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.samplers.base import Unavailable, os_status
 from haiprof.samplers.table import Reading, Value
 
 # 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
@@ -16,6 +17,7 @@ _STAT_BYTES = 4096
 
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+OTHER_USER = "run haiprof as the user of the job"
 
 
 class KeptFile:
@@ -101,13 +103,15 @@ class ProcessReading:
     """The same with those of the children it has waited for."""
     faults: int
     """Minor faults of the process and of the children it has waited for."""
+    major_faults: int
+    """The same of those that waited for storage."""
     waited_faults: int
     """Those of the children alone: grows at each wait, so it shows that there was one."""
     rss_bytes: int
     thread_count: int
     io_bytes: tuple[int, int, int, int] | None
     """rchar, wchar, read_bytes, write_bytes; the kernel adds a child's when it is waited for."""
-    io_reason: str
+    io_missing: Unavailable | None
     """Why there are none."""
 
 
@@ -118,15 +122,11 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
     Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
     """
     folder = f"{root}/proc/{pid}"
-    io_bytes, io_reason = None, ""
-    try:
-        io_bytes = _parse_io(_read_small(f"{folder}/io"))
-    except (OSError, ValueError, IndexError) as error:
-        io_reason = f"/proc/PID/io: {getattr(error, 'strerror', None) or 'unexpected content'}"
+    io_result = _read_io(f"{folder}/io")
     try:
         rss_bytes = int(_read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
         fields = stat_fields(_read_small(f"{folder}/stat"))
-        return _reading(pid, fields, rss_bytes, (io_bytes, io_reason))
+        return _reading(pid, fields, rss_bytes, io_result)
     except (OSError, ValueError, IndexError):
         return None
 
@@ -135,6 +135,14 @@ def read_parent(root: Path, pid: int) -> int | None:
     """The parent's pid; None when the process is gone."""
     try:
         return int(stat_fields(_read_small(f"{root}/proc/{pid}/stat"))[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_start_ticks(root: Path, pid: int) -> int | None:
+    """When the process started; None when it is gone."""
+    try:
+        return int(stat_fields(_read_small(f"{root}/proc/{pid}/stat"))[19])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -148,7 +156,7 @@ def _reading(
     pid: int,
     fields: list[bytes],
     rss_bytes: int,
-    io_result: tuple[tuple[int, int, int, int] | None, str],
+    io_result: tuple[int, int, int, int] | Unavailable,
 ) -> ProcessReading:
     own = int(fields[11]) + int(fields[12])
     waited_faults = int(fields[8])
@@ -160,12 +168,25 @@ def _reading(
         own_ticks=own,
         total_ticks=own + int(fields[13]) + int(fields[14]),
         faults=int(fields[7]) + waited_faults,
+        major_faults=int(fields[9]) + int(fields[10]),
         waited_faults=waited_faults,
         rss_bytes=rss_bytes,
         thread_count=int(fields[17]),
-        io_bytes=io_result[0],
-        io_reason=io_result[1],
+        io_bytes=None if isinstance(io_result, Unavailable) else io_result,
+        io_missing=io_result if isinstance(io_result, Unavailable) else None,
     )
+
+
+def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:
+    try:
+        return _parse_io(_read_small(path))
+    except OSError as error:
+        status = os_status(error)
+        because = "" if status == "denied" else " (a kernel without CONFIG_TASK_IO_ACCOUNTING)"
+        reason = f"/proc/PID/io: {error.strerror}{because}"
+        return Unavailable(reason, status=status, remedy=OTHER_USER if not because else "")
+    except (ValueError, IndexError):
+        return Unavailable("/proc/PID/io: unexpected content", status="unsupported")
 
 
 def _parse_io(content: bytes) -> tuple[int, int, int, int]:

@@ -175,8 +175,30 @@ def test_family_unreadable_bytes_are_missing_with_the_reason(kernel: Kernel) -> 
     totals = kernel.totals()
     assert totals.io_bytes is None
     assert totals.cpu_ns == 5 * TICK_NS
-    (reason,) = totals.io_reasons
-    assert "No such file" in reason
+    assert totals.io_missing is not None
+    assert "No such file" in totals.io_missing.reason
+
+
+def test_family_child_without_bytes_is_left_out_with_the_reason(kernel: Kernel) -> None:
+    kernel.fork(11)
+    kernel.tree.remove("proc/11/io")
+    totals = kernel.totals()
+    assert totals.io_bytes == (100, 0, 0, 0)
+    assert totals.io_missing is None
+    assert totals.child_io_missing is not None
+
+
+def test_family_faults_include_those_of_waited_children(kernel: Kernel) -> None:
+    worker = kernel.fork(11)
+    worker.major_faults = 7
+    kernel.work(11, ticks=1, rchar=1)
+    before = kernel.totals()
+    assert (before.minor_faults, before.major_faults) == (202, 7)
+    worker.major_faults = 9  # after the last read
+    kernel.work(11, ticks=1, rchar=1)
+    kernel.exit(11)
+    after = kernel.totals()
+    assert (after.minor_faults, after.major_faults) == (203, 9)
 
 
 def test_family_zombie_worker_counts_its_time_but_not_as_a_process(kernel: Kernel) -> None:

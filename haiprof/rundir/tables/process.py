@@ -20,5 +20,24 @@ PROCESS = Table(
         Column("storage_read_bytes", "i64", "bytes", "counter", "io read_bytes: storage layer"),
         Column("storage_write_bytes", "i64", "bytes", "counter", "io write_bytes: storage layer"),
         Column("thread_count", "i64", "count", "gauge", "threads, summed"),
+        Column("page_fault_count", "i64", "count", "counter", "stat minflt + majflt, summed"),
+        Column("major_page_fault_count", "i64", "count", "counter", "stat majflt: from storage"),
+        Column(
+            "run_queue_wait_ns",
+            "i64",
+            "ns",
+            "counter",
+            "schedstat of the main thread alone: able to run, and no CPU free",
+        ),
+        Column(
+            "context_switch_count", "i64", "count", "counter", "status of the main thread alone"
+        ),
+        Column(
+            "involuntary_context_switch_count",
+            "i64",
+            "count",
+            "counter",
+            "those of them in which the kernel took the CPU away",
+        ),
     ),
 )

@@ -1,0 +1,142 @@
+"""The rank processes of a node: found as they report in, one entity each in a table by process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.errors import RunFormatError
+from haiprof.rundir.layout import RankPaths, RunPaths
+from haiprof.rundir.reader import read_json
+from haiprof.samplers.base import Clock, Node, Unavailable
+from haiprof.samplers.procfs import read_start_ticks
+from haiprof.samplers.table import Entity, Reading, TableSampler
+
+_OTHER_NAMESPACE = "run haiprof where the rank runs, in the same container"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """One process to look at."""
+
+    name: str
+    """For people: `rank 0`, `rank 0 attempt 1`."""
+    pid: int
+    start_ticks: int
+    """Its start time (stat field 22): with the pid it names a process for good."""
+    gpu_uuid: str | None = None
+    """The GPU that it uses, as it said itself."""
+
+
+class RankSampler(TableSampler):
+    """Samples a table with the keys `pid, start_ticks`; a subclass gives the readings.
+
+    A rank that starts again, and a pid that is used again, is another key: a rate never crosses
+    it. The first reading of a rank has to raise `EntityGone` when the process has ended.
+
+    Args:
+        run: Whose ranks.
+        host: This host as the ranks name it.
+        pid: One more process to look at, that did not report in.
+        root: Where /proc and /sys are.
+        clock: CLOCK_MONOTONIC in ns.
+    """
+
+    recorder = "process"
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        *,
+        pid: int | None = None,
+        root: Path = Path("/"),
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        super().__init__(clock=clock)
+        self.root = root
+        self._ranks = run.ranks
+        self._host = host
+        self._pid = pid
+        self._read_folders: set[str] = set()
+
+    @classmethod
+    def for_node(cls, node: Node) -> RankSampler:
+        """The sampler of a node."""
+        return cls(node.run, node.host, pid=node.pid, root=node.root, clock=node.clock)
+
+    def readings(self, process: RankProcess) -> tuple[Reading, ...]:
+        """What is read of one process."""
+        raise NotImplementedError
+
+    def find(self) -> Iterable[Entity]:
+        """The process that was asked for; ranks come with `refresh`."""
+        if not (self.root / "proc").is_dir():
+            raise Unavailable(f"{self.root / 'proc'}: no such folder")
+        if self._pid is None:
+            return []
+        start_ticks = read_start_ticks(self.root, self._pid)
+        if start_ticks is None:
+            raise Unavailable(f"no process {self._pid}")
+        name = f"process {self._pid}"
+        return [self._entity(RankProcess(name=name, pid=self._pid, start_ticks=start_ticks))]
+
+    def refresh(self) -> None:
+        """Takes up the ranks that have reported in since."""
+        for folder in sorted(self._new_folders()):
+            self._find_rank(folder)
+
+    def urgent(self) -> bool:
+        """Whether a rank has reported in since the last sample."""
+        return any(self._report(folder).exists() for folder in self._new_folders())
+
+    def _new_folders(self) -> set[str]:
+        try:
+            return set(os.listdir(self._ranks)) - self._read_folders
+        except OSError:
+            return set()  # no rank has reported in yet, or the run directory was deleted
+
+    def _report(self, folder: str) -> Path:
+        return RankPaths(self._ranks / folder).report
+
+    def _find_rank(self, folder: str) -> None:
+        """Takes up the process that a rank folder names; a folder without a report waits."""
+        report = self._report(folder)
+        if not report.exists():
+            return
+        self._read_folders.add(folder)
+        rank, _, attempt = folder.partition(".")
+        name = f"rank {rank}" + (f" attempt {attempt}" if attempt else "")
+        try:
+            content = read_json(report)
+            if content["host"] != self._host:
+                return
+            uuid = content.get("gpu_uuid")
+            process = RankProcess(
+                name=name,
+                pid=int(content["pid"]),
+                start_ticks=int(content["start_ticks"]),
+                gpu_uuid=uuid if isinstance(uuid, str) else None,
+            )
+        except (RunFormatError, KeyError, TypeError, ValueError) as error:
+            self.missing.note(name, f"its report cannot be used: {error!r}")
+            return
+        self._check(process)
+
+    def _check(self, process: RankProcess) -> None:
+        pid, start_ticks = process.pid, read_start_ticks(self.root, process.pid)
+        if start_ticks is None:
+            reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"
+            self.missing.note(process.name, reason, remedy=_OTHER_NAMESPACE)
+        elif start_ticks != process.start_ticks:
+            reason = f"process {pid} is not the one that reported in (it started at another time)"
+            self.missing.note(process.name, reason)
+        elif (pid, start_ticks) not in {entity.key for entity in self.entities}:
+            self.add(self._entity(process))
+
+    def _entity(self, process: RankProcess) -> Entity:
+        key = (process.pid, process.start_ticks)
+        return Entity(key=key, name=process.name, readings=self.readings(process))
