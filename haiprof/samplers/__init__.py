@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.host import HostSampler
+from haiprof.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
 from haiprof.samplers.process import ProcessSampler
 
-SAMPLERS = (HostSampler, ProcessSampler, GpuSampler)
+SAMPLERS = (
+    HostSampler,
+    ProcessSampler,
+    GpuSampler,
+    InfinibandSampler,
+    InfinibandHealthSampler,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from haiprof.rundir.tables.gpu import GPU
 from haiprof.rundir.tables.host import HOST
+from haiprof.rundir.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
 from haiprof.rundir.tables.process import PROCESS
 
-COUNTER_TABLES = (HOST, PROCESS, GPU)
+COUNTER_TABLES = (HOST, PROCESS, GPU, INFINIBAND, INFINIBAND_HEALTH)
