@@ -17,11 +17,15 @@ RECORDERS = ("phases", "host", "process", "gpu", "infiniband", "numa", "filesyst
 RECORDER_GROUPS = {"all": RECORDERS, "basic": ("phases", "host", "process")}
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
+BURST_HZ_RANGE = (10, 200_000)  # Nsight Systems user guide, GPU metrics: sampling frequency
+BURST_SAMPLE_LIMIT = 1_000_000  # per GPU: 2.5 GB of export at the most
 
 ENV_PREFIX = "HAIPROF_"
 ENV_ENABLED = "HAIPROF_ENABLED"
 ENV_ACTIVE = "HAIPROF_ACTIVE_RUN"  # set in the job: the run directory that is being recorded
 ENV_DEBUG = "HAIPROF_DEBUG"
+ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
+ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
 _NAME_OK = re.compile(r"[^A-Za-z0-9._-]+")
@@ -47,6 +51,12 @@ class Options:
     """Name of the job; empty takes the script's."""
     run_id: str = ""
     """Shared by launchers of one job on several nodes, so that they write one run directory."""
+    burst: bool = False
+    """A short window of GPU metrics by Nsight Systems, beside the job."""
+    burst_hz: int = 10_000
+    """Samples per second in a burst."""
+    burst_time_s: float = 5.0
+    """Length of a burst in seconds."""
     tensorboard: bool = False
     """Live scalars for TensorBoard beside the run."""
     quiet: bool = False
@@ -63,10 +73,23 @@ class Options:
                 )
             if not math.isfinite(seconds) or seconds < MIN_INTERVAL_S:
                 raise UsageError(f"interval.{recorder} must be {MIN_INTERVAL_S} s or more")
+        self._check_burst()
         if self.trace:
             raise UsageError(
                 "trace windows (--trace, profile.trace, HAIPROF_TRACE) are not in this version",
                 hint="leave the option out to record phases and counters",
+            )
+
+    def _check_burst(self) -> None:
+        low, high = BURST_HZ_RANGE
+        if not low <= self.burst_hz <= high:
+            raise UsageError(f"burst-hz must be {low} to {high}")
+        if not math.isfinite(self.burst_time_s) or self.burst_time_s <= 0:
+            raise UsageError("burst-time must be more than 0 seconds")
+        if self.burst_hz * self.burst_time_s > BURST_SAMPLE_LIMIT:
+            raise UsageError(
+                f"burst-hz times burst-time is {self.burst_hz * self.burst_time_s:g} samples",
+                hint=f"at most {BURST_SAMPLE_LIMIT}: a shorter burst, or fewer samples per second",
             )
 
     def interval(self, recorder: str) -> float:
@@ -84,6 +107,9 @@ class Options:
             "log_dir": str(self.log_dir),
             "name": self.name,
             "run_id": self.run_id,
+            "burst": self.burst,
+            "burst_hz": self.burst_hz,
+            "burst_time": self.burst_time_s,
             "tensorboard": self.tensorboard,
             "quiet": self.quiet,
         }
@@ -151,6 +177,12 @@ OPTIONS = (
                "name of the job (default: the script's)"),
     OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
                "the same on every node of one job: they share a run directory"),
+    OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
+               "GPU metrics each 100 us for 5 s, by Nsight Systems (nsys)"),
+    OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
+               "samples per second of a burst (default: 10000)"),
+    OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
+               "length of a burst (default: 5)"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
                "write live scalars for TensorBoard beside the run"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",

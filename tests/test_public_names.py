@@ -30,7 +30,7 @@ def test_analyzer_has_the_documented_methods() -> None:
 
 
 def test_commands_are_frozen() -> None:
-    assert list(COMMANDS) == ["overview", "rank", "list", "verdict", "scalars", "doctor"]
+    assert list(COMMANDS) == ["overview", "rank", "list", "verdict", "scalars", "doctor", "export"]
 
 
 def test_launch_options_are_frozen() -> None:

@@ -39,6 +39,8 @@ class Agent:
     options: Options
     host: str = field(default_factory=socket.gethostname)
     unreported: dict[int, Unreported] = field(default_factory=dict)
+    elected: bool = False
+    """Whether this launcher is the one that samples this node."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _scan_at: float = 0.0
@@ -47,7 +49,8 @@ class Agent:
 
     def start(self) -> None:
         """Starts sampling, unless another launcher on this node already does."""
-        if not self._elected():
+        self.elected = self._elect()
+        if not self.elected:
             return
         self._thread = threading.Thread(target=self._sample, name="haiprof-sampler", daemon=True)
         self._thread.start()
@@ -106,7 +109,7 @@ class Agent:
             writer.close()
         return missing
 
-    def _elected(self) -> bool:
+    def _elect(self) -> bool:
         node = self.run.node(self.host)
         try:
             node.root.mkdir(parents=True)

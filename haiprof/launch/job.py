@@ -19,6 +19,8 @@ from haiprof.rundir.reader import read_failures
 
 if TYPE_CHECKING:
     from haiprof.launch.agent import Agent
+    from haiprof.launch.burst import Burst
+    from haiprof.launch.nsys import Nsys, Refusal
 
 VERDICT_TIMEOUT_S = 120.0
 _NAMED_REASONS = 8
@@ -57,6 +59,8 @@ class Job:
         self._program = _HAIPROF.format(parent=package_parent)
         self._supervisor: Supervisor | None = None
         self._agent: Agent | None = None
+        self._nsys: Nsys | Refusal | None = None
+        self._burst: Burst | None = None
         self._verdict: subprocess.Popen[bytes] | None = None
         self._judged_ranks = 0
         self._scalars: subprocess.Popen[bytes] | None = None
@@ -69,6 +73,8 @@ class Job:
         Raises:
             OSError: The program does not exist or cannot be executed.
         """
+        if self.options.burst:
+            self._beside(lambda: self._prepare_burst(supervisor, environ))
         supervisor.start(command, job_environment(environ, self.run))
         self._supervisor = supervisor
         self._beside(self._start_agent)
@@ -100,22 +106,50 @@ class Job:
             self._agent = None
             return None
 
+    def _prepare_burst(self, supervisor: Supervisor, environ: Mapping[str, str]) -> None:
+        """Says before the job starts why there will be no burst, where there will be none."""
+        from haiprof.launch.burst import prepare_burst
+        from haiprof.launch.nsys import Refusal
+
+        self._nsys = prepare_burst(
+            environ, log_dir=self.run.root, options=self.options, in_child=supervisor.unblock
+        )
+        if isinstance(self._nsys, Refusal):
+            say(f"no burst of GPU metrics: {self._nsys.reason}; to have one: {self._nsys.remedy}")
+
+    def _start_burst(self, nsys: Nsys | Refusal, supervisor: Supervisor, host: str) -> None:
+        from haiprof.launch.burst import Burst, has_trained
+
+        def trained() -> bool:
+            return any(has_trained(paths.phases) for _, _, paths in self.run.rank_folders())
+
+        node = self.run.node(host)
+        self._burst = Burst(
+            node, self.options, nsys, has_trained=trained, in_child=supervisor.unblock
+        )
+
     def _start_agent(self) -> None:
         from haiprof.launch.agent import Agent  # loads while the job starts
 
         _detach_streams()
         self._agent = Agent(self.run, self.options)
         self._agent.start()
+        if self._nsys is not None and self._supervisor is not None and self._agent.elected:
+            self._start_burst(self._nsys, self._supervisor, self._agent.host)
         if self.options.tensorboard and self.created:
             self._scalars = self._haiprof("scalars", "--follow", nice=True)
 
     def _tick(self) -> None:
         agent, supervisor = self._agent, self._supervisor
+        if self._burst is not None:
+            self._burst.tick()
         if agent is None or supervisor is None or self._verdict is not None:
             return
         agent.tick(supervisor.pid)
         if self.options.time_s and agent.recording_is_over():
             agent.stop()
+            if self._burst is not None:
+                self._burst.cancel("the recording ended before the burst began")
             if self.created and not self.options.quiet:
                 say(f"recorded {self.options.time_s:g} s; the job runs on without haiprof's hooks")
                 self._judge(nice=True)
@@ -123,6 +157,10 @@ class Job:
     def _stop_agent(self) -> None:
         if self._agent is not None:
             self._agent.stop()
+        if self._burst is not None and self._supervisor is not None:
+            self._burst.finish(
+                "the job ended before the burst was over", self._supervisor.asked_to_end
+            )
 
     # -- after the job ------------------------------------------------------------------------
 

@@ -54,6 +54,31 @@ class NodePaths:
         """What happened beside the job: cost, missing counters, processes that did not report."""
         return self.root / "events.jsonl"
 
+    @property
+    def bursts(self) -> Path:
+        """What Nsight Systems wrote about a short window (`--burst`)."""
+        return self.root / "bursts"
+
+    @property
+    def burst_report(self) -> Path:
+        """Its report, for its own viewer."""
+        return self.bursts / "gpu.nsys-rep"
+
+    @property
+    def burst_export(self) -> Path:
+        """The report as SQLite, which haiprof reads."""
+        return self.bursts / "gpu.sqlite"
+
+    @property
+    def burst_log(self) -> Path:
+        """What Nsight Systems printed."""
+        return self.bursts / "nsys.log"
+
+    @property
+    def burst_scratch(self) -> Path:
+        """Its temporary files; gone once it has ended."""
+        return self.bursts / "tmp"
+
     def records(self, source: str) -> Path:
         """The record file of one sampler, such as `host`, `process` or `gpu`."""
         return self.root / f"{source}.rec"
