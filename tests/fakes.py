@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
+
 _MEMINFO = """\
 MemTotal:       16384000 kB
 MemFree:         1024000 kB
 MemAvailable:    8192000 kB
 Buffers:           10240 kB
+Cached:          4096000 kB
+SwapCached:            0 kB
+SwapTotal:       2048000 kB
+SwapFree:        2000000 kB
+Dirty:               512 kB
+AnonPages:        131296 kB
+Shmem:            300000 kB
+ShmemHugePages:        0 kB
+AnonHugePages:      4096 kB
+HugePages_Total:       8
+HugePages_Free:        6
+Hugepagesize:       2048 kB
+"""
+
+_VMSTAT = """\
+nr_free_pages 2489517
+numa_hit 193040443
+pgpgin 9825253
+pswpin 3
+pswpout 4
+pgfault 1000
+pgmajfault 20
+oom_kill 1
+numa_hint_faults 7
+numa_hint_faults_local 6
+numa_pages_migrated 5
+compact_stall 2
+compact_fail 1
+nr_unstable 0
+"""
+
+_SNMP = """\
+Ip: Forwarding DefaultTTL InReceives
+Ip: 1 64 242
+Tcp: RtoAlgorithm RtoMin RtoMax MaxConn ActiveOpens OutSegs RetransSegs InErrs
+Tcp: 1 200 120000 -1 2129 5000 135 0
+Udp: InDatagrams NoPorts
+Udp: 12 0
+"""
+
+_NETSTAT = """\
+TcpExt: SyncookiesSent ListenOverflows ListenDrops TCPTimeouts
+TcpExt: 0 1 2 3
+IpExt: InNoRoutes InTruncatedPkts
+IpExt: 0 0
 """
 
 _DISKSTATS = """\
@@ -32,7 +81,17 @@ eth1:123456789012     1    0    0    0     0          0         0       30      
  bond0:    5000      10    0    0    0     0          0         0     5000      10    0    0    0
 """
 
+_NET_HEADER = "".join(_NET_DEV.splitlines(keepends=True)[:2])
 _PRESSURE = "some avg10=0.00 avg60=0.10 avg300=0.00 total={}\nfull avg10=0.00 avg60=0 total=3\n"
+_STAT_TAIL = """\
+intr 8307859 0 0 9 0
+ctxt 5
+btime 1795264429
+processes 52048
+procs_running 4
+procs_blocked 2
+softirq 3104650 0 458953 5
+"""
 
 
 class FakeTree:
@@ -49,6 +108,9 @@ class FakeTree:
         self.write("proc/meminfo", _MEMINFO)
         self.write("proc/diskstats", _DISKSTATS)
         self.write("proc/net/dev", _NET_DEV)
+        self.write("proc/vmstat", _VMSTAT)
+        self.write("proc/net/snmp", _SNMP)
+        self.write("proc/net/netstat", _NETSTAT)
         for name, total_us in (("cpu", 7), ("memory", 8), ("io", 9)):
             self.write(f"proc/pressure/{name}", _PRESSURE.format(total_us))
         for name in ("loop0", "nvme0n1", "sda"):
@@ -74,8 +136,26 @@ class FakeTree:
     def cpu(self, *, user: int = 0, idle: int = 0, iowait: int = 0, cpu_count: int = 4) -> None:
         """Puts /proc/stat in place; times in ticks."""
         times = f"{user} 10 50 {idle} {iowait} 3 2 1 40 0"
-        lines = [f"cpu  {times}", *(f"cpu{n} {times}" for n in range(cpu_count)), "ctxt 5"]
-        self.write("proc/stat", "\n".join(lines) + "\n")
+        lines = [f"cpu  {times}", *(f"cpu{n} {times}" for n in range(cpu_count)), _STAT_TAIL]
+        self.write("proc/stat", "\n".join(lines))
+
+    def disks(self, **counts: tuple[int, int, int]) -> None:
+        """Puts /proc/diskstats in place: by disk, sectors read, sectors written, ms busy."""
+        lines = [
+            f" 259 {at} {name} 10 0 {read} 3 20 0 {written} 9 0 {busy % (1 << 32)} 120"
+            for at, (name, (read, written, busy)) in enumerate(counts.items())
+        ]
+        self.write("proc/diskstats", "\n".join(lines) + "\n")
+        for name in counts:
+            (self.root / "sys/block" / name / "slaves").mkdir(parents=True, exist_ok=True)
+
+    def interfaces(self, **counts: tuple[int, int]) -> None:
+        """Puts /proc/net/dev in place: by interface, bytes received and sent."""
+        lines = [
+            f"{name:>6}: {received} 10 1 2 0 0 0 0 {sent} 20 3 4 0 0 0 0\n"
+            for name, (received, sent) in counts.items()
+        ]
+        self.write("proc/net/dev", _NET_HEADER + "".join(lines))
 
     def process(self, process: FakeProcess) -> None:
         """Puts a process in place, or its new values."""
@@ -99,6 +179,18 @@ class FakeTree:
         exe = self.root / folder / "exe"
         exe.unlink(missing_ok=True)
         exe.symlink_to(process.exe)
+
+
+def fail_reads_of_removed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes an open file whose driver or cgroup is gone fail as the kernel's do: ENODEV."""
+    real = os.pread
+
+    def pread(fd: int, size: int, offset: int) -> bytes:
+        if os.fstat(fd).st_nlink == 0:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return real(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from haiprof.analysis.counters import counter_frame
 from haiprof.analysis.phases import phase_frame
 from haiprof.analysis.ranks import rank_frame, rank_notes
-from haiprof.analysis.run import RankFiles, RunFiles, open_run
+from haiprof.analysis.run import RankFiles, RunFiles, node_notes, open_run
 from haiprof.analysis.segments import RankSegments, load_segments
 from haiprof.analysis.step_frame import step_frame
 from haiprof.errors import RunFormatError
@@ -120,7 +120,7 @@ class Analyzer:
 
     @cached_property
     def _node_notes(self) -> list[str]:
-        return [f"{node.host}: {note}" for node in self.files.nodes for note in node.notes]
+        return [f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)]
 
 
 def _load(rank: RankFiles) -> RankSegments | str:

@@ -43,6 +43,8 @@ _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would ove
 _RATES_OF_NS = {
     "cpu_ns": ("cpu_cores", "cores"),
     "cpu_main_ns": ("cpu_main_cores", "cores"),
+    "cpu_throttled_ns": ("cpu_throttled_cores", "cores"),
+    "disk_busy_ns": ("disk_busy_count", "count"),
     "receive_pause_ns": ("receive_paused_priority_count", "count"),
     "transmit_pause_ns": ("transmit_paused_priority_count", "count"),
 }
@@ -54,8 +56,10 @@ _NS_OF_EVENTS = {
     "server_write_execute_ns": "server_write_count",
     "metadata_execute_ns": "metadata_count",
 }
-_CPU_STATES = ("cpu_user_ns", "cpu_system_ns", "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
-_CPU_BUSY = ("cpu_user_ns", "cpu_system_ns")
+# Shares of one count in another.
+_RATIOS = {"cpu_throttled_ratio": ("cpu_throttled_period_count", "cpu_period_count")}
+_CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_softirq_ns")
+_CPU_STATES = (*_CPU_BUSY, "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 
 Flags = npt.NDArray[np.int8]
 
@@ -95,7 +99,7 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
         or `gpu`), `entity` (what of it, such as a port; null for the node), `rank` (of a process;
         of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`, `flag`. Gauges
         are as stored. Counters are rates since the sample before, at the later time:
-        `..._per_s`, `cpu_utilization_ratio` (user and system of all CPUs), `cpu_cores` (of a
+        `..._per_s`, `cpu_utilization_ratio` (of all CPUs, work of any kind), `cpu_cores` (of a
         process with its children), `..._ratio`; times of requests (`server_read_rtt_ns`) are the
         mean of those since the sample before. No row where a value is missing.
 
@@ -219,6 +223,11 @@ def _metrics(records: RecordFile, samples: Samples) -> Iterator[_Metric]:
             else:
                 count, _ = _growth(events, samples.follows, 64, False)
                 yield _Metric(name=name, unit=unit, values=growth / count, flags=flags)
+    for name, (part, whole) in _RATIOS.items():
+        if part in samples.columns and whole in samples.columns:
+            part_growth, flags = _growth(samples.columns[part], samples.follows, 64, False)
+            whole_growth, _ = _growth(samples.columns[whole], samples.follows, 64, False)
+            yield _Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from _cpu_shares(samples)
 
@@ -267,17 +276,20 @@ def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> _Metric:
 
 
 def _cpu_shares(samples: Samples) -> Iterator[_Metric]:
-    """Shares of all CPUs' time: of each state, and of user and system together."""
-    growth = {
-        name: _growth(samples.columns[name], samples.follows, 64, False)[0] for name in _CPU_STATES
-    }
-    whole = np.nansum(list(growth.values()), axis=0)  # steal and iowait are not there everywhere
-    whole[whole <= 0] = np.nan
-    none = np.zeros(len(whole), dtype=np.int8)
-    share = partial(_Metric, unit="ratio", flags=none)
-    for name, grown in growth.items():
-        yield share(name=f"{name.removesuffix('_ns')}_ratio", values=grown / whole)
-    busy = sum(growth[name] for name in _CPU_BUSY)
+    """Shares of all CPUs' time: of each state, and of those at work together.
+
+    No share is known where one of the states was set back.
+    """
+    grown = {name: _growth(samples.columns[name], samples.follows, 64, False)
+             for name in _CPU_STATES}  # fmt: skip
+    flags = np.max([flags for _, flags in grown.values()], axis=0)
+    growth = {name: values for name, (values, _) in grown.items()}
+    whole = np.nansum(list(growth.values()), axis=0)  # not every state is there everywhere
+    whole[(whole <= 0) | (flags > 0)] = np.nan
+    share = partial(_Metric, unit="ratio", flags=flags)
+    for name, values in growth.items():
+        yield share(name=f"{name.removesuffix('_ns')}_ratio", values=values / whole)
+    busy = np.nansum([growth[name] for name in _CPU_BUSY], axis=0)
     yield share(name="cpu_utilization_ratio", values=busy / whole)
 
 

@@ -12,6 +12,7 @@ from haiprof.errors import RunFormatError
 from haiprof.rundir.layout import NodePaths, RankPaths, RunPaths
 from haiprof.rundir.manifest import Manifest, newest_run, read_manifest
 from haiprof.rundir.reader import check_version, read_failures, read_json, read_lines
+from haiprof.units import duration_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,19 @@ class RunFiles:
     """Processes in which the hook could not be loaded, with the error."""
     notes: tuple[str, ...]
     """What was damaged, ranks and nodes apart."""
+
+
+def node_notes(node: NodeFiles) -> list[str]:
+    """What was damaged, and what happened to the whole machine while it recorded."""
+    gaps = [integer(line.get("gap_ns")) for line in node.of_type("suspend")]
+    return [
+        *node.notes,
+        *(
+            f"the machine was suspended for {duration_text(gap)}: rates are right, but Unix times"
+            " after it are too early by as much"
+            for gap in gaps
+        ),
+    ]
 
 
 def open_run(path: Path) -> RunFiles:

@@ -16,6 +16,7 @@ from haiprof.rundir.writer import LineWriter
 from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import Clock, Node, Sampler
 from haiprof.samplers.stream import Stream
+from haiprof.samplers.suspend import SuspendWatch, boot_ns
 from haiprof.units import NS_PER_S
 
 _POLL_S = 0.25  # how soon a rank that reports in is noticed
@@ -32,6 +33,7 @@ class SamplingLoop:
         root: Where /proc and /sys are.
         nvml: A module like pynvml; None imports that.
         clock: CLOCK_MONOTONIC in ns.
+        boot_clock: CLOCK_BOOTTIME in ns.
         samplers: In place of those that the options name.
     """
 
@@ -44,6 +46,7 @@ class SamplingLoop:
         root: Path = Path("/"),
         nvml: ModuleType | None = None,
         clock: Clock = time.perf_counter_ns,
+        boot_clock: Clock = boot_ns,
         samplers: Sequence[Sampler] | None = None,
     ) -> None:
         self.failure: str | None = None
@@ -51,6 +54,7 @@ class SamplingLoop:
         self._host = host
         self._options = options
         self._clock = clock
+        self._boot_clock = boot_clock
         self._paths = run.node(host)
         self._samplers = samplers
         self._surroundings = Node(run=run, host=host, root=root, nvml=nvml, clock=clock)
@@ -71,13 +75,16 @@ class SamplingLoop:
 
     def _record(self, stop: threading.Event) -> None:
         meter = _CostMeter(self._clock)
+        watch = SuspendWatch(self._clock, self._boot_clock)
         streams = self._start()
         try:
             while not stop.wait(self._seconds_to_wait(streams)):
+                self._report_suspend(watch)
                 for stream in streams:
                     stream.sample_if_due(self._clock())
                 if meter.due():
                     self._report(meter.line(streams))
+            self._report_suspend(watch)
             for stream in streams:
                 stream.finish()
         finally:
@@ -110,9 +117,14 @@ class SamplingLoop:
         dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
         return max(0.0, min([_POLL_S, *dues]))
 
+    def _report_suspend(self, watch: SuspendWatch) -> None:
+        gap_ns = watch.gap_ns()
+        if gap_ns:
+            self._report({"type": "suspend", "gap_ns": gap_ns})
+
     def _report(self, line: Mapping[str, object]) -> None:
         if self._events is not None:
-            self._events.append({**line, "time_ns": self._clock()})
+            self._events.append({"time_ns": self._clock(), **line})
 
 
 class _CostMeter:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from haiprof import Analyzer
 from haiprof.config import RECORDERS, Options
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.reader import read_lines, read_records
 from haiprof.rundir.schema import Table
+from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.rundir.tables.host import HOST
 from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import ALL_METRICS, CounterState, Missing, Sampler
-from haiprof.samplers.gpu import GpuSampler
-from haiprof.samplers.host import HostSampler
 from haiprof.samplers.loop import SamplingLoop
 from haiprof.samplers.pace import MAX_FACTOR, Pace
-from haiprof.samplers.process import ProcessSampler
 from haiprof.samplers.procfs import read_process
+from haiprof.samplers.suspend import SuspendWatch, boot_ns
+from haiprof.units import NS_PER_S
+from tests.analysis.recorded import row_of, write_run
 from tests.fakes import FakeGpu, FakeNvml
 from tests.samplers.test_process import report
 
@@ -126,7 +128,7 @@ def test_loop_records_what_the_options_name(run: RunPaths) -> None:
     assert gpu.count >= 6
     assert gpu.header["host"] == NODE
     assert gpu.header["pid"] == os.getpid()
-    assert [entry["index"] for entry in gpu.header["gpus"]] == [0, 1]
+    assert [entity["key"] for entity in gpu.header["entities"]] == [[0], [1]]
     assert not run.node(NODE).records("process").exists()
     assert not nvml.is_open
 
@@ -148,8 +150,8 @@ def test_loop_reports_its_cost_at_the_end(run: RunPaths) -> None:
 
 def test_loop_source_that_is_missing_is_an_event_and_no_file(run: RunPaths) -> None:
     run_for(loop_for(run, ("host", "gpu"), nvml=FakeNvml()), 0.15)
-    (missing,) = events(run, "counter_missing")
-    assert (missing["source"], missing["metric"]) == ("gpu", ALL_METRICS)
+    missing = [line for line in events(run, "counter_missing") if line["source"] == "gpu"]
+    assert [line["metric"] for line in missing] == [ALL_METRICS]
     assert not run.node(NODE).records("gpu").exists()
     assert count(run, "host") >= 2
 
@@ -240,9 +242,62 @@ def test_loop_samples_a_rank_soon_after_it_reports(run: RunPaths) -> None:
         rank.kill()
 
 
-def test_samplers_are_the_recorders_beside_the_job() -> None:
-    assert tuple(kind.name for kind in SAMPLERS) == RECORDERS[1:]
-    assert list(SAMPLERS) == [HostSampler, ProcessSampler, GpuSampler]
+def test_samplers_have_a_recorder_and_a_table_of_their_own() -> None:
+    assert {kind.recorder for kind in SAMPLERS} <= set(RECORDERS[1:])
+    names = [kind.name for kind in SAMPLERS]
+    assert len(set(names)) == len(names)
+    assert names == [kind.table.name for kind in SAMPLERS]
+    assert {kind.table for kind in SAMPLERS} <= set(COUNTER_TABLES)
+
+
+def test_loop_over_a_suspended_machine_keeps_rates_right_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    start_ns = time.perf_counter_ns()
+
+    def boot_clock() -> int:
+        """The machine sleeps for an hour, 0.3 s after the start."""
+        now_ns = time.perf_counter_ns()
+        return now_ns + (3600 * NS_PER_S if now_ns - start_ns > 3e8 else 0)
+
+    def steady(_: int) -> bytes:
+        now_ns = time.perf_counter_ns()
+        values = {"time_ns": now_ns, "disk_read_bytes": (now_ns - start_ns) // 1000}
+        return HOST.struct.pack(*row_of(HOST, **values))
+
+    options = Options(recorder=("host",), interval_s={"host": 0.1})
+    run_for(SamplingLoop(run, NODE, options, boot_clock=boot_clock, samplers=[Scripted(steady)]), 1)
+    analyzer = Analyzer(run.root)
+    rates = analyzer.counters().filter(metric="disk_read_bytes_per_s")["value"]
+    assert len(rates) >= 4
+    assert rates.to_list() == pytest.approx([1e6] * len(rates), rel=1e-3)
+    (line,) = events(run, "suspend")
+    assert line["gap_ns"] == pytest.approx(3600 * NS_PER_S, rel=1e-3)
+    (note,) = [note for note in analyzer.notes() if "suspended" in note]
+    assert note.startswith(f"{NODE}: ")
+    assert "60 min" in note
+
+
+def test_suspend_watch_is_not_misled_by_a_thread_that_waited_between_its_readings() -> None:
+    times = iter([0, 10, 20, 100, 5_000_000_100, 5_000_000_200, 5_000_000_300, 9_000_000_300,
+                  9_000_000_400])  # fmt: skip
+    watch = SuspendWatch(lambda: next(times), lambda: next(times))
+    assert watch.gap_ns() == 0
+    assert watch.gap_ns() == 0
+
+
+def test_suspend_watch_tells_each_gap_once() -> None:
+    clocks = {"mono": 1_000, "boot": 1_000}
+    watch = SuspendWatch(lambda: clocks["mono"], lambda: clocks["boot"])
+    clocks["boot"] += 7 * NS_PER_S
+    assert watch.gap_ns() == 7 * NS_PER_S
+    assert watch.gap_ns() == 0
+    clocks["boot"] += 2 * NS_PER_S
+    assert watch.gap_ns() == 2 * NS_PER_S
+
+
+def test_suspend_watch_on_this_machine_sees_none() -> None:
+    watch = SuspendWatch(time.perf_counter_ns, boot_ns)
+    assert [watch.gap_ns() for _ in range(1000)] == [0] * 1000
 
 
 def test_pace_keeps_its_grid_and_counts_missed_ticks() -> None:

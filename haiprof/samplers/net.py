@@ -1,0 +1,99 @@
+"""Traffic of a node's network interfaces and TCP's troubles, from /proc/net."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from haiprof.samplers.disks import link_names
+from haiprof.samplers.summed import SummedCounters
+
+Values = tuple[int | None, ...]
+
+NETWORK_COLUMNS = (
+    "network_receive_bytes",
+    "network_transmit_bytes",
+    "network_receive_packet_count",
+    "network_transmit_packet_count",
+    "network_receive_error_count",
+    "network_transmit_error_count",
+    "network_receive_drop_count",
+    "network_transmit_drop_count",
+)
+_FIELDS = (0, 8, 1, 9, 2, 10, 3, 11)
+
+TCP_COLUMNS = ("tcp_transmit_segment_count", "tcp_retransmit_segment_count")
+TCP_FIELDS = ("OutSegs", "RetransSegs")
+TCP_TROUBLE_COLUMNS = ("tcp_timeout_count", "tcp_listen_drop_count")
+TCP_TROUBLE_FIELDS = ("TCPTimeouts", "ListenDrops")
+
+
+class NetworkTotals:
+    """Parses /proc/net/dev into NETWORK_COLUMNS, without lo.
+
+    Left out: interfaces stacked on others that are counted (bonds, bridges, VLANs), ports of a
+    bridge without hardware (the host's ends of containers), and ifb, which only delays what
+    others carry. RDMA traffic is not in these counters.
+
+    Args:
+        root: Where /sys is; without it, all but lo count.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._net = root / "sys" / "class" / "net"
+        self._counted: dict[bytes, bool] = {}
+        self._sums = SummedCounters([64] * len(_FIELDS))
+
+    def __call__(self, content: bytes) -> Values:
+        """The sums over all interfaces, null without any interface."""
+        counts = {}
+        for line in content.splitlines()[2:]:
+            name, _, numbers = line.rpartition(b":")
+            if self._counts(name.strip()):
+                words = numbers.split()
+                counts[name.strip()] = [int(words[field]) for field in _FIELDS]
+        return self._sums.add(counts) if counts else (None,) * len(_FIELDS)
+
+    def _counts(self, name: bytes) -> bool:
+        if name not in self._counted:
+            self._counted[name] = self._is_lowest(os.fsdecode(name))
+        return self._counted[name]
+
+    def _is_lowest(self, name: str) -> bool:
+        if name == "lo" or name.startswith("ifb"):
+            return False
+        links = link_names(self._net / name)
+        stacked = any(link.startswith("lower_") for link in links)
+        return not stacked and not ("brport" in links and "device" not in links)
+
+
+class ProtocolNumbers:
+    """Parses /proc/net/snmp or netstat: pairs of a line of names and one of numbers.
+
+    Args:
+        protocol: What both lines begin with, such as `Tcp`.
+        fields: The wanted names.
+
+    Source: Linux Documentation/networking/snmp_counter.rst.
+    """
+
+    def __init__(self, protocol: str, fields: Sequence[str]) -> None:
+        self._head = b"\n" + protocol.encode() + b": "
+        self._fields = [field.encode() for field in fields]
+        self._names = b""
+        self._places: list[int | None] = []
+
+    def __call__(self, content: bytes) -> Values:
+        """One number per field; null where the kernel does not count it."""
+        content = b"\n" + content
+        at = content.index(self._head)
+        values_at = content.index(self._head, at + 1)
+        names = content[at:values_at]
+        if names != self._names:
+            words = names.split()
+            self._places = [words.index(f) if f in words else None for f in self._fields]
+            self._names = names
+        end = content.find(b"\n", values_at + 1)
+        values = content[values_at : end if end >= 0 else None].split()
+        return tuple(None if place is None else int(values[place]) for place in self._places)
