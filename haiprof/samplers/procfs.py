@@ -133,18 +133,23 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
 
 def read_parent(root: Path, pid: int) -> int | None:
     """The parent's pid; None when the process is gone."""
-    try:
-        return int(stat_fields(_read_small(f"{root}/proc/{pid}/stat"))[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    fields = read_stat(root, pid)
+    return None if fields is None else int(fields[1])
 
 
 def read_start_ticks(root: Path, pid: int) -> int | None:
     """When the process started; None when it is gone."""
+    fields = read_stat(root, pid)
+    return None if fields is None else int(fields[19])
+
+
+def read_stat(root: Path, pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third (state) on; None when the process is gone."""
     try:
-        return int(stat_fields(_read_small(f"{root}/proc/{pid}/stat"))[19])
-    except (OSError, ValueError, IndexError):
+        fields = stat_fields(_read_small(f"{root}/proc/{pid}/stat"))
+    except (OSError, ValueError):
         return None
+    return fields if len(fields) > 36 else None  # up to the CPU, field 39; the kernel writes 52
 
 
 def stat_fields(content: bytes) -> list[bytes]:

@@ -1,0 +1,115 @@
+"""Which NUMA node CPUs, GPUs and network adapters belong to, and what shares a PCIe switch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.samplers.sockets import parse_cpu_list
+
+_NODE = re.compile(r"node(\d+)\Z")
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciPlace:
+    """Where one PCI device sits."""
+
+    node: int | None
+    """Its NUMA node; null where the firmware did not say (-1 in /sys)."""
+    cpus: str | None
+    """The CPUs near to it, as the kernel prints them."""
+    bridges: tuple[str, ...]
+    """The PCI addresses of the bridges above it, from the root port down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One InfiniBand or RoCE adapter."""
+
+    name: str
+    place: PciPlace | None
+    """Null for one without a PCI device (soft RoCE)."""
+
+
+def node_of_cpu(root: Path) -> dict[int, int]:
+    """The NUMA node of each CPU; empty where the kernel has no NUMA."""
+    nodes = {}
+    folder = root / "sys/devices/system/node"
+    for name in _names(folder):
+        match = _NODE.match(name)
+        cpus = _text(folder / name / "cpulist") if match else None
+        if match and cpus:
+            nodes.update(dict.fromkeys(parse_cpu_list(cpus), int(match[1])))
+    return nodes
+
+
+def gpu_bus_id(root: Path, uuid: str) -> str | None:
+    """The PCI address of an NVIDIA GPU, from the driver's files, without NVML.
+
+    The driver shows a UUID once the GPU has been started; a MIG instance has one of its own, which
+    is not there.
+    """
+    folder = root / "proc/driver/nvidia/gpus"
+    for name in sorted(_names(folder)):
+        lines = (_text(folder / name / "information") or "").splitlines()
+        values = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+        if _plain(values.get("GPU UUID", "")) == _plain(uuid):
+            return values.get("Bus Location", name).lower()
+    return None
+
+
+def pci_place(root: Path, bus_id: str) -> PciPlace | None:
+    """Where the device with a PCI address sits; null where /sys does not show it."""
+    return _place(root / "sys/bus/pci/devices" / bus_id)
+
+
+def adapters(root: Path) -> list[Adapter]:
+    """InfiniBand and RoCE adapters, by name."""
+    folder = root / "sys/class/infiniband"
+    return [Adapter(name=n, place=_place(folder / n / "device")) for n in sorted(_names(folder))]
+
+
+def nearest_adapters(gpu: PciPlace, among: Sequence[Adapter]) -> set[str]:
+    """Those that share the most bridges with a GPU, at least a root port: a PCIe switch."""
+    shared = {a.name: _shared(gpu.bridges, a.place.bridges) for a in among if a.place is not None}
+    most = max(shared.values(), default=0)
+    return {name for name, count in shared.items() if count == most and count > 0}
+
+
+def _place(folder: Path) -> PciPlace | None:
+    if not folder.is_dir():
+        return None
+    parts = Path(os.path.realpath(folder)).parts
+    node = _text(folder / "numa_node")
+    return PciPlace(
+        node=int(node) if node is not None and node.isdigit() else None,
+        cpus=_text(folder / "local_cpulist") or None,
+        bridges=tuple(part for part in parts[:-1] if _PCI_ADDRESS.match(part)),
+    )
+
+
+def _shared(left: Sequence[str], right: Sequence[str]) -> int:
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def _plain(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-")
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None  # not on this kernel or driver: unknown
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []  # no such hardware here
