@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from haiprof.samplers.ethernet import EthernetSampler
 from haiprof.samplers.gpu import GpuSampler
+from haiprof.samplers.gpu_health import GpuHealthSampler
 from haiprof.samplers.host import HostSampler
 from haiprof.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
+from haiprof.samplers.placement import PlacementSampler
 from haiprof.samplers.process import ProcessSampler
 
 SAMPLERS = (
     HostSampler,
     ProcessSampler,
+    PlacementSampler,
     GpuSampler,
+    GpuHealthSampler,
     InfinibandSampler,
     InfinibandHealthSampler,
+    EthernetSampler,
 )

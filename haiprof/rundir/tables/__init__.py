@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from haiprof.rundir.tables.ethernet import ETHERNET
 from haiprof.rundir.tables.gpu import GPU
+from haiprof.rundir.tables.gpu_health import GPU_HEALTH
 from haiprof.rundir.tables.host import HOST
 from haiprof.rundir.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
+from haiprof.rundir.tables.placement import PLACEMENT
 from haiprof.rundir.tables.process import PROCESS
 
-COUNTER_TABLES = (HOST, PROCESS, GPU, INFINIBAND, INFINIBAND_HEALTH)
+COUNTER_TABLES = (
+    HOST,
+    PROCESS,
+    PLACEMENT,
+    GPU,
+    GPU_HEALTH,
+    INFINIBAND,
+    INFINIBAND_HEALTH,
+    ETHERNET,
+)
