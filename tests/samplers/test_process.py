@@ -24,6 +24,7 @@ from tests.fakes import FakeProcess, FakeTree
 from tests.samplers.records import Row, rows
 
 HOST = "node1"
+COUNTERS = [column.name for column in PROCESS.metrics if column.kind == "counter"]
 IO_COLUMNS = ["read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes"]
 
 
@@ -339,3 +340,107 @@ def _until_idle(processes: list[psutil.Process]) -> None:
             return
         last = now
         processes[0].cpu_percent(interval=0.1)
+
+
+KNOWN_WORK = """
+import json, mmap, os, resource, sys, time
+path, size = sys.argv[1], int(sys.argv[2])
+def work():
+    with open(path, "rb", buffering=0) as source, open(os.devnull, "wb", buffering=0) as sink:
+        for _ in range(2):
+            source.seek(0)
+            while piece := source.read(1 << 20):
+                pass
+        for _ in range(size >> 16):
+            sink.write(bytes(1 << 16))
+    pages = mmap.mmap(-1, 8192 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    for at in range(0, len(pages), mmap.PAGESIZE):
+        pages[at] = 1
+    end = time.process_time() + 1.5
+    while time.process_time() < end:
+        pass
+def usage(who):
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime, used.ru_minflt, used.ru_majflt, used.ru_nvcsw
+def totals():
+    mine, theirs = usage(resource.RUSAGE_SELF), usage(resource.RUSAGE_CHILDREN)
+    return [a + b for a, b in zip(mine[:3], theirs[:3])] + [mine[3]]
+before = totals()
+print("ready", flush=True)
+sys.stdin.readline()
+worker = os.fork()
+if not worker:
+    work()
+    os._exit(0)
+work()
+os.waitpid(worker, 0)
+for _ in range(200):
+    time.sleep(0.001)
+print(json.dumps([after - first for after, first in zip(totals(), before)]), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_process_live_known_work_is_right_within_2_percent(run: RunPaths, tmp_path: Path) -> None:
+    """One process and a worker that each read 2 x 16 MiB, write 16 MiB and burn 1.5 s."""
+    size = 16 << 20
+    source = tmp_path / "data"
+    source.write_bytes(bytes(size))
+    command = [sys.executable, "-c", KNOWN_WORK, str(source), str(size)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        sampler = ProcessSampler(run, HOST, pid=rank.pid)
+        sampler.open()
+        (before,) = sampled(sampler)
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        cpu_s, minor_faults, major_faults, voluntary = json.loads(rank.stdout.readline())
+        (after,) = sampled(sampler)
+        rank.kill()
+        sampler.close()
+    grown = {name: number(after[name]) - number(before[name]) for name in COUNTERS}
+    assert grown["cpu_ns"] / NS_PER_S == pytest.approx(cpu_s, rel=0.02)
+    assert grown["cpu_ns"] >= 3 * NS_PER_S * 0.98
+    assert grown["read_bytes"] == pytest.approx(4 * size, rel=0.02)
+    assert grown["write_bytes"] == pytest.approx(2 * size, rel=0.02)
+    assert grown["page_fault_count"] == pytest.approx(minor_faults + major_faults, rel=0.02)
+    assert grown["page_fault_count"] >= 2 * 8192
+    assert grown["major_page_fault_count"] == major_faults
+    assert grown["context_switch_count"] - grown["involuntary_context_switch_count"] == (
+        pytest.approx(voluntary, rel=0.02)
+    )
+    assert grown["context_switch_count"] >= 200
+    assert 0 <= grown["run_queue_wait_ns"] < number(after["time_ns"]) - number(before["time_ns"])
+
+
+ALWAYS_BUSY = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.fork()  # two that share one CPU
+while True:
+    pass
+"""
+
+
+def test_process_live_thread_that_shares_its_cpu_runs_or_waits_all_the_time(run: RunPaths) -> None:
+    with subprocess.Popen([sys.executable, "-c", ALWAYS_BUSY]) as rank:
+        psutil.Process(rank.pid).cpu_percent(interval=0.5)
+        children = psutil.Process(rank.pid).children()
+        sampler = ProcessSampler(run, HOST, pid=rank.pid)
+        sampler.open()
+        (before,) = sampled(sampler)
+        psutil.Process(rank.pid).cpu_percent(interval=1)
+        (after,) = sampled(sampler)
+        for process in (*children, rank):
+            process.kill()
+        sampler.close()
+    names = ("time_ns", "cpu_main_ns", "run_queue_wait_ns")
+    elapsed, ran, waited = (number(after[name]) - number(before[name]) for name in names)
+    assert ran + waited == pytest.approx(elapsed, rel=0.05)
+    assert waited >= 0.4 * elapsed
