@@ -8,6 +8,7 @@ from haiprof.config import OPTIONS
 
 PUBLIC = ["Analyzer", "__version__"]
 ANALYZER = [
+    "bursts",
     "counters",
     "manifest",
     "notes",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from haiprof.cli.doctor import doctor
+from haiprof.cli.export import export
 from haiprof.cli.list import list_runs
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.output import say, show_error
@@ -27,6 +28,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "verdict": verdict,
     "scalars": scalars,
     "doctor": doctor,
+    "export": export,
 }
 # What the parser raises for a command line it cannot take; typer carries click or its own copy.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

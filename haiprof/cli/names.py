@@ -9,5 +9,6 @@ COMMANDS = {
     "verdict": "haiprof verdict [DIR]: the cause, the numbers that prove it, what to change",
     "scalars": "haiprof scalars DIR --follow: live scalars for TensorBoard",
     "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
+    "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
 }
 """Name, and the line that `haiprof --help` shows."""

@@ -44,7 +44,7 @@ def ranks_by_key(
         entities: As `entities_by_key` gives them; a GPU has its `uuid`.
     """
     if tuple(keys) == PROCESS_KEYS:
-        processes = ((_process_key(report), rank) for rank, report in reports)
+        processes = ((process_key(report), rank) for rank, report in reports)
         return {key: rank for key, rank in processes if key}
     users: dict[str, set[int]] = {}
     for rank, report in reports:
@@ -55,7 +55,8 @@ def ranks_by_key(
     return {key: min(ranks) for key, ranks in found if len(ranks) == 1}
 
 
-def _process_key(report: Mapping[str, Any]) -> Key:
+def process_key(report: Mapping[str, Any]) -> Key:
+    """The process of a rank, as a key of its table; empty where rank.json does not say."""
     pid, start_ticks = (report.get(name) for name in PROCESS_KEYS)
     return (pid, start_ticks) if type(pid) is int and type(start_ticks) is int else ()
 

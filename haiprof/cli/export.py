@@ -1,0 +1,104 @@
+"""`haiprof export`: tables as CSV or Parquet, counters for Prometheus or OpenTelemetry."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import RunDir
+from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
+from haiprof.errors import UsageError
+
+
+class Format(str, Enum):
+    """What `--format` takes."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+    PROMETHEUS = "prometheus"
+    OTLP_JSON = "otlp-json"
+
+
+class What(str, Enum):
+    """What `--what` takes."""
+
+    COUNTERS = "counters"
+    STEPS = "steps"
+    PHASES = "phases"
+    RANKS = "ranks"
+
+
+_TABULAR = (Format.CSV, Format.PARQUET)
+_FORMAT_HELP = (
+    "csv and parquet: a table, rates per second. prometheus: last values, text format. "
+    "otlp-json: every sample. The last two hold counters as they were read."
+)
+FormatOption = Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)]
+WhatOption = Annotated[What, typer.Option("--what", help="The table, for csv and parquet.")]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write. Left out: standard output, but for parquet.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE where it is there already.")]
+Lines = Annotated[
+    bool, typer.Option("--lines", help="otlp-json: a line for each node and rank, for large runs.")
+]
+
+
+def export(
+    directory: RunDir = None,
+    format_: FormatOption = Format.CSV,
+    what: WhatOption = What.COUNTERS,
+    output: OutputFile = None,
+    force: Force = False,
+    lines: Lines = False,
+) -> None:
+    """Write a run's data for other tools. What was not measured is left out, never 0.
+
+    For example:
+
+      haiprof export --format parquet -o counters.parquet
+
+      haiprof export --what steps | head              the newest run's steps as CSV
+
+      haiprof export --format prometheus -o job.prom  OpenTelemetry's names in Prometheus' form
+
+      haiprof export --format otlp-json --lines -o job.jsonl
+    """
+    from haiprof.report.exports.run_export import Export, write_export
+
+    _check(format_, what, output, lines)
+    analyzer = open_target(directory)
+    wanted = Export(format=format_.value, what=what.value, lines=lines)
+    written = write_export(analyzer, wanted, output, force=force, stdout=sys.stdout.buffer)
+    for note in written.notes:
+        Output().hint(note)
+    if output is not None:
+        Output().hint(f"wrote {written.count} {written.unit} to {output}")
+
+
+def _check(format_: Format, what: What, output: Path | None, lines: bool) -> None:
+    """Refuses what does not go together.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if format_ is Format.PARQUET and output is None:
+        raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
+    if format_ not in _TABULAR and what is not What.COUNTERS:
+        raise UsageError(
+            f"{format_.value} holds counters only", hint=f"--format csv --what {what.value}"
+        )
+    if lines and format_ is not Format.OTLP_JSON:
+        raise UsageError("--lines is for --format otlp-json")
