@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from haiprof.analysis.burst import burst_frame
 from haiprof.analysis.counters import counter_frame
 from haiprof.analysis.phases import phase_frame
 from haiprof.analysis.ranks import rank_frame, rank_notes
@@ -46,6 +47,14 @@ class Analyzer:
     def counters(self) -> pl.DataFrame:
         """One row per sample and metric; columns in `haiprof.analysis.counters`."""
         return self._counters[0]
+
+    def bursts(self) -> pl.DataFrame:
+        """GPU metrics of `--burst`, in the columns of `counters()`; see `haiprof.analysis.burst`.
+
+        Raises:
+            RunFormatError: An export of Nsight Systems cannot be read; the message names it.
+        """
+        return burst_frame(self.files)
 
     def ranks(self) -> pl.DataFrame:
         """One row per rank and attempt; columns in `haiprof.analysis.ranks`."""
