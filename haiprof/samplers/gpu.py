@@ -1,206 +1,187 @@
-"""GPU utilisation, memory and power through NVML, three cheap calls per GPU."""
+"""GPU load, memory, power, clocks, throttling and links through NVML, a few calls per GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from haiprof.rundir.schema import NULL_I64
 from haiprof.rundir.tables.gpu import GPU
-from haiprof.samplers.base import ALL_METRICS, Clock, CounterState, Missing, MissingLog, Node
+from haiprof.samplers.base import CounterState, Missing, Node, Unavailable
+from haiprof.samplers.gpm import GPM_ORIGIN, MIN_APART_NS, PCIE, RATIOS, open_gpm
+from haiprof.samplers.nvml import (
+    FUNCTION_NOT_FOUND,
+    Call,
+    Device,
+    NvmlSampler,
+    Refusal,
+    call_reading,
+    refused_reading,
+)
+from haiprof.samplers.nvml_fields import (
+    NVLINK,
+    PCIE_FIELDS,
+    field_readings,
+    gpu_fields,
+    is_denied,
+    nvlink_fields,
+)
+from haiprof.samplers.table import Entity, Reading, Value
+from haiprof.samplers.xid import XidWatch
+from haiprof.units import NS_PER_S
 
-LIBRARY = "libnvidia-ml.so.1"
-NO_LIBRARY = f"no {LIBRARY}: no NVIDIA driver here, or not in this container"
+_HZ_PER_MHZ = 1_000_000
+_SM, _MEMORY = 1, 2  # nvmlClockType_t
+_MEMORY_V2 = 0x02000028  # nvmlMemory_v2_t: version 2, 40 bytes
+_MEMORY_COLUMNS = ("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes")
+_UTILIZATION = ("utilization_ratio", "memory_busy_ratio")
 
-# Names of NVML's errors after which the same call will not work either.
-_NEVER = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
-_LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One NVML call and the columns that it fills."""
-
-    columns: tuple[str, ...]
-    read: Callable[[ModuleType, object], tuple[float | int, ...]]
-    """From (module, device handle)."""
-    null: tuple[float | int, ...]
-
-
-def _memory(nvml: ModuleType, gpu: object) -> tuple[int, int]:
-    info = nvml.nvmlDeviceGetMemoryInfo(gpu)
-    return int(info.used), int(info.total)
-
-
-METRICS = (
-    Metric(
-        ("utilization_ratio",),
-        lambda nvml, gpu: (nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,),
-        (math.nan,),
+CALLS = (
+    Call(
+        columns=("power_watts",),
+        functions=("nvmlDeviceGetPowerUsage",),
+        values=lambda milliwatts: (milliwatts / 1000,),
     ),
-    Metric(
-        ("memory_used_bytes", "memory_total_bytes"),
-        _memory,
-        (NULL_I64, NULL_I64),
+    Call(
+        columns=("sm_clock_hz",),
+        functions=("nvmlDeviceGetClockInfo",),
+        arguments=(_SM,),
+        values=lambda megahertz: (megahertz * _HZ_PER_MHZ,),
     ),
-    Metric(
-        ("power_watts",),
-        lambda nvml, gpu: (nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,),
-        (math.nan,),
+    Call(
+        columns=("memory_clock_hz",),
+        functions=("nvmlDeviceGetClockInfo",),
+        arguments=(_MEMORY,),
+        values=lambda megahertz: (megahertz * _HZ_PER_MHZ,),
+    ),
+    Call(
+        columns=("temperature_celsius",),
+        functions=("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"),
+        arguments=(0,),
+    ),
+    Call(
+        columns=("throttle_reasons",),
+        functions=(
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            "nvmlDeviceGetCurrentClocksThrottleReasons",
+        ),
     ),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    index: int
-    handle: object
-    unsupported: set[Metric]
-
-
-class GpuSampler:
-    """One record per GPU that the driver shows.
+class GpuSampler(NvmlSampler):
+    """One record per GPU that the driver shows, and XID errors as event lines.
 
     Processes are never listed: that call takes milliseconds and holds the driver's global lock
-    (MangoHud pull request 2104), which the job's own allocations wait for. For the same reason a
-    sample that takes longer than `read_limit_ns` makes the loop sample less often.
+    (MangoHud pull request 2104). Neither is PCIe throughput asked for by the call of that name,
+    which measures for 20 ms.
 
-    Args:
-        nvml: A module like pynvml; None imports nvidia-ml-py's.
-        clock: CLOCK_MONOTONIC in ns.
+    An event line is `{"type": "xid", "gpu": index, "xid": code, "time_ns": time}`.
     """
 
     name = "gpu"
-    recorder = "gpu"
-    every = 1
     table = GPU
-    read_limit_ns = 5_000_000
-
-    def __init__(
-        self, *, nvml: ModuleType | None = None, clock: Clock = time.perf_counter_ns
-    ) -> None:
-        self._nvml: Any = nvml
-        self._clock = clock
-        self._record = GPU.struct
-        self._missing = MissingLog()
-        self._started = False
-        self._devices: list[_Device] = []
-        self._lost: set[int] = set()
-        self._names: list[dict[str, object]] = []
+    _watch: XidWatch | None = None
 
     @classmethod
     def for_node(cls, node: Node) -> GpuSampler:
         """The sampler of a node."""
-        return cls(nvml=node.nvml, clock=node.clock)
+        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
 
-    def open(self) -> list[Missing]:
-        """Starts NVML, finds the GPUs and tries every metric once."""
-        if self._nvml is None:
-            try:
-                ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
-            except OSError:
-                return [Missing(ALL_METRICS, NO_LIBRARY)]
-            try:
-                import pynvml
-            except ImportError as error:
-                return [Missing(ALL_METRICS, f"nvidia-ml-py cannot be imported: {error}")]
-            self._nvml = pynvml
+    def find(self) -> list[Entity]:
+        """The GPUs; from here on their XID errors are noted."""
+        found = super().find()
+        self._watch = XidWatch(self.nvml, self.devices, clock=self._clock)
+        self._watch.start()
+        return found
+
+    def readings(self, device: Device) -> Iterator[Reading]:
+        """Cheap calls, one batch of fields, one pair of GPM samples.
+
+        Traffic over PCIe is GPM's where there is GPM, since the fields cost a call of up to 4 ms;
+        traffic over NVLink is the fields', unless this user may not read them.
+        """
+        yield _utilization(device)
+        yield _memory(device)
+        for call in CALLS:
+            yield call_reading(device, call)
+        fields, links = gpu_fields(device.nvml.driver), nvlink_fields(device)
+        by_gpm = (*PCIE, *NVLINK) if is_denied(device, links) else PCIE
         try:
-            self._nvml.nvmlInit()
-            self._started = True
-            count = self._nvml.nvmlDeviceGetCount()
-        except self._nvml.NVMLError as error:
-            return [Missing(ALL_METRICS, _reason(error))]
-        for index in range(count):
-            self._find_device(index)
-        if not self._devices:
-            self._missing.note(ALL_METRICS, "NVML: the driver shows no usable GPU")
-        self.sample()
-        return self.drain_missing()
+            gpm = open_gpm(device, (*RATIOS, *by_gpm), root=self.root, clock=self._clock)
+        except Unavailable as why:
+            yield refused_reading(RATIOS, GPM_ORIGIN, why)
+            yield from field_readings(device, (*fields, *PCIE_FIELDS, *links))
+            return
+        yield Reading(columns=gpm.columns, origin=GPM_ORIGIN, read=gpm.read, close=gpm.close)
+        yield from field_readings(device, fields if NVLINK[0] in by_gpm else (*fields, *links))
 
-    def header(self) -> dict[str, object]:
-        """`entities`: index, UUID and model of each GPU."""
-        return {"entities": self._names}
-
-    def urgent(self) -> bool:
-        """Never: GPUs do not come and go."""
-        return False
-
-    def sample(self) -> bytes:
-        """One record per GPU, with nulls for what could not be read."""
-        return b"".join([self._sample_device(device) for device in self._devices])
-
-    def drain_missing(self) -> list[Missing]:
-        """What could not be read since the last call."""
-        return self._missing.drain()
-
-    def drain_lines(self) -> list[Mapping[str, object]]:
-        """Nothing."""
-        return []
+    def refresh(self) -> None:
+        """XID errors become event lines."""
+        if self._watch is None:
+            return
+        for news in self._watch.news():
+            if isinstance(news, Missing):
+                self.missing.note(*news)
+            else:
+                self.note_line(news)
 
     def states(self) -> list[CounterState]:
-        """Nothing yet."""
-        return []
+        """Every column of every GPU, and its XID errors."""
+        time.sleep(MIN_APART_NS / NS_PER_S)  # so that GPM has two samples to compare
+        return super().states() + (self._watch.states(self.name) if self._watch else [])
 
-    def close(self) -> None:
-        """Lets go of the driver."""
-        self._devices = []
-        if self._started:
-            self._started = False
-            # Nothing is left to do about a driver that cannot be let go of.
-            with contextlib.suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()
-
-    def _find_device(self, index: int) -> None:
-        try:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
-            name = _text(self._nvml.nvmlDeviceGetName(handle))
-        except self._nvml.NVMLError as error:
-            self._missing.note(f"gpu {index}", _reason(error))
-            return
-        self._devices.append(_Device(index, handle, set()))
-        self._names.append({"key": [index], "name": f"gpu {index}", "uuid": uuid, "model": name})
-
-    def _sample_device(self, device: _Device) -> bytes:
-        before = self._clock()
-        values = [value for metric in METRICS for value in self._read(device, metric)]
-        return self._record.pack(before, self._clock() - before, device.index, *values)
-
-    def _read(self, device: _Device, metric: Metric) -> tuple[float | int, ...]:
-        if device.index in self._lost or metric in device.unsupported:
-            return metric.null
-        try:
-            return metric.read(self._nvml, device.handle)
-        except self._nvml.NVMLError as error:
-            self._note_failure(device, metric, error)
-            return metric.null
-
-    def _note_failure(self, device: _Device, metric: Metric, error: Exception) -> None:
-        kind = type(error).__name__
-        if kind in _LOST:
-            self._lost.add(device.index)
-            self._missing.note(f"gpu {device.index}", f"{_reason(error)}; no further values")
-            return
-        if kind in _NEVER:
-            device.unsupported.add(metric)
-        for column in metric.columns:
-            self._missing.note(column, f"gpu {device.index}: {_reason(error)}")
+    def release(self) -> None:
+        """Lets go of the driver; the watch does so for itself."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        super().release()
 
 
-def _reason(error: Exception) -> str:
-    """NVML's own words; for a library that is not there, also where to look."""
-    if type(error).__name__ == "NVMLError_LibraryNotFound":
-        return NO_LIBRARY
-    return f"NVML: {error}"
+def _utilization(device: Device) -> Reading:
+    function = "nvmlDeviceGetUtilizationRates"
+    if device.has_mig:
+        reason = "MIG is on: NVML has no utilization of a GPU cut into instances"
+        why = Unavailable(reason, status="unsupported")
+        return refused_reading(_UTILIZATION, function, why)
+    return call_reading(
+        device,
+        Call(
+            columns=_UTILIZATION,
+            functions=(function,),
+            values=lambda share: (share.gpu / 100, share.memory / 100),
+        ),
+    )
 
 
-def _text(name: str | bytes) -> str:
-    """NVML names are bytes in older bindings."""
-    return name.decode(errors="replace") if isinstance(name, bytes) else name
+def _memory(device: Device) -> Reading:
+    """Version 2 of the call keeps apart what the driver reserves; before R510 there is only 1."""
+    function = "nvmlDeviceGetMemoryInfo"
+    values: Callable[[Any], Sequence[Value | Unavailable]] = _memory_apart
+    arguments: tuple[object, ...] = (_MEMORY_V2,)
+    try:
+        device.call(function, _MEMORY_V2)
+    except Refusal as why:
+        if why.code == FUNCTION_NOT_FOUND:
+            values, arguments = _memory_together, ()
+    except Unavailable:
+        pass  # it says so again when it is read
+    return Reading(
+        columns=_MEMORY_COLUMNS,
+        origin=function,
+        read=lambda: values(device.call(function, *arguments)),
+    )
+
+
+def _memory_apart(info: Any) -> tuple[int, int, int]:  # noqa: ANN401  a C struct
+    return int(info.used), int(info.reserved), int(info.total)
+
+
+def _memory_together(info: Any) -> tuple[int, Unavailable, int]:  # noqa: ANN401  a C struct
+    why = Unavailable(
+        "driver without nvmlDeviceGetMemoryInfo_v2: counted in memory_used_bytes",
+        status="unsupported",
+        remedy="driver 510 or newer",
+    )
+    return int(info.used), why, int(info.total)

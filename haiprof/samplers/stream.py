@@ -31,6 +31,7 @@ class Stream:
 
     def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
         self.sampler = sampler
+        self._interval_ns = interval_ns
         self._last_ns = 0
         self._clock = clock
         self._report = report
@@ -60,7 +61,8 @@ class Stream:
             self._report_error(error)
             return False
         self._take()
-        self.pace.restart(self._last_ns)
+        # Only now does the sampler know how much there is to read.
+        self.pace = Pace(self._interval_ns, self.sampler.read_limit_ns, self._last_ns)
         return True
 
     def sample_if_due(self, now_ns: int) -> None:

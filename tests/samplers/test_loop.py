@@ -25,7 +25,7 @@ from haiprof.samplers.procfs import read_process
 from haiprof.samplers.suspend import SuspendWatch, boot_ns
 from haiprof.units import NS_PER_S
 from tests.analysis.recorded import row_of, write_run
-from tests.fakes import FakeGpu, FakeNvml
+from tests.fake_nvml import FakeGpu, FakeNvml
 from tests.samplers.test_process import report
 
 NODE = "node1"
@@ -130,7 +130,7 @@ def test_loop_records_what_the_options_name(run: RunPaths) -> None:
     assert gpu.header["pid"] == os.getpid()
     assert [entity["key"] for entity in gpu.header["entities"]] == [[0], [1]]
     assert not run.node(NODE).records("process").exists()
-    assert not nvml.is_open
+    assert nvml.is_let_go_of()
 
 
 def test_loop_short_job_has_a_first_and_a_last_sample(run: RunPaths) -> None:
