@@ -132,7 +132,7 @@ def draw_pages(maps: bytes, random_: random.Random, count: int = SAMPLE_PAGES) -
     addresses = []
     for part in range(min(count, total)):
         low, high = (total * at // min(count, total) for at in (part, part + 1))
-        page = random_.randrange(low, high)
+        page = low + int(random_.random() * (high - low))
         region = bisect(ends, page)
         addresses.append(regions[region][1] - (ends[region] - page) * PAGE_BYTES)
     return addresses
