@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from haiprof.samplers.dcgm import DcgmSampler
 from haiprof.samplers.ethernet import EthernetSampler
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.gpu_health import GpuHealthSampler
@@ -16,6 +17,7 @@ SAMPLERS = (
     PlacementSampler,
     GpuSampler,
     GpuHealthSampler,
+    DcgmSampler,
     InfinibandSampler,
     InfinibandHealthSampler,
     EthernetSampler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from haiprof.rundir.tables.dcgm import DCGM
 from haiprof.rundir.tables.ethernet import ETHERNET
 from haiprof.rundir.tables.gpu import GPU
 from haiprof.rundir.tables.gpu_health import GPU_HEALTH
@@ -16,6 +17,7 @@ COUNTER_TABLES = (
     PLACEMENT,
     GPU,
     GPU_HEALTH,
+    DCGM,
     INFINIBAND,
     INFINIBAND_HEALTH,
     ETHERNET,
