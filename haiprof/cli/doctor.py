@@ -35,13 +35,17 @@ def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
       srun --ntasks-per-node 1 haiprof doctor        on every node of an allocation
     """
     from haiprof.cli.doctor_view import doctor_view
+    from haiprof.launch.nsys import find_nsys
     from haiprof.rundir.layout import RunPaths
     from haiprof.samplers.base import Node
     from haiprof.samplers.survey import counter_row, survey
     from haiprof.samplers.tools import find_permissions, find_tools, software
 
-    counters = survey(Node(run=RunPaths(_NO_RUN), host=socket.gethostname()), pid=os.getpid())
-    tools, permissions, node = find_tools(), find_permissions(), software()
+    here = Node(run=RunPaths(_NO_RUN), host=socket.gethostname(), pid=os.getpid())
+    counters = survey(here)
+    nsys = find_nsys(os.environ)
+    tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
+    permissions, node = find_permissions(), software()
     output = Output(json=as_json)
     output.show(
         lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),

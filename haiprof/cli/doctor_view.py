@@ -17,6 +17,7 @@ from haiprof.units import MISSING, duration_text
 
 _STYLES = {"available": "green", "denied": "yellow", "unsupported": "dim", "absent": "dim"}
 _UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsius")
+_TOGETHER = "\N{NO-BREAK SPACE}"
 _MANY = 6  # names before the rest is a number
 
 T = TypeVar("T")
@@ -109,8 +110,9 @@ def _values(reads: Sequence[Sequence[CounterState]]) -> Text:
         values = [v for read in reads if (v := read[place].value) is not None]
         shown = [now_text(value, state.unit) for value in (min(values), max(values))]
         text.append("  " if place else "")
-        text.append(f"{short_name(state.metric)} ")
-        text.append(" to ".join(dict.fromkeys(shown)).replace(" ", "\N{NO-BREAK SPACE}"), "bold")
+        value = " to ".join(dict.fromkeys(shown))
+        text.append(f"{short_name(state.metric)}{_TOGETHER}")
+        text.append(value.replace(" ", _TOGETHER), "bold")
     return text
 
 
@@ -152,7 +154,7 @@ def _reason(states: Sequence[CounterState]) -> str:
 def _why(reason: str, remedy: str) -> Text:
     text = Text(reason, style="dim")
     if remedy:
-        text.append("\nset: ", style="dim")
+        text.append("\ndo: ", style="dim")
         text.append(remedy, style="not dim")
     return text
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from haiprof.rundir.schema import Column, Table
 from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import ALL_METRICS, CounterState, Missing, Node, Sampler
 
-OWN_NAME = "haiprof itself"
 _NOTHING = "nothing of this source is here"
 
 
@@ -25,29 +24,18 @@ class SamplerKind(Protocol):
         """The sampler of a node; not opened yet."""
 
 
-@runtime_checkable
-class WatchesProcesses(Protocol):
-    """A sampler of rank processes: without a job it is shown some other one."""
-
-    def watch(self, pid: int, *, name: str) -> None:
-        """Takes up a process that did not report in."""
-
-
-def survey(
-    node: Node, kinds: Iterable[SamplerKind] = SAMPLERS, *, pid: int | None = None
-) -> list[CounterState]:
+def survey(node: Node, kinds: Iterable[SamplerKind] = SAMPLERS) -> list[CounterState]:
     """Opens every sampler, reads each of its sources once, and closes it.
 
     Args:
-        node: The surroundings; its run need not exist.
+        node: The surroundings; its run need not exist, its `pid` stands in for a rank.
         kinds: The samplers' classes.
-        pid: The process to read counters of processes from; None reads none.
 
     Returns:
         Every column of every entity. A sampler that finds nothing gives each column of its table
         once, with the reason; so does one that fails.
     """
-    return [state for kind in kinds for state in _of_kind(kind, node, pid)]
+    return [state for kind in kinds for state in _of_kind(kind, node)]
 
 
 def counter_row(state: CounterState) -> dict[str, Any]:
@@ -65,9 +53,9 @@ def counter_row(state: CounterState) -> dict[str, Any]:
     }
 
 
-def _of_kind(kind: SamplerKind, node: Node, pid: int | None) -> list[CounterState]:
+def _of_kind(kind: SamplerKind, node: Node) -> list[CounterState]:
     try:
-        missing, states = _asked(kind.for_node(node), pid)
+        missing, states = _asked(kind.for_node(node))
     except Exception as error:  # noqa: BLE001  one sampler must not stop the others
         why = f"the sampler failed, please report it: {type(error).__name__}: {error}"
         missing, states = [Missing(ALL_METRICS, why, "unsupported")], []
@@ -81,14 +69,12 @@ def _of_kind(kind: SamplerKind, node: Node, pid: int | None) -> list[CounterStat
     ]
 
 
-def _asked(sampler: Sampler, pid: int | None) -> tuple[list[Missing], list[CounterState]]:
+def _asked(sampler: Sampler) -> tuple[list[Missing], list[CounterState]]:
     """What is missing and what was read; the sampler is closed in any case."""
     try:
         missing = sampler.open()
         if any(each.metric == ALL_METRICS for each in missing):
             return missing, []
-        if pid is not None and isinstance(sampler, WatchesProcesses):
-            sampler.watch(pid, name=OWN_NAME)
         states = sampler.states()
         return [*missing, *sampler.drain_missing()], states
     finally:

@@ -9,14 +9,15 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from haiprof.samplers.base import Status, os_status
-from haiprof.samplers.gpu import LIBRARY, NO_LIBRARY
+from haiprof.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 
 Kind = Literal["launcher", "tool"]
 
@@ -42,6 +43,10 @@ _TOOLS = (
     ("numactl", "binds ranks to NUMA nodes"),
     ("perfquery", "InfiniBand counters, also of switches"),
     ("lctl", "Lustre client counters"),
+)
+_PROGRAMS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
+    ("launcher", _LAUNCHERS),
+    ("tool", _TOOLS),
 )
 
 # Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
@@ -97,23 +102,29 @@ class Software:
     nvidia_ml_py: str | None
 
 
-def find_tools(path: str | None = None, beside: Path | None = None) -> tuple[Tool, ...]:
+def find_tools(
+    path: str | None = None,
+    *,
+    beside: Path | None = None,
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Tool, ...]:
     """Looks every launcher and tool up; starts none.
 
     Args:
         path: Folders as in PATH; None takes that.
         beside: Where this interpreter's own scripts are; None takes its folder.
+        known: Path by name of those that somebody found elsewhere.
     """
     folder = beside or Path(sys.executable).parent
     folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
-    return (
-        *(_tool(name, "launcher", purpose, folders) for name, purpose in _LAUNCHERS),
-        *(_tool(name, "tool", purpose, folders) for name, purpose in _TOOLS),
+    return tuple(
+        _tool(name, kind, purpose, known.get(name) or shutil.which(name, path=folders))
+        for kind, programs in _PROGRAMS
+        for name, purpose in programs
     )
 
 
-def _tool(name: str, kind: Kind, purpose: str, folders: str) -> Tool:
-    path = shutil.which(name, path=folders)
+def _tool(name: str, kind: Kind, purpose: str, path: str | None) -> Tool:
     status: Status = "absent" if path is None else "available"
     return Tool(name=name, kind=kind, status=status, path=path, purpose=purpose)
 
@@ -239,7 +250,7 @@ def _ptrace(root: Path, held: _Held) -> Permission:
         reason=("the kernel has no Yama: same user suffices" if scope is None else "")
         if free
         else reasons.get(scope or 0, f"unknown scope {scope}"),
-        remedy="" if free else "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE",
+        remedy="" if free else "sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
     )
 
 
@@ -250,7 +261,7 @@ def _perf(root: Path, held: _Held, *, limit: int, name: str, allows: str) -> Per
     if level is None:
         return Permission(
             name=name, status="unsupported", value=None, source=str(path), allows=allows,
-            reason="the kernel has no perf events", remedy="a kernel with CONFIG_PERF_EVENTS",
+            reason="the kernel has no perf events", remedy="boot a kernel with CONFIG_PERF_EVENTS",
         )  # fmt: skip
     free = level <= limit or held.counts("PERFMON", "SYS_ADMIN")
     filtered = "a seccomp filter is in force and may deny it all the same" if held.filtered else ""
@@ -261,7 +272,9 @@ def _perf(root: Path, held: _Held, *, limit: int, name: str, allows: str) -> Per
         source=str(path),
         allows=allows,
         reason=filtered if free else f"perf_event_paranoid is {level}, above {limit}",
-        remedy="" if free else f"sysctl kernel.perf_event_paranoid={limit}, or CAP_PERFMON",
+        remedy=""
+        if free
+        else f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON",
     )
 
 
@@ -278,7 +291,7 @@ def _nvml(load: Callable[[str], object]) -> Permission:
         source=LIBRARY,
         allows="GPU counters",
         reason=reason,
-        remedy="in a container: NVIDIA_DRIVER_CAPABILITIES=utility,compute" if reason else "",
+        remedy=NO_LIBRARY_REMEDY if reason else "",
     )
 
 
@@ -300,7 +313,9 @@ def _gpm(root: Path, held: _Held) -> Permission:
         source=f"{path} RmProfilingAdminOnly",
         allows=allows,
         reason="" if free else "the driver keeps performance counters to administrators",
-        remedy="" if free else "modprobe option NVreg_RestrictProfilingToAdminUsers=0 for nvidia",
+        remedy=""
+        if free
+        else "set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
     )
 
 
@@ -321,7 +336,7 @@ def _psi(root: Path) -> Permission:
         source=str(path.parent),
         allows="pressure: time in which tasks waited for CPU, memory, I/O",
         reason=reason,
-        remedy="a kernel with CONFIG_PSI, booted with psi=1" if reason else "",
+        remedy="boot a kernel with CONFIG_PSI, with psi=1" if reason else "",
     )
 
 

@@ -121,7 +121,7 @@ def test_tools_and_permissions_say_what_to_set() -> None:
     assert "/bin/torchrun" in text
     assert "not found: srun" in text
     assert "not found: nsys" in text
-    assert "set: sysctl kernel.perf_event_paranoid=0" in text
+    assert "do: sysctl kernel.perf_event_paranoid=0" in text
     assert "torch 2.9.0" in text
     assert "NVIDIA driver 580.95" in text
 

@@ -12,9 +12,10 @@ from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import CounterState, Missing, Node, Unavailable
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.host import HostSampler
-from haiprof.samplers.survey import OWN_NAME, counter_row, survey
+from haiprof.samplers.survey import counter_row, survey
 from haiprof.samplers.table import Entity, Reading, TableSampler
-from tests.fakes import FakeGpu, FakeNvml, FakeTree
+from tests.fake_nvml import FakeGpu, FakeNvml
+from tests.fakes import FakeTree
 
 TABLE = Table(
     "port",
@@ -165,11 +166,11 @@ def test_rows_are_what_scripts_expect(node: Node) -> None:
 def test_gpu_library_is_let_go_of(node: Node) -> None:
     survey(node, [GpuSampler])
     assert isinstance(node.nvml, FakeNvml)
-    assert not node.nvml.is_open
+    assert node.nvml.is_let_go_of()
 
 
 def test_every_column_of_every_sampler_is_listed_on_this_machine(tmp_path: Path) -> None:
-    states = survey(Node(run=RunPaths(tmp_path / "run"), host="here"), pid=os.getpid())
+    states = survey(Node(run=RunPaths(tmp_path / "run"), host="here", pid=os.getpid()))
     listed = {(state.source, state.metric) for state in states}
     assert listed >= {
         (kind.name, column.name) for kind in SAMPLERS for column in kind.table.metrics
@@ -184,10 +185,8 @@ def test_every_column_of_every_sampler_is_listed_on_this_machine(tmp_path: Path)
 
 
 def test_processes_are_shown_by_the_one_that_is_named(tmp_path: Path) -> None:
-    states = survey(Node(run=RunPaths(tmp_path / "run"), host="here"), pid=os.getpid())
-    found = by_name(states)
-    if ("process.memory_rss_bytes", OWN_NAME) not in found:
-        pytest.skip("the process sampler watches ranks alone")
-    resident = found["process.memory_rss_bytes", OWN_NAME].value
-    assert resident is not None
-    assert resident > 1 << 20
+    states = survey(Node(run=RunPaths(tmp_path / "run"), host="here", pid=os.getpid()))
+    (resident,) = [s for s in states if (s.source, s.metric) == ("process", "memory_rss_bytes")]
+    assert resident.entity
+    assert resident.value is not None
+    assert resident.value > 1 << 20

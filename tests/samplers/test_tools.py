@@ -51,6 +51,8 @@ def test_tools_are_found_in_path_and_beside_the_interpreter(tmp_path: Path) -> N
     assert tools["torchrun"].path == str(tmp_path / "python/torchrun")
     assert (tools["torchrun"].kind, tools["nsys"].kind) == ("launcher", "tool")
     assert (tools["perf"].status, tools["perf"].path) == ("absent", None)
+    (known,) = [t for t in find_tools("", known={"nsys": "/opt/nsys"}) if t.name == "nsys"]
+    assert (known.status, known.path) == ("available", "/opt/nsys")
 
 
 @pytest.mark.parametrize(
