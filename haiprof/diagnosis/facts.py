@@ -11,11 +11,27 @@ import polars as pl
 
 from haiprof.analysis.analyzer import Analyzer
 from haiprof.analysis.phases import SAVE_PHASE
+from haiprof.analysis.placement import Placement, placements
 from haiprof.analysis.step_frame import STEP_PHASES
 from haiprof.diagnosis.thresholds import BLOCK_COUNT, DEVICE_COVERAGE_RATIO, warm_up_steps
+from haiprof.units import NS_PER_S
 
 Floats = npt.NDArray[np.float64]
 _SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCpu:
+    """What one host gave its ranks of its CPUs while their judged steps ran."""
+
+    core_count: int | None
+    """CPUs online."""
+    limit_cores: float | None
+    """The tightest limit of the cgroup and those above it; null without one, or not known."""
+    period_count: float | None
+    """Periods of that limit in which something ran; null where they are not counted."""
+    throttled_ratio: float | None
+    """Share of those in which something had to stop; null without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +50,16 @@ class Facts:
     """Median GPU utilization in [0, 1] by rank, where known."""
     main_cores: Mapping[int, float]
     """Median CPU cores used by the process of the rank, without its children, where known."""
+    busy_cores: Mapping[int, float]
+    """The same with its children: DataLoader workers."""
+    core_waits: Mapping[int, float]
+    """Median share of time in which the rank's main thread could run and got no core."""
+    process_counts: Mapping[int, float]
+    """Median number of processes of the rank, its children included."""
+    placements: Mapping[int, Placement]
+    """Where each rank ran, where that was recorded."""
+    node_cpus: Mapping[str, NodeCpu]
+    """By host; those that have ranks with steps."""
     training_ns: float
     """Time in training steps of the rank that has most of it."""
     save_ns: float
@@ -68,6 +94,11 @@ def gather_facts(analyzer: Analyzer) -> Facts:
         ranks=analyzer.ranks(),
         gpu_use=_medians(counters, warm, "gpu", "utilization_ratio"),
         main_cores=_medians(counters, warm, "process", "cpu_main_cores"),
+        busy_cores=_medians(counters, warm, "process", "cpu_cores"),
+        core_waits=_medians(counters, warm, "process", "run_queue_wait_ratio"),
+        process_counts=_medians(counters, warm, "process", "process_count"),
+        placements=placements(analyzer.files),
+        node_cpus=_node_cpus(counters, _windows(warm, analyzer.ranks())),
         training_ns=_largest_sum(last),
         save_ns=_save_ns(analyzer.phases(), warm),
         sharded=_is_sharded(analyzer),
@@ -106,6 +137,41 @@ def _medians(
     )
     rows = inside.group_by("rank").agg(pl.col("value").median()).sort("rank").rows()
     return {rank: float(value) for rank, value in rows if value is not None}
+
+
+def _windows(steps: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """Per host: begin and end of its ranks' judged steps."""
+    hosts = ranks.select("rank", "attempt", "host").drop_nulls()
+    ends = pl.col("start_ns") + pl.col("step_ns")
+    joined = steps.join(hosts, on=["rank", "attempt"])
+    return joined.group_by("host").agg(begin=pl.col("start_ns").min(), end=ends.max())
+
+
+def _node_cpus(counters: pl.DataFrame, windows: pl.DataFrame) -> dict[str, NodeCpu]:
+    """Counters of the host and of the job's cgroup in these windows."""
+    chosen = counters.filter(pl.col("source").is_in(["host", "cgroup"]))
+    inside = chosen.join(windows, on="host").filter(
+        pl.col("time_ns").is_between(pl.col("begin"), pl.col("end"))
+    )
+    means = inside.group_by("host", "metric").agg(pl.col("value").mean()).rows()
+    by_name = {(host, metric): value for host, metric, value in means}
+    return {
+        host: _node_cpu(by_name, host, (end - begin) / NS_PER_S)
+        for host, begin, end in windows.rows()
+    }
+
+
+def _node_cpu(means: Mapping[tuple[str, str], float | None], host: str, seconds: float) -> NodeCpu:
+    """From the means by host and metric over so many seconds."""
+    cores, limit = means.get((host, "cpu_count")), means.get((host, "cpu_limit_cores"))
+    periods = means.get((host, "cpu_period_count_per_s"))
+    throttled = means.get((host, "cpu_throttled_period_count_per_s"))
+    return NodeCpu(
+        core_count=None if cores is None else round(cores),
+        limit_cores=limit,
+        period_count=None if periods is None else periods * seconds,
+        throttled_ratio=throttled / periods if periods and throttled is not None else None,
+    )
 
 
 def median(values: pl.Series) -> float | None:

@@ -73,6 +73,26 @@ lag is measured here directly, as the work before it."""
 RANK_PHASE_COVERAGE_RATIO = 0.80
 """TraceML names a phase only where it makes 80 % of the gap."""
 
+CORES_FULL_RATIO = 0.90
+"""From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
+waiting beyond that is the ranks' own doing. Own choice."""
+CORE_WAIT_WARNING_RATIO = 0.15
+"""Share of time in which the main thread could run and got no core. Above the tenth that others may
+have caused. Own choice."""
+CORE_WAIT_CRITICAL_RATIO = 0.30
+"""With a third of the time lost in waiting, a free core would make the loop half again as fast.
+Own choice."""
+THROTTLED_RATIO = 0.25
+"""Share of a CPU limit's periods in which something had to stop; kubernetes-mixin's alert
+CPUThrottlingHigh (cpuThrottlingPercent: 25)."""
+THROTTLED_MIN_PERIODS = 20
+"""Two seconds of the kernel's default period of 100 ms (sched-bwc.rst); fewer say little.
+Own choice."""
+PAGES_ELSEWHERE_RATIO = 0.50
+"""Most of a rank's memory on nodes other than its cores'. Own choice."""
+PAGES_MIN_COUNT = 64
+"""Sampled pages below which their share says nothing. Own choice."""
+
 
 def warm_up_steps(count: int) -> int:
     """How many of a rank's first steps are left out."""

@@ -168,6 +168,7 @@ def test_verdict_of_a_run_without_ranks_says_why(root: Path) -> None:
         "outside_the_model",
         "evaluation_heavy",
         "step_time_drift",
+        "cpu_throttled", "shared_cores", "too_few_cores", "numa_placement",
     }  # fmt: skip
 
 

@@ -1,0 +1,74 @@
+"""Cores that ranks want and do not get, measured: what the rules about cores share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Evidence, Severity
+from haiprof.diagnosis.thresholds import (
+    CORE_WAIT_CRITICAL_RATIO,
+    CORE_WAIT_WARNING_RATIO,
+    CORES_FULL_RATIO,
+    CRITICAL_MIN_STEPS,
+)
+
+NO_PLACEMENT = "no placement of a rank was recorded"
+NO_WAIT = "no waiting for cores of a rank was recorded"
+_NAMED_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """Ranks that fill their cores and wait for them."""
+
+    core_count: float
+    busy_cores: float
+    """Used by these ranks and their children together."""
+    wait_ratio: float
+    """Share of time in which the main thread of the rank that waits least could run and did not."""
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The numbers."""
+        return (
+            Evidence(name="cores they may use", value=self.core_count, unit="cores"),
+            Evidence(name="cores they use", value=self.busy_cores, unit="cores"),
+            Evidence(
+                name="main thread could run and got no core (the least of the ranks)",
+                value=self.wait_ratio,
+                unit="ratio",
+            ),
+        )
+
+
+def contention(facts: Facts, ranks: Collection[int], core_count: float) -> Contention | None:
+    """Whether these ranks fill their cores by themselves and each waits for them.
+
+    None also where something is not known of one of them.
+    """
+    if not all(rank in facts.busy_cores and rank in facts.core_waits for rank in ranks):
+        return None
+    busy = sum(facts.busy_cores[rank] for rank in ranks)
+    wait = min(facts.core_waits[rank] for rank in ranks)
+    if busy < CORES_FULL_RATIO * core_count or wait < CORE_WAIT_WARNING_RATIO:
+        return None
+    return Contention(core_count=core_count, busy_cores=busy, wait_ratio=wait)
+
+
+def severity_of_wait(facts: Facts, wait_ratio: float) -> Severity:
+    """A warning, unless a good part of enough steps was lost in waiting."""
+    lost = wait_ratio >= CORE_WAIT_CRITICAL_RATIO
+    return "critical" if lost and facts.steps.height >= CRITICAL_MIN_STEPS else "warning"
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 2`."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > _NAMED_RANKS:
+        shown = names[: _NAMED_RANKS - 1]
+        return f"ranks {', '.join(shown)} and {len(names) - len(shown)} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
