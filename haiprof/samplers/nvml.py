@@ -81,8 +81,8 @@ class Nvml:
     def __init__(self, module: ModuleType | None = None) -> None:
         self._module: Any = module
         self._started = False
-        self.driver: Version = ()
-        """The running driver's version; empty where it does not say."""
+        self.version = ""
+        """The running driver's, as it says itself; empty where it does not."""
 
     def open(self) -> None:
         """Loads the library and starts it.
@@ -95,9 +95,14 @@ class Nvml:
         self.call("nvmlInit")
         self._started = True
         try:
-            self.driver = parse_version(text(self.call("nvmlSystemGetDriverVersion")))
+            self.version = text(self.call("nvmlSystemGetDriverVersion"))
         except Unavailable:
-            self.driver = ()  # ids that depend on it are then not asked for
+            self.version = ""  # what depends on it is then not asked for
+
+    @property
+    def driver(self) -> Version:
+        """The version as numbers that compare; empty where it is unknown."""
+        return parse_version(self.version)
 
     def close(self) -> None:
         """Lets go of the driver; again is no harm."""
@@ -306,7 +311,7 @@ class NvmlSampler(TableSampler):
 
     def header(self) -> dict[str, object]:
         """`entities` and the driver's version."""
-        return {**super().header(), "driver": ".".join(map(str, self.nvml.driver)) or None}
+        return {**super().header(), "driver": self.nvml.version or None}
 
     def release(self) -> None:
         """Lets go of the driver."""

@@ -196,9 +196,8 @@ def _slowdown_ids(driver: Version) -> tuple[int | None, int | None, int | None]:
 
 
 def _no_id(device: Device) -> Unavailable:
-    version = ".".join(map(str, device.nvml.driver)) or "of unknown version"
     return Unavailable(
-        f"driver {version}: the id of this field is not known for it",
+        f"driver {device.nvml.version or 'of unknown version'}: the id of this field is not known for it",
         status="unsupported",
         remedy="a newer NVIDIA driver",
         lasting=True,

@@ -140,7 +140,7 @@ def test_gpu_header_says_who_each_gpu_is_and_which_driver(tmp_path: Path) -> Non
         {"key": [1], "name": "gpu 1", "uuid": uuids[1], **shared,
          "bus_id": "0000:20:00.0", "numa_node": None},
     ]  # fmt: skip
-    assert header["driver"] == "580.159.4"
+    assert header["driver"] == "580.159.04"
     driver.sampler.close()
 
 
