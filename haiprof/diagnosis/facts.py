@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,25 +153,43 @@ def _node_cpus(counters: pl.DataFrame, windows: pl.DataFrame) -> dict[str, NodeC
     inside = chosen.join(windows, on="host").filter(
         pl.col("time_ns").is_between(pl.col("begin"), pl.col("end"))
     )
-    means = inside.group_by("host", "metric").agg(pl.col("value").mean()).rows()
-    by_name = {(host, metric): value for host, metric, value in means}
+    means = inside.group_by("host", "entity", "metric").agg(pl.col("value").mean()).rows()
+    by_entity: dict[str, dict[str | None, dict[str, float | None]]] = {}
+    for host, entity, metric, value in means:
+        by_entity.setdefault(host, {}).setdefault(entity, {})[metric] = value
     return {
-        host: _node_cpu(by_name, host, (end - begin) / NS_PER_S)
+        host: _node_cpu(list(by_entity.get(host, {}).values()), (end - begin) / NS_PER_S)
         for host, begin, end in windows.rows()
     }
 
 
-def _node_cpu(means: Mapping[tuple[str, str], float | None], host: str, seconds: float) -> NodeCpu:
-    """From the means by host and metric over so many seconds."""
-    cores, limit = means.get((host, "cpu_count")), means.get((host, "cpu_limit_cores"))
-    periods = means.get((host, "cpu_period_count_per_s"))
-    throttled = means.get((host, "cpu_throttled_period_count_per_s"))
+def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) -> NodeCpu:
+    """From the means by metric of the node, of its cgroup and of those above that have a limit.
+
+    Periods are of one cgroup: of the one that stops the job most often.
+    """
+    counts = [count for means in entities if (count := means.get("cpu_count")) is not None]
+    limits = [limit for means in entities if (limit := means.get("cpu_limit_cores")) is not None]
+    counted = [means for means in entities if means.get("cpu_period_count_per_s") is not None]
+    most = max(counted, key=_stops, default={})
+    limit, periods = most.get("cpu_limit_cores"), most.get("cpu_period_count_per_s")
     return NodeCpu(
-        core_count=None if cores is None else round(cores),
-        limit_cores=limit,
+        core_count=round(counts[0]) if counts else None,
+        limit_cores=min(limits, default=None) if limit is None else limit,
         period_count=None if periods is None else periods * seconds,
-        throttled_ratio=throttled / periods if periods and throttled is not None else None,
+        throttled_ratio=_throttled_ratio(most),
     )
+
+
+def _stops(means: Mapping[str, float | None]) -> tuple[float, float]:
+    """Orders cgroups by how often they stop the job, then by how long they have counted."""
+    return _throttled_ratio(means) or 0.0, means.get("cpu_period_count_per_s") or 0.0
+
+
+def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
+    periods = means.get("cpu_period_count_per_s")
+    throttled = means.get("cpu_throttled_period_count_per_s")
+    return throttled / periods if periods and throttled is not None else None
 
 
 def median(values: pl.Series) -> float | None:
