@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -81,10 +82,9 @@ class LinuxKernel:
         number = _SYSCALL.get(platform.machine())
         if number is None:
             raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
-        call = ctypes.CDLL(None, use_errno=True).syscall
         buffer = ctypes.create_string_buffer(attr, len(attr))
         flags = ctypes.c_ulong(_CLOSE_ON_EXEC)
-        fd: int = call(ctypes.c_long(number), buffer, pid, cpu, -1, flags)
+        fd: int = _libc().syscall(ctypes.c_long(number), buffer, pid, cpu, -1, flags)
         if fd < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -97,6 +97,11 @@ class LinuxKernel:
     def close(self, fd: int) -> None:
         """Ends the event."""
         os.close(fd)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 class Share:
