@@ -44,6 +44,7 @@ class CgroupSampler(TableSampler):
         self._key = -1
         self._seen: object = None
         self._places: Places = {}
+        self._folders: set[str] = set()
         self._unlimited: dict[str, tuple[Places, list[OwnLimit]]] = {}
 
     @classmethod
@@ -93,6 +94,8 @@ class CgroupSampler(TableSampler):
         else:
             tree = CgroupTree(memberships, mountinfo, self._root)
             self._places = {name: _place(tree, name) for name in _CONTROLLERS}
+        known = (place for place in self._places.values() if isinstance(place, Place))
+        self._folders |= {str(place.folder) for place in known}  # one that is gone may return
         self._seen = self._identity()
         self._close_limits()
         self._unlimited = {
@@ -106,7 +109,7 @@ class CgroupSampler(TableSampler):
             memberships = self._memberships.read()
         except OSError:
             memberships = b""
-        return (memberships, *(_inode(place) for place in self._places.values()))
+        return (memberships, *map(_inode, self._folders))
 
     def _close_limits(self) -> None:
         for _, limits in self._unlimited.values():
@@ -178,8 +181,8 @@ def _is_set(limit: OwnLimit) -> bool:
         return True  # it cannot be read: its record says so
 
 
-def _inode(place: Place | Unavailable) -> int | None:
+def _inode(folder: str) -> int | None:
     try:
-        return None if isinstance(place, Unavailable) else place.folder.stat().st_ino
+        return os.stat(folder).st_ino
     except OSError:
         return None

@@ -302,14 +302,19 @@ def test_cgroup_of_a_launcher_that_is_moved_is_never_subtracted_from_another(
     assert rates.to_list() == [0.0, 0.0]
 
 
-def test_cgroup_that_vanishes_leaves_nulls_with_a_reason(tree: FakeTree, v2: FakeCgroups) -> None:
+def test_cgroup_that_vanishes_leaves_nulls_with_a_reason_until_it_returns(
+    tree: FakeTree, v2: FakeCgroups
+) -> None:
     sampler = CgroupSampler(root=tree.root)
     sampler.open()
     tree.remove(f"sys/fs/cgroup{JOB}")
     row = sampled(sampler)["own"]
     reasons = {m.metric: m.reason for m in sampler.drain_missing()}
+    v2.put_v2(FakeGroup(path=JOB, memory=7))
+    back = sampled(sampler)["own"]
     sampler.close()
     assert row["memory_used_bytes"] is None
+    assert back["memory_used_bytes"] == 7
     assert "not visible" in reasons["memory_used_bytes"]
 
 
