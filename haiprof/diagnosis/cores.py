@@ -11,6 +11,7 @@ from haiprof.diagnosis.thresholds import (
     CORE_WAIT_CRITICAL_RATIO,
     CORE_WAIT_WARNING_RATIO,
     CORES_FULL_RATIO,
+    CORES_WANTED_RATIO,
     CRITICAL_MIN_STEPS,
 )
 
@@ -26,8 +27,21 @@ class Contention:
     core_count: float
     busy_cores: float
     """Used by these ranks and their children together."""
+    wanted_cores: float
+    """Those, and one for each main thread that waits: at least so many threads could run."""
     wait_ratio: float
     """Share of time in which the main thread of the rank that waits least could run and did not."""
+
+    @property
+    def is_their_own(self) -> bool:
+        """Whether they wait because of what they run themselves, and not for the load of others.
+
+        That is sure where they fill the cores, and where more of their threads could run than
+        there are cores.
+        """
+        full = self.busy_cores >= CORES_FULL_RATIO * self.core_count
+        wanted = self.wanted_cores >= CORES_WANTED_RATIO * self.core_count
+        return (full or wanted) and self.wait_ratio >= CORE_WAIT_WARNING_RATIO
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
@@ -35,6 +49,7 @@ class Contention:
         return (
             Evidence(name="cores they may use", value=self.core_count, unit="cores"),
             Evidence(name="cores they use", value=self.busy_cores, unit="cores"),
+            Evidence(name="cores they could use at least", value=self.wanted_cores, unit="cores"),
             Evidence(
                 name="main thread could run and got no core (the least of the ranks)",
                 value=self.wait_ratio,
@@ -44,17 +59,17 @@ class Contention:
 
 
 def contention(facts: Facts, ranks: Collection[int], core_count: float) -> Contention | None:
-    """Whether these ranks fill their cores by themselves and each waits for them.
-
-    None also where something is not known of one of them.
-    """
+    """How much these ranks want their cores; null where something of one is not known."""
     if not all(rank in facts.busy_cores and rank in facts.core_waits for rank in ranks):
         return None
     busy = sum(facts.busy_cores[rank] for rank in ranks)
-    wait = min(facts.core_waits[rank] for rank in ranks)
-    if busy < CORES_FULL_RATIO * core_count or wait < CORE_WAIT_WARNING_RATIO:
-        return None
-    return Contention(core_count=core_count, busy_cores=busy, wait_ratio=wait)
+    waits = [facts.core_waits[rank] for rank in ranks]
+    return Contention(
+        core_count=core_count,
+        busy_cores=busy,
+        wanted_cores=busy + sum(waits),
+        wait_ratio=min(waits),
+    )
 
 
 def severity_of_wait(facts: Facts, wait_ratio: float) -> Severity:

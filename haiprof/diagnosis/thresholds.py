@@ -76,6 +76,9 @@ RANK_PHASE_COVERAGE_RATIO = 0.80
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
 waiting beyond that is the ranks' own doing. Own choice."""
+CORES_WANTED_RATIO = 1.25
+"""With a quarter more runnable threads than cores they wait for each other, whatever others do.
+Own choice."""
 CORE_WAIT_WARNING_RATIO = 0.15
 """Share of time in which the main thread could run and got no core. Above the tenth that others may
 have caused. Own choice."""

@@ -163,6 +163,13 @@ def test_ranks_bound_to_the_same_core_are_named(root: Path) -> None:
     assert "--numa-binding=exclusive" in finding.remedy
 
 
+def test_ranks_on_one_core_are_named_beside_a_neighbour_too(root: Path) -> None:
+    ranks = [RankStory(cpus="0", busy=0.33, wait=0.67), RankStory(cpus="0", busy=0.33, wait=0.67)]
+    finding = only(judged(root, ranks, cores=2))
+    assert finding.title == "ranks 0 and 1 share 1 core of 2, and wait for one 67 % of the time"
+    assert numbers(finding)["cores they could use at least"] == pytest.approx(2.0, rel=0.02)
+
+
 def test_ranks_that_fill_the_whole_node_are_told_to_run_fewer_threads(root: Path) -> None:
     finding = only(judged(root, [RankStory(busy=0.97, wait=0.2, processes=5)] * 2))
     assert (finding.rule, finding.severity) == ("shared_cores", "warning")
@@ -191,6 +198,13 @@ def test_rank_with_more_workers_than_cores_is_named(root: Path) -> None:
     assert "--cpus-per-task" in finding.remedy
 
 
+def test_bound_rank_whose_workers_may_be_in_the_way_is_less_sure(root: Path) -> None:
+    ranks = [RankStory(cpus="0", busy=0.53, wait=0.6, processes=5)]
+    finding = only(judged(root, ranks, cores=2))
+    assert (finding.rule, finding.severity, finding.confidence) == ("too_few_cores", "warning", 0.5)
+    assert finding.missing == ("whether something else runs on these cores",)
+
+
 def test_few_steps_make_a_warning(root: Path) -> None:
     ranks = [RankStory(busy=1.98, wait=0.35, processes=9)]
     assert only(judged(root, ranks, steps=12)).severity == "warning"
@@ -217,6 +231,12 @@ def test_throttled_follows_the_share_of_periods(
             pytest.approx(share, rel=0.05)
         )
         assert bool(finding.missing) is (wait is None)
+
+
+def test_waiting_at_the_limit_is_named_once(root: Path) -> None:
+    ranks = [RankStory(busy=1.6, wait=0.95, processes=5)]
+    verdict = judged(root, ranks, limit=(1.6, 10.0, 0.9))
+    assert [finding.rule for finding in verdict.findings] == ["cpu_throttled"]
 
 
 def test_a_few_periods_say_nothing_about_throttling(root: Path) -> None:

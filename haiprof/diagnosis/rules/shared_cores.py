@@ -13,13 +13,14 @@ from haiprof.diagnosis.cores import (
 )
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
 from haiprof.units import ratio_text
 
 RULE = "shared_cores"
 
 
 def shared_cores(facts: Facts) -> Judgement:
-    """Fires where ranks with overlapping cores fill them and each waits for them.
+    """Fires where ranks with overlapping cores want more than those, and each waits for them.
 
     Sharing alone is normal: ranks that are not bound may all run anywhere.
     """
@@ -28,13 +29,15 @@ def shared_cores(facts: Facts) -> Judgement:
     placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
+    if isinstance(cpu_throttled(facts), Finding):
+        return None  # the same waiting, with its cause known
     groups = [group for group in sharing_groups(placed) if len(group) > 1]
     if not groups:
         return None
     if not any(p.rank in facts.core_waits for group in groups for p in group):
         return Abstention(rule=RULE, why=NO_WAIT)
     judged = [(group, contention(facts, _ranks(group), len(_cores(group)))) for group in groups]
-    found = [(group, measured) for group, measured in judged if measured is not None]
+    found = [(group, measured) for group, measured in judged if measured and measured.is_their_own]
     if not found:
         return None
     group, measured = max(found, key=lambda pair: pair[1].wait_ratio)

@@ -13,19 +13,26 @@ from haiprof.diagnosis.cores import (
 )
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
+from haiprof.diagnosis.thresholds import CORE_WAIT_CRITICAL_RATIO
 from haiprof.units import ratio_text
 
 RULE = "too_few_cores"
 
 
 def too_few_cores(facts: Facts) -> Judgement:
-    """Fires where a rank with more threads than cores fills its cores and waits for them.
+    """Fires where a rank with more threads than cores wants more than those, and waits for them.
+
+    Less sure, and only where it is bound to a part of the node: that it has more processes than
+    cores and waits a good part of the time. How long workers wait is not recorded.
 
     Ranks that share cores are `shared_cores`' business; a limit in cores, `cpu_throttled`'s.
     """
     placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
+    if isinstance(cpu_throttled(facts), Finding):
+        return None  # the same waiting, with its cause known
     alone = [group[0] for group in sharing_groups(placed) if len(group) == 1]
     if not any(placement.rank in facts.core_waits for placement in placed):
         return Abstention(rule=RULE, why=NO_WAIT)
@@ -39,20 +46,27 @@ def too_few_cores(facts: Facts) -> Judgement:
 
 def _contention(facts: Facts, placement: Placement) -> Contention | None:
     cores = len(placement.allowed_cpus or ())
-    threads = placement.thread_count or 0
-    if max(threads, facts.process_counts.get(placement.rank, 0.0)) <= cores:
+    processes = facts.process_counts.get(placement.rank, 0.0)
+    measured = contention(facts, [placement.rank], cores)
+    if measured is None or max(placement.thread_count or 0, processes) <= cores:
         return None
-    return contention(facts, [placement.rank], cores)
+    bound = cores < (_cores_of_node(facts, placement) or 0)
+    likely = bound and processes > cores and measured.wait_ratio >= CORE_WAIT_CRITICAL_RATIO
+    return measured if measured.is_their_own or likely else None
+
+
+def _cores_of_node(facts: Facts, placement: Placement) -> int | None:
+    node = facts.node_cpus.get(placement.host)
+    return None if node is None else node.core_count
 
 
 def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: list[int]) -> Finding:
-    node = facts.node_cpus.get(worst.host)
-    on_node = node.core_count if node is not None else None
+    on_node, sure = _cores_of_node(facts, worst), measured.is_their_own
     cores, processes = int(measured.core_count), facts.process_counts.get(worst.rank)
     spare = on_node is not None and on_node > cores
     return Finding(
         rule=RULE,
-        severity=severity_of_wait(facts, measured.wait_ratio),
+        severity=severity_of_wait(facts, measured.wait_ratio) if sure else "warning",
         title=f"too few cores: {ranks_text(ranks)} may use {cores}"
         + (f" of {on_node}" if spare else "")
         + f", and none is free {ratio_text(measured.wait_ratio)} of the time",
@@ -71,6 +85,7 @@ def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: lis
         if spare
         else "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), or take a "
         "node with more cores",
-        confidence=0.7,
+        confidence=0.7 if sure else 0.5,
+        missing=() if sure else ("whether something else runs on these cores",),
         rank=worst.rank,
     )
