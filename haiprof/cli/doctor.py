@@ -19,20 +19,21 @@ _NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is foun
 
 
 def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
-    """Show every counter of this node: its value, where it is read and at what price, or why not.
+    """Show every counter of this node: its value, source and price, or why there is none.
 
-    Needs no job, changes nothing and leaves no file. What an administrator would have to set
-    stands beside what is missing. Counters of processes are shown of haiprof itself.
+    Needs no job, changes nothing, leaves no file. Beside what is missing stands
+    what an administrator would have to set. Counters of ranks are shown of
+    haiprof's own process.
 
     For example:
 
-      haiprof doctor                    available counters in short, missing ones by reason
+      haiprof doctor                  what there is in short, then what lacks
 
-      haiprof doctor --all              one line per counter
+      haiprof doctor --all            one line per counter
 
       haiprof doctor --json | jq '.counters[] | select(.status == "denied")'
 
-      srun --ntasks-per-node 1 haiprof doctor        on every node of an allocation
+      srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
     from haiprof.cli.doctor_view import doctor_view
     from haiprof.launch.nsys import find_nsys
