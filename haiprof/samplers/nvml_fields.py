@@ -196,8 +196,9 @@ def _slowdown_ids(driver: Version) -> tuple[int | None, int | None, int | None]:
 
 
 def _no_id(device: Device) -> Unavailable:
+    version = device.nvml.version or "of unknown version"
     return Unavailable(
-        f"driver {device.nvml.version or 'of unknown version'}: the id of this field is not known for it",
+        f"driver {version}: the id of this field is not known for it",
         status="unsupported",
         remedy="a newer NVIDIA driver",
         lasting=True,
