@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +17,7 @@ from haiprof.units import MISSING, duration_text
 
 _STYLES = {"available": "green", "denied": "yellow", "unsupported": "dim", "absent": "dim"}
 _UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsius")
-_TOGETHER = "\N{NO-BREAK SPACE}"
+_GAP = "  "
 _MANY = 6  # names before the rest is a number
 
 T = TypeVar("T")
@@ -103,17 +103,31 @@ def _value_table() -> Table:
     return table
 
 
-def _values(reads: Sequence[Sequence[CounterState]]) -> Text:
+def _values(reads: Sequence[Sequence[CounterState]]) -> _Packed:
     """Name and value of each counter of a read; of several entities the range."""
-    text = Text()
+    words = []
     for place, state in enumerate(reads[0]):
         values = [v for read in reads if (v := read[place].value) is not None]
         shown = [now_text(value, state.unit) for value in (min(values), max(values))]
-        text.append("  " if place else "")
         value = " to ".join(dict.fromkeys(shown))
-        text.append(f"{short_name(state.metric)}{_TOGETHER}")
-        text.append(value.replace(" ", _TOGETHER), "bold")
-    return text
+        words.append(Text.assemble(f"{short_name(state.metric)} ", (value, "bold")))
+    return _Packed(words)
+
+
+class _Packed:
+    """Texts side by side, as many as fit on a line; none is broken that fits on one."""
+
+    def __init__(self, words: Sequence[Text]) -> None:
+        self._words = words
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for word in self._words:
+            if line and line.cell_len + len(_GAP) + word.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = Text.assemble(line, _GAP if line else "", word, overflow="fold")
+        yield line
 
 
 def _missing(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
