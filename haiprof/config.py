@@ -28,6 +28,7 @@ ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
+_PORT_LIMIT = 65_535
 _NAME_OK = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -59,6 +60,8 @@ class Options:
     """Length of a burst in seconds."""
     tensorboard: bool = False
     """Live scalars for TensorBoard beside the run."""
+    prometheus_port: int = 0
+    """Port on the loopback interface at which Prometheus can scrape this node; 0 opens none."""
     quiet: bool = False
     """Print neither the first line nor the verdict."""
 
@@ -74,6 +77,8 @@ class Options:
             if not math.isfinite(seconds) or seconds < MIN_INTERVAL_S:
                 raise UsageError(f"interval.{recorder} must be {MIN_INTERVAL_S} s or more")
         self._check_burst()
+        if not 0 <= self.prometheus_port <= _PORT_LIMIT:
+            raise UsageError(f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none")
         if self.trace:
             raise UsageError(
                 "trace windows (--trace, profile.trace, HAIPROF_TRACE) are not in this version",
@@ -111,6 +116,7 @@ class Options:
             "burst_hz": self.burst_hz,
             "burst_time": self.burst_time_s,
             "tensorboard": self.tensorboard,
+            "prometheus_port": self.prometheus_port,
             "quiet": self.quiet,
         }
 
@@ -185,6 +191,8 @@ OPTIONS = (
                "length of a burst (default: 5)"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
                "write live scalars for TensorBoard beside the run"),
+    OptionSpec("prometheus-port", "prometheus_port", int, "HAIPROF_PROMETHEUS_PORT", "PORT",
+               "serve counters live at 127.0.0.1:PORT for Prometheus (default: no port)"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
                "print neither the first line nor the verdict"),
 )  # fmt: skip

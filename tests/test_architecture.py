@@ -32,6 +32,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"tomli"},
     "hook": {"torch"},
     "samplers": {"psutil", "pynvml"},
+    "launch": {"prometheus_client"},
     "analysis": {"numpy", "polars"},
     "diagnosis": {"numpy", "polars"},
     "plots": {"numpy", "polars", "plotly"},
@@ -103,7 +104,8 @@ def test_launcher_starts_without_torch_polars_or_plotly() -> None:
         "import haiprof.__main__, haiprof.launch.run, haiprof.launch.supervisor, "
         "haiprof.launch.agent"
     )
-    assert not loaded & {"torch", "numpy", "polars", "plotly", "rich", "typer", "pynvml"}
+    heavy = {"torch", "numpy", "polars", "plotly", "rich", "typer", "pynvml", "prometheus_client"}
+    assert not loaded & heavy
 
 
 def test_hook_imports_torch_only_inside_functions() -> None:

@@ -47,5 +47,6 @@ def test_launch_options_are_frozen() -> None:
         ("burst-hz", "HAIPROF_BURST_HZ"),
         ("burst-time", "HAIPROF_BURST_TIME"),
         ("tensorboard", "HAIPROF_TENSORBOARD"),
+        ("prometheus-port", "HAIPROF_PROMETHEUS_PORT"),
         ("quiet", "HAIPROF_QUIET"),
     ]

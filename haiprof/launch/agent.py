@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from haiprof.config import Options
 from haiprof.errors import RunFormatError
@@ -19,6 +19,9 @@ from haiprof.rundir.schema import SCHEMA_VERSION
 from haiprof.rundir.writer import LineWriter, write_json
 from haiprof.samplers.loop import SamplingLoop
 from haiprof.samplers.unreported import Unreported, find_unreported
+
+if TYPE_CHECKING:
+    from haiprof.launch.scrape import Scrape
 
 FIRST_SCAN_S = 0.5
 SCAN_GROWTH = 1.6
@@ -43,6 +46,7 @@ class Agent:
     """Whether this launcher is the one that samples this node."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _scrape: Scrape | None = None
     _scan_at: float = 0.0
     _scan_gap_s: float = FIRST_SCAN_S
     _started_s: float = field(default_factory=time.monotonic)
@@ -52,8 +56,16 @@ class Agent:
         self.elected = self._elect()
         if not self.elected:
             return
-        self._thread = threading.Thread(target=self._sample, name="haiprof-sampler", daemon=True)
+        loop = SamplingLoop(self.run, self.host, self.options)
+        self._thread = threading.Thread(
+            target=loop.run, args=(self._stop,), name="haiprof-sampler", daemon=True
+        )
         self._thread.start()
+        if self.options.prometheus_port:
+            from haiprof.launch.scrape import Scrape
+
+            self._scrape = Scrape(self.run, self.host, self.options, loop)
+            self._scrape.start()
 
     def tick(self, job_pid: int) -> None:
         """Looks for ranks that never report in, at growing intervals."""
@@ -84,6 +96,8 @@ class Agent:
     def stop(self) -> None:
         """Ends sampling."""
         self._stop.set()
+        if self._scrape is not None:
+            self._scrape.stop()
         if self._thread is not None:
             self._thread.join(STOP_WAIT_S)
             self._thread = None
@@ -126,9 +140,6 @@ class Agent:
             },
         )
         return True
-
-    def _sample(self) -> None:
-        SamplingLoop(self.run, self.host, self.options).run(self._stop)
 
     def reports(self) -> list[dict[str, Any]]:
         """rank.json of every rank that reported in, on any node; empty where it is not whole."""

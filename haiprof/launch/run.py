@@ -112,6 +112,11 @@ def _check_extras(options: Options) -> None:
             "--tensorboard needs the package tensorboard",
             hint="pip install 'haiprof[tensorboard]'",
         )
+    if options.prometheus_port and importlib.util.find_spec("prometheus_client") is None:
+        raise MissingExtraError(
+            "--prometheus-port needs the package prometheus-client",
+            hint="pip install 'haiprof[prometheus]'",
+        )
 
 
 def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:

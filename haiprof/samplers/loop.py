@@ -51,6 +51,8 @@ class SamplingLoop:
     ) -> None:
         self.failure: str | None = None
         """Why nothing was recorded."""
+        self.streams: tuple[Stream, ...] = ()
+        """What is sampled; replaced as a whole, for other threads read it."""
         self._host = host
         self._options = options
         self._clock = clock
@@ -102,6 +104,7 @@ class SamplingLoop:
             stream = Stream(sampler, interval_ns, clock=self._clock, report=self._report)
             if stream.start(self._paths, anchor, header):
                 streams.append(stream)
+                self.streams = tuple(streams)
             else:
                 stream.close()
         return streams

@@ -23,17 +23,22 @@ class Pace:
         self.missed_count = 0
         self.due_ns = now_ns + interval_ns
 
+    @property
+    def interval_ns(self) -> int:
+        """Between two samples, as it is now."""
+        return self._interval_ns * self.factor
+
     def advance(self, now_ns: int, read_ns: int) -> None:
         """Notes a sample that has just been taken; ticks that passed meanwhile are counted."""
         self._adapt(read_ns)
-        step = self._interval_ns * self.factor
+        step = self.interval_ns
         late_count = max(0, (now_ns - self.due_ns) // step)
         self.missed_count += late_count
         self.due_ns += step * (late_count + 1)
 
     def restart(self, now_ns: int) -> None:
         """Begins the grid anew, after a sample out of turn."""
-        self.due_ns = now_ns + self._interval_ns * self.factor
+        self.due_ns = now_ns + self.interval_ns
 
     def _adapt(self, read_ns: int) -> None:
         if read_ns > self._limit_ns:

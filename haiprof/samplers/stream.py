@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from haiprof.config import MIN_INTERVAL_S
 from haiprof.rundir.clock import ClockAnchor
 from haiprof.rundir.layout import NodePaths
+from haiprof.rundir.owners import Key, entities_by_key
 from haiprof.rundir.writer import RecordWriter
 from haiprof.samplers.base import ALL_METRICS, Clock, Missing, Sampler
 from haiprof.samplers.pace import Pace
@@ -32,6 +33,10 @@ class Stream:
     def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
         self.sampler = sampler
         self._interval_ns = interval_ns
+        self.entities: Mapping[Key, Mapping[str, object]] = {}
+        """What is known of each entity; never changed in place, for other threads read it."""
+        self.latest: tuple[int, bytes] = (0, b"")
+        """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
         self._last_ns = 0
         self._clock = clock
         self._report = report
@@ -57,6 +62,7 @@ class Stream:
                 return False
             path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
             self._writer = RecordWriter(path, self.sampler.table, clock=anchor, extra=extra)
+            self._describe(extra.get("entities"))
         except Exception as error:  # noqa: BLE001  one sampler must not stop the others
             self._report_error(error)
             return False
@@ -101,12 +107,19 @@ class Stream:
             self._report_missing(self.sampler.drain_missing())
             for line in self.sampler.drain_lines():
                 self._report({**line, "source": self.sampler.name})
+                if line.get("type") == "entity":
+                    self._describe([line])
         except Exception as error:  # noqa: BLE001  one sampler must not stop the others
             self._report_error(error)
             return self.sampler.read_limit_ns + 1
+        self.latest = (self._last_ns, data)
         if data and self._writer is not None:
             self._writer.append(data)
         return read_ns
+
+    def _describe(self, entities: object) -> None:
+        if isinstance(entities, list):
+            self.entities = {**self.entities, **entities_by_key(entities)}
 
     def _is_urgent(self) -> bool:
         try:
