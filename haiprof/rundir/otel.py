@@ -147,7 +147,9 @@ _NAMES = {
 
 # Columns that come in families: what the groups of the pattern match are values of attributes.
 _FAMILIES: tuple[tuple[str, str, _Name, tuple[str, ...]], ...] = (
-    ("host|cgroup", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.psi.stall"),
+    ("host", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.psi.stall"),
+     ("haiprof.psi.resource", "haiprof.psi.kind")),
+    ("cgroup", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.cgroup.psi.stall"),
      ("haiprof.psi.resource", "haiprof.psi.kind")),
     ("gpu", r"throttle_(.+)_ns", _Name("haiprof.gpu.throttle.time"),
      ("haiprof.gpu.throttle.reason",)),
@@ -188,6 +190,7 @@ _PORT = {"hw.id": "name", "hw.name": "name", "haiprof.rdma.link_layer": "link_la
 _ENTITY_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "gpu": _GPU,
     "gpu_health": _GPU,
+    "dcgm": _GPU,
     "infiniband": _PORT,
     "infiniband_health": _PORT,
     "ethernet": {"network.interface.name": "name"},
@@ -198,6 +201,7 @@ _NVIDIA = {"hw.type": "gpu", "hw.vendor": "NVIDIA"}
 _FIXED_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "gpu": _NVIDIA,
     "gpu_health": _NVIDIA,
+    "dcgm": _NVIDIA,
     "infiniband": {"hw.type": "network"},
     "infiniband_health": {"hw.type": "network"},
 }
@@ -275,18 +279,18 @@ def _instrument(table: Table, column: Column) -> Instrument:
 def _name(source: str, column: Column) -> _Name:
     if (source, column.name) in _NAMES:
         return _NAMES[source, column.name]
-    for sources, pattern, name, attributes in _FAMILIES:
+    for of_source, pattern, name, attributes in _FAMILIES:
         match = re.fullmatch(pattern, column.name)
-        if match and re.fullmatch(sources, source):
+        if match and of_source == source:
             own = dict(zip(attributes, match.groups(), strict=True))
             return replace(name, attributes={**name.attributes, **own})
-    suffix = f"_{column.unit}"
+    suffix = f"_{column.unit.replace('/', '_per_')}"
     stem = column.name.removesuffix(suffix)
     counts = counter_end(column.kind) is not None
-    if column.unit == "count" and stem != column.name and not counts:
-        stem = f"{stem}.count"
-    if column.unit == "ns" and counts:
-        stem = f"{stem}.time"
+    if counts:
+        stem += {"ns": ".time", "bytes": ".io"}.get(column.unit, "")
+    elif column.unit == "count" and stem != column.name:
+        stem += ".count"
     return _Name(f"haiprof.{_NAMESPACES.get(source, source)}.{stem}")
 
 
