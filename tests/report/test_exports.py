@@ -339,3 +339,16 @@ def test_failed_export_leaves_no_file_behind(
 def test_only_regular_files_are_replaced(run: RunPaths, path: str) -> None:
     with pytest.raises(UsageError, match="not a regular file"):
         write(run, Path(path), force=True)
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+def test_documentation_lists_the_standard_names_and_no_others() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text(encoding="utf-8")
+    listed = {
+        tuple(cell.strip(" `") for cell in line.split("|")[1:4])
+        for line in page.split("## Names that are OpenTelemetry's")[1].splitlines()[3:]
+    }
+    standard = [each for each in instruments().values() if not each.name.startswith("haiprof.")]
+    assert listed == {(each.name, each.prometheus_sample_name, each.unit) for each in standard}
