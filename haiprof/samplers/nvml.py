@@ -35,8 +35,7 @@ ARGUMENT_VERSION_MISMATCH = 25
 DEPRECATED = 26
 
 _LOST = (GPU_IS_LOST, RESET_REQUIRED)
-# The same call gives the same answer for as long as the driver runs.
-_NEVER: Mapping[int, Status] = {
+_STATUS: Mapping[int, Status] = {
     INVALID_ARGUMENT: "unsupported",
     NOT_SUPPORTED: "unsupported",
     NO_PERMISSION: "denied",
@@ -45,6 +44,9 @@ _NEVER: Mapping[int, Status] = {
     ARGUMENT_VERSION_MISMATCH: "unsupported",
     DEPRECATED: "unsupported",
 }
+# These stay as they are for as long as the driver runs; an invalid argument may be a passing one
+# (two GPM samples too close to each other).
+_LASTING = _STATUS.keys() - {INVALID_ARGUMENT}
 _WORDS = {
     INVALID_ARGUMENT: "Invalid Argument",
     NOT_SUPPORTED: "Not Supported",
@@ -144,9 +146,9 @@ class Refusal(Unavailable):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(
             reason,
-            status=_NEVER.get(code, "absent"),
+            status=_STATUS.get(code, "absent"),
             remedy=_REMEDIES.get(code, ""),
-            lasting=code in _NEVER,
+            lasting=code in _LASTING,
         )
         self.code = code
 

@@ -434,12 +434,21 @@ def test_gpm_traffic_adds_up_over_the_time_between_samples(one: Driver) -> None:
     assert sent == [0, 100 << 20, 150 << 20]
 
 
-def test_gpm_sample_that_failed_leaves_a_gap_and_a_new_beginning(one: Driver) -> None:
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("nvmlGpmSampleGet", NVMLError_Unknown),
+        ("nvmlGpmMetricsGet", NVMLError_InvalidArgument),  # the samples were too close
+    ],
+)
+def test_gpm_that_failed_leaves_a_gap_and_a_new_beginning(
+    one: Driver, function: str, error: type[NVMLError]
+) -> None:
     one.open()
     one.after(0)
     one.after(SECOND)
     gpu = one.nvml.gpus[0]
-    gpu.failures["nvmlGpmSampleGet"] = NVMLError_Unknown
+    gpu.failures[function] = error
     gone = one.after(SECOND)
     assert (gone["sm_active_ratio"], gone["pcie_transmit_bytes"]) == (None, None)
     gpu.failures.clear()
