@@ -4,6 +4,7 @@ HaiprofError                exit 1   anything of haiprof's own
 ├── UsageError              exit 2   the command line or an option cannot be taken
 ├── RunNotFoundError        exit 3   no run directory where one was named
 ├── RunFormatError          exit 4   a file of a run directory cannot be read
+├── TraceFormatError        exit 4   a trace cannot be read, or two claim to be one rank's
 ├── MissingDataError        exit 5   the run is readable but lacks what was asked for
 └── MissingExtraError       exit 6   an optional part is not installed
 """
@@ -40,6 +41,12 @@ class RunNotFoundError(HaiprofError):
 
 class RunFormatError(HaiprofError):
     """A file of a run directory is damaged, foreign or of another version."""
+
+    exit_code = 4
+
+
+class TraceFormatError(HaiprofError):
+    """A trace is no trace, damaged beyond repair, or contradicts another one."""
 
     exit_code = 4
 

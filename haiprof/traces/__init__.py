@@ -1,0 +1,1 @@
+"""Kineto traces as columns: read once, cached beside the file, nothing dropped in silence."""

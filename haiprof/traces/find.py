@@ -1,0 +1,67 @@
+"""Which files are the traces of a job, and whose: a file, a folder of ranks, a run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from haiprof.errors import TraceFormatError
+from haiprof.traces.trace import Trace
+
+TRACE_ENDINGS = (".json", ".json.gz")
+# What stands beside traces and ends like them.
+_OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
+
+Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
+
+
+def trace_files(source: str | Path) -> list[Path]:
+    """The trace files that a path means, by name.
+
+    Args:
+        source: A file; a folder with one file per rank; a run directory with its `traces`.
+
+    Raises:
+        TraceFormatError: There is nothing, or no trace in it.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise TraceFormatError(f"{path}: no such file or folder")
+    folder = path / "traces" if (path / "traces").is_dir() else path
+    found = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
+    if not found:
+        raise TraceFormatError(
+            f"{folder}: no trace in it", hint="traces end in .json or .json.gz, one file per rank"
+        )
+    return found
+
+
+def _is_trace(entry: os.DirEntry[str]) -> bool:
+    plain = not entry.name.startswith(".") and entry.name not in _OTHERS
+    return plain and entry.name.endswith(TRACE_ENDINGS) and entry.is_file()
+
+
+def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
+    """Traces by their rank; one that does not say gets the lowest free number.
+
+    Raises:
+        TraceFormatError: Two files say that they are the same rank; both are named.
+    """
+    found: dict[int, Trace] = {}
+    silent = []
+    for trace in traces:
+        if trace.rank is None:
+            silent.append(trace)
+        elif trace.rank in found:
+            raise TraceFormatError(
+                f"two traces of rank {trace.rank}: {found[trace.rank].path} and {trace.path}",
+                hint="name the files of one window, or give {rank: path}",
+            )
+        else:
+            found[trace.rank] = trace
+    free = (number for number in range(len(found) + len(silent)) if number not in found)
+    found |= dict(zip(free, silent, strict=False))
+    return dict(sorted(found.items()))

@@ -1,0 +1,143 @@
+"""One rank's trace: its tables, its steps, and who recorded it."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.traces.cache import TraceColumns, open_columns
+from haiprof.traces.load import LoadReport
+from haiprof.traces.tables import (
+    ANNOTATIONS,
+    GPU,
+    LINKS,
+    MEMORY,
+    OPS,
+    PYTHON,
+    RUNTIME,
+    SYNC,
+)
+
+STEP = re.compile(r"ProfilerStep#(\d+)\Z")
+# worker0_step_12.1694.pt.trace.json, rank-0.json, trace_rank_3.json.gz, host_123.rank7.json
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+class Trace:
+    """The events of one trace file as frames; a table is read at its first use.
+
+    Args:
+        path: The file.
+        columns: Its columns; None reads them, from the cache where there is one.
+    """
+
+    def __init__(self, path: str | Path, columns: TraceColumns | None = None) -> None:
+        self.path = Path(path)
+        self._given = columns
+
+    @cached_property
+    def columns(self) -> TraceColumns:
+        """The file's columns.
+
+        Raises:
+            TraceFormatError: It is not a trace, or cannot be read.
+        """
+        return self._given or open_columns(self.path)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Everything in the file beside its events."""
+        return self.columns.metadata
+
+    @property
+    def report(self) -> LoadReport:
+        """What was read, and what not."""
+        return self.columns.report
+
+    @cached_property
+    def gpu(self) -> pl.DataFrame:
+        """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`."""
+        return self._table(GPU)
+
+    @cached_property
+    def runtime(self) -> pl.DataFrame:
+        """Calls of the CUDA or HIP runtime and driver, by start."""
+        return self._table(RUNTIME)
+
+    @cached_property
+    def ops(self) -> pl.DataFrame:
+        """Operators on the CPU, by start; a parent before its children."""
+        return self._table(OPS)
+
+    @cached_property
+    def annotations(self) -> pl.DataFrame:
+        """record_function ranges, on the CPU and as they show on the GPU (`category`)."""
+        return self._table(ANNOTATIONS)
+
+    @cached_property
+    def python(self) -> pl.DataFrame:
+        """Python functions, by start; a parent before its children."""
+        return self._table(PYTHON)
+
+    @cached_property
+    def memory(self) -> pl.DataFrame:
+        """Allocations and frees, by time."""
+        return self._table(MEMORY)
+
+    @cached_property
+    def sync(self) -> pl.DataFrame:
+        """Synchronisations (`enable_cuda_sync_events`), by start."""
+        return self._table(SYNC)
+
+    @cached_property
+    def links(self) -> pl.DataFrame:
+        """Arrows from forward to backward operators."""
+        return self._table(LINKS)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """Profiler steps by their number.
+
+        Returns:
+            `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
+        """
+        marks = self.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        named = marks.with_columns(
+            step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
+        ).drop_nulls("step")
+        return named.select(
+            step=pl.col("step").cast(pl.Int64),
+            start_ns="ts_ns",
+            end_ns=pl.col("ts_ns") + pl.col("dur_ns"),
+            tid="tid",
+        ).sort("start_ns")
+
+    @property
+    def rank(self) -> int | None:
+        """From distributedInfo, else from the file's name; null where neither says."""
+        said = self.metadata.get("distributedInfo")
+        rank = said.get("rank") if isinstance(said, dict) else None
+        if type(rank) is int and rank >= 0:
+            return rank
+        return rank_in_name(self.path.name)
+
+    @property
+    def world_size(self) -> int | None:
+        """From distributedInfo."""
+        said = self.metadata.get("distributedInfo")
+        size = said.get("world_size") if isinstance(said, dict) else None
+        return size if type(size) is int and size > 0 else None
+
+    def _table(self, name: str) -> pl.DataFrame:
+        found = self.columns.table(name)
+        return found.sort("ts_ns", -pl.col("dur_ns"), "event", maintain_order=True)
+
+
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file name states."""
+    found = _RANK_IN_NAME.search(name)
+    return int(found[1]) if found else None
