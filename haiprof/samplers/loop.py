@@ -21,6 +21,7 @@ from haiprof.units import NS_PER_S
 
 _POLL_S = 0.25  # how soon a rank that reports in is noticed
 _COST_EVERY_NS = 10 * NS_PER_S
+_COST_SPREAD = 0.05  # later lines are this much of the run apart: weeks leave some hundred lines
 
 
 class SamplingLoop:
@@ -143,16 +144,21 @@ class _CostMeter:
         """Whether it is time for the next line."""
         if self._clock() < self._next_ns:
             return False
-        self._next_ns += _COST_EVERY_NS
+        elapsed_ns = self._clock() - self._start_ns
+        self._next_ns += max(_COST_EVERY_NS, int(elapsed_ns * _COST_SPREAD))
         return True
 
     def line(self, streams: Sequence[Stream]) -> dict[str, object]:
-        """CPU and wall time since the start, ticks missed, bytes dropped, slowed samplers."""
+        """CPU and wall time since the start, also by source; missed ticks, lost bytes, slowness."""
         return {
             "type": "cost",
             "cpu_ns": time.thread_time_ns() - self._start_cpu_ns,
             "elapsed_ns": self._clock() - self._start_ns,
             "missed_tick_count": sum(stream.pace.missed_count for stream in streams),
             "dropped_bytes": sum(stream.dropped_bytes for stream in streams),
+            "sources": {
+                s.sampler.name: {"sample_count": s.sample_count, "cpu_ns": s.cpu_ns}
+                for s in streams
+            },
             "slowed": {s.sampler.name: s.pace.factor for s in streams if s.pace.factor > 1},
         }

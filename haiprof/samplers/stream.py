@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from haiprof.config import MIN_INTERVAL_S
@@ -37,6 +38,9 @@ class Stream:
         """What is known of each entity; never changed in place, for other threads read it."""
         self.latest: tuple[int, bytes] = (0, b"")
         """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
+        self.sample_count = 0
+        self.cpu_ns = 0
+        """What this thread spent in samples."""
         self._last_ns = 0
         self._clock = clock
         self._report = report
@@ -100,10 +104,12 @@ class Stream:
         Returns:
             What it took in ns; a sampler that fails counts as slow, so that it is asked less often.
         """
-        self._last_ns = self._clock()
+        self._last_ns, began = self._clock(), time.thread_time_ns()
         try:
             data = self.sampler.sample()
             read_ns = self._clock() - self._last_ns
+            self.cpu_ns += time.thread_time_ns() - began
+            self.sample_count += 1
             self._report_missing(self.sampler.drain_missing())
             for line in self.sampler.drain_lines():
                 self._report({**line, "source": self.sampler.name})
