@@ -8,7 +8,6 @@ from haiprof.units import BYTES_PER_GIB
 
 BYTES_PER_MIB = 1 << 20
 PERCENT = 0.01
-HZ_PER_GHZ = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def _plain(
     return PanelSpec(
         title=title,
         unit=unit,
-        scale={"GiB": BYTES_PER_GIB, "GHz": HZ_PER_GHZ}.get(unit, 1.0),
+        scale={"GiB": BYTES_PER_GIB, "GHz": 1e9, "G/s": 1e9, "MiB/s": BYTES_PER_MIB}.get(unit, 1.0),
         base_unit=base_unit,
         counters=counters,
         terminal=terminal,
@@ -200,14 +199,19 @@ _MEMORY = PanelRow(
     recorder="numa",
     sources=("memory_bandwidth", "remote_memory"),
     panels=(
-        _rate("Memory bandwidth", "memory_bandwidth", ("read_bytes_per_s", "write_bytes_per_s"),
-              ("read", "write"), terminal=True),
+        _plain("Memory bandwidth", "MiB/s", "bytes/s",
+               CounterSpec(source="memory_bandwidth", metric="total_bytes_per_s"),
+               CounterSpec(source="memory_bandwidth", metric="write_bytes_per_s", word="write",
+                           dash="dot"),
+               terminal=True),
         _plain("Between NUMA nodes", "MiB/s", "bytes/s",
                CounterSpec(source="memory_bandwidth", metric="remote_bytes_per_s"),
                terminal=True),
         _rate("Memory reads of ranks", "remote_memory",
               ("local_dram_bytes_per_s", "remote_dram_bytes_per_s"), ("near", "far"),
               terminal=False),
+        _plain("Instructions of ranks", "G/s", "count/s",
+               CounterSpec(source="remote_memory", metric="instruction_count_per_s")),
     ),
 )  # fmt: skip
 _FILES = PanelRow(
