@@ -34,8 +34,8 @@ class PanelSpec:
     counters: tuple[CounterSpec, ...]
     top: float | None = None
     """Upper end of its axis where it has one, in shown units."""
-    terminal: bool = False
-    """Whether the terminal draws it, too."""
+    terminal: str | None = None
+    """What the terminal calls it, before the counter's own word; null leaves it to figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,12 @@ def _pair(source: str, metrics: tuple[str, str], words: tuple[str, str]) -> tupl
 
 
 def _rate(
-    title: str, source: str, metrics: tuple[str, str], words: tuple[str, str], *, terminal: bool
+    title: str,
+    source: str,
+    metrics: tuple[str, str],
+    words: tuple[str, str],
+    *,
+    terminal: str | None = None,
 ) -> PanelSpec:
     return PanelSpec(
         title=title,
@@ -72,7 +77,7 @@ def _rate(
 
 
 def _share(
-    title: str, *counters: CounterSpec, top: float | None = 105, terminal: bool = False
+    title: str, *counters: CounterSpec, top: float | None = 105, terminal: str | None = None
 ) -> PanelSpec:
     return PanelSpec(
         title=title,
@@ -86,7 +91,7 @@ def _share(
 
 
 def _plain(
-    title: str, unit: str, base_unit: str, *counters: CounterSpec, terminal: bool = False
+    title: str, unit: str, base_unit: str, *counters: CounterSpec, terminal: str | None = None
 ) -> PanelSpec:
     return PanelSpec(
         title=title,
@@ -104,11 +109,12 @@ _RANKS = PanelRow(
     sources=("process", "placement"),
     panels=(
         _plain("CPU of ranks", "cores", "cores",
-               CounterSpec(source="process", metric="cpu_cores"), terminal=True),
+               CounterSpec(source="process", metric="cpu_cores"), terminal="CPU of ranks"),
         _plain("Memory of ranks", "GiB", "bytes",
-               CounterSpec(source="process", metric="memory_rss_bytes"), terminal=True),
+               CounterSpec(source="process", metric="memory_rss_bytes"),
+               terminal="memory of ranks"),
         _rate("Read and write of ranks", "process", ("read_bytes_per_s", "write_bytes_per_s"),
-              ("read", "write"), terminal=True),
+              ("read", "write"), terminal=""),
         _share("Waiting for a core",
                CounterSpec(source="process", metric="run_queue_wait_ratio"), top=None),
     ),
@@ -119,7 +125,7 @@ _NODES = PanelRow(
     sources=("host", "cgroup"),
     panels=(
         _share("CPU of nodes", CounterSpec(source="host", metric="cpu_utilization_ratio"),
-               terminal=True),
+               terminal="CPU of node"),
         _share("Stalled for lack of",
                CounterSpec(source="host", metric="pressure_cpu_some_ratio", word="CPU"),
                CounterSpec(source="host", metric="pressure_memory_some_ratio", word="memory",
@@ -129,10 +135,10 @@ _NODES = PanelRow(
                            dash="dashdot"),
                top=None),
         _rate("Disks of nodes", "host", ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
-              ("read", "write"), terminal=False),
+              ("read", "write")),
         _rate("Network of nodes", "host",
               ("network_receive_bytes_per_s", "network_transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal=True),
+              ("receive", "transmit"), terminal="net"),
     ),
 )  # fmt: skip
 _GPUS = PanelRow(
@@ -141,11 +147,11 @@ _GPUS = PanelRow(
     sources=("gpu", "gpu_health", "dcgm"),
     panels=(
         _share("GPU utilization", CounterSpec(source="gpu", metric="utilization_ratio"),
-               terminal=True),
+               terminal="GPU utilization"),
         _plain("GPU memory", "GiB", "bytes",
-               CounterSpec(source="gpu", metric="memory_used_bytes"), terminal=True),
+               CounterSpec(source="gpu", metric="memory_used_bytes"), terminal="GPU memory"),
         _plain("GPU power", "W", "watts", CounterSpec(source="gpu", metric="power_watts"),
-               terminal=True),
+               terminal="GPU power"),
         _plain("GPU clock", "GHz", "hz", CounterSpec(source="gpu", metric="sm_clock_hz")),
     ),
 )  # fmt: skip
@@ -155,12 +161,14 @@ _GPU_UNITS = PanelRow(
     sources=("gpu",),
     panels=(
         _share("SMs active", CounterSpec(source="gpu", metric="sm_active_ratio"),
-               CounterSpec(source="dcgm", metric="sm_active_ratio", word="DCGM"), terminal=True),
+               CounterSpec(source="dcgm", metric="sm_active_ratio", word="DCGM"),
+               terminal="SMs active"),
         _share("Tensor cores active", CounterSpec(source="gpu", metric="tensor_active_ratio"),
                CounterSpec(source="dcgm", metric="tensor_active_ratio", word="DCGM"),
-               terminal=True),
+               terminal="tensor cores"),
         _share("GPU memory busy", CounterSpec(source="gpu", metric="dram_active_ratio"),
-               CounterSpec(source="dcgm", metric="dram_active_ratio", word="DCGM"), terminal=True),
+               CounterSpec(source="dcgm", metric="dram_active_ratio", word="DCGM"),
+               terminal="GPU mem. busy"),
         _share("GPU throttled",
                CounterSpec(source="gpu", metric="throttle_power_ratio", word="power"),
                CounterSpec(source="gpu", metric="throttle_thermal_ratio", word="heat",
@@ -173,10 +181,10 @@ _GPU_LINKS = PanelRow(
     sources=("gpu",),
     panels=(
         _rate("PCIe of GPUs", "gpu", ("pcie_receive_bytes_per_s", "pcie_transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal=False),
+              ("receive", "transmit")),
         _rate("NVLink of GPUs", "gpu",
               ("nvlink_receive_bytes_per_s", "nvlink_transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal=False),
+              ("receive", "transmit")),
     ),
 )  # fmt: skip
 _INFINIBAND = PanelRow(
@@ -185,7 +193,7 @@ _INFINIBAND = PanelRow(
     sources=("infiniband",),
     panels=(
         _rate("InfiniBand", "infiniband", ("receive_bytes_per_s", "transmit_bytes_per_s"),
-              ("receive", "transmit"), terminal=True),
+              ("receive", "transmit"), terminal="IB"),
         _plain("InfiniBand waiting to send", "ticks/s", "count/s",
                CounterSpec(source="infiniband", metric="transmit_wait_count_per_s")),
         _plain("Congestion and loss", "packets/s", "count/s",
@@ -203,13 +211,12 @@ _MEMORY = PanelRow(
                CounterSpec(source="memory_bandwidth", metric="total_bytes_per_s"),
                CounterSpec(source="memory_bandwidth", metric="write_bytes_per_s", word="write",
                            dash="dot"),
-               terminal=True),
+               terminal="memory traffic"),
         _plain("Between NUMA nodes", "MiB/s", "bytes/s",
                CounterSpec(source="memory_bandwidth", metric="remote_bytes_per_s"),
-               terminal=True),
+               terminal="between NUMA"),
         _rate("Memory reads of ranks", "remote_memory",
-              ("local_dram_bytes_per_s", "remote_dram_bytes_per_s"), ("near", "far"),
-              terminal=False),
+              ("local_dram_bytes_per_s", "remote_dram_bytes_per_s"), ("near", "far")),
         _plain("Instructions of ranks", "G/s", "count/s",
                CounterSpec(source="remote_memory", metric="instruction_count_per_s")),
     ),
@@ -220,7 +227,7 @@ _FILES = PanelRow(
     sources=("filesystem",),
     panels=(
         _rate("Network file systems", "filesystem", ("read_bytes_per_s", "write_bytes_per_s"),
-              ("read", "write"), terminal=True),
+              ("read", "write"), terminal="NFS"),
     ),
 )  # fmt: skip
 

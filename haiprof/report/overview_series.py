@@ -23,7 +23,7 @@ def counters_over_time(counters: pl.DataFrame, span: TimeRange) -> Iterator[Seri
     """Each counter that the terminal draws and that has a sample, one series per owner."""
     for row in PANEL_ROWS:
         for panel in row.panels:
-            if panel.terminal:
+            if panel.terminal is not None:
                 for spec in panel.counters:
                     yield from _counter_series(counters, panel, spec, span)
 
@@ -57,7 +57,7 @@ def _counter_series(
     for key, frame in groups:
         series = make_series(
             frame,
-            title=f"{panel.title.removesuffix(' of ranks')} {spec.word}".rstrip(),
+            title=f"{panel.terminal} {spec.word}".strip(),
             label=owner_name(*key, many_hosts=many_hosts),
             unit=panel.base_unit,
             span=span,
