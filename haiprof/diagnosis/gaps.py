@@ -75,12 +75,17 @@ def _counters(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
             if source in _JUDGED_SOURCES:
                 reason = text(line.get("reason")) or "unknown"
                 found.setdefault((_JUDGED_SOURCES[source], reason), {})[metric] = None
-            elif metric == _ALL:
+            elif metric == _ALL and not _is_optional(source):
                 others[source.replace("_", " ")] = None
     for (source, reason), metrics in found.items():
         yield source if _ALL in metrics else f"{source} {_listed(list(metrics))}", reason
     if others:
         yield ", ".join(others), "`haiprof doctor` says what each would need"
+
+
+def _is_optional(source: str) -> bool:
+    """Whether a source only stands in for another one, or adds to one that is named already."""
+    return source in ("dcgm", "gpu_health", "infiniband_health")
 
 
 def _listed(names: list[str]) -> str:

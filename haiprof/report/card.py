@@ -137,8 +137,11 @@ def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     """(label, what, why), the label only where it changes."""
     for place, (what, why) in enumerate(verdict.not_measured):
         yield "" if place else "not measured", what, why
-    for place, (rule, why) in enumerate(verdict.abstained):
-        yield "" if place else "not judged", rule.replace("_", " "), why
+    rules: dict[str, list[str]] = {}
+    for rule, why in verdict.abstained:
+        rules.setdefault(why, []).append(rule.replace("_", " "))
+    for place, (why, names) in enumerate(rules.items()):
+        yield "" if place else "not judged", ", ".join(names), why
     for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
         yield "" if place else "notes", "", note
     if len(verdict.notes) > _NOTE_LIMIT:
