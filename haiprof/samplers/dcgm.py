@@ -9,14 +9,10 @@ rates, whatever type the exporter's configuration calls them), issue 721 (PCIe a
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import socket
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -27,6 +23,8 @@ from haiprof.samplers.nvml import Nvml, text
 from haiprof.samplers.table import Entity, EntityGone, Reading, TableSampler, Value
 
 DEFAULT_URL = "http://127.0.0.1:9400/metrics"
+_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#]+)(?::(\d{1,5}))?(/\S*)?\Z", re.ASCII)
+_HTTP_PORT = 80
 CONNECT_S = 0.05
 READ_S = 0.5
 _PAGE_LIMIT_BYTES = 8 << 20
@@ -58,17 +56,6 @@ Page = Mapping[str, Mapping[str, float | None]]
 """By UUID and field; null where the page contradicts itself."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An exporter that sends us elsewhere is not followed: it could be off this machine."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """Never."""
-
-
-# Nor is a proxy asked for what runs on this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
-
-
 class DcgmSampler(TableSampler):
     """One record per GPU and collection of the exporter.
 
@@ -97,6 +84,7 @@ class DcgmSampler(TableSampler):
         self._nvml = nvml
         self._text: str | None = None
         self._page: Page = {}
+        self._failure: Unavailable | None = None
         self._recorded = ""
 
     @classmethod
@@ -152,11 +140,15 @@ class DcgmSampler(TableSampler):
         return Entity(key=(index,), name=name, readings=(reading,), details={"uuid": uuid})
 
     def _figures(self, uuid: str) -> Sequence[Value | Unavailable]:
-        if self._text is None:
-            self._text = ""  # one attempt per sample
-            self._page = {}
-            self._text = fetch(self.url)
+        if self._text is None:  # one attempt per sample
+            self._text, self._page, self._failure = "", {}, None
+            try:
+                self._text = fetch(self.url)
+            except Unavailable as why:
+                self._failure = why
             self._page = parse_page(self._text)
+        if self._failure is not None:
+            raise self._failure
         if uuid not in self._page:
             raise Unavailable(f"{self.url}: no such GPU in it this time")
         figures = self._page[uuid]
@@ -191,15 +183,10 @@ def reach(url: str) -> None:
     Raises:
         Unavailable: Nobody answers, or the address is none.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unavailable(
-            f"{ENV_DCGM_URL}={url}: not an http address", remedy=f"e.g. {DEFAULT_URL}"
-        )
+    host, port, _ = _address(url)
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname, port), CONNECT_S).close()
-    except (OSError, ValueError) as error:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
         words = getattr(error, "strerror", None) or str(error)
         reason = f"no DCGM exporter answers at {url}: {words}"
         raise Unavailable(reason, remedy=_REMEDY) from None
@@ -208,25 +195,65 @@ def reach(url: str) -> None:
 def fetch(url: str) -> str:
     """The exporter's page.
 
+    It is asked for in HTTP 1.0, without Python's own client: no proxy and no redirect is followed,
+    nothing is imported into the launcher, and the time limit holds for the whole answer.
+
     Raises:
         Unavailable: It is not to be had within `READ_S`, or too large to be one.
     """
-    deadline = time.monotonic() + READ_S
-    content = b""
+    host, port, path = _address(url)
+    request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
     try:
-        with _OPENER.open(url, timeout=READ_S) as answer:
-            while block := answer.read1(1 << 16):
-                content += block
-                if time.monotonic() > deadline or len(content) > _PAGE_LIMIT_BYTES:
-                    raise Unavailable(f"{url}: too slow or too large to be an exporter's page")
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise Unavailable(f"{url}: HTTP {error.code}", remedy=_REMEDY) from None
-    except urllib.error.URLError as error:
-        raise Unavailable(f"{url}: {error.reason}", remedy=_REMEDY) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise Unavailable(f"{url}: {error or type(error).__name__}", remedy=_REMEDY) from None
-    return content.decode("utf-8", errors="replace")
+        with socket.create_connection((host, port), READ_S) as connection:
+            connection.sendall(request.encode())
+            answer = _received(connection, url)
+    except TimeoutError:
+        raise _too_much(url) from None
+    except OSError as error:
+        reason = f"{url}: {error.strerror or error or type(error).__name__}"
+        raise Unavailable(reason, remedy=_REMEDY) from None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    version, _, status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise Unavailable(f"{url}: no HTTP server", remedy=_REMEDY)
+    if status.split(" ")[0] != "200":
+        raise Unavailable(f"{url}: HTTP {status.split(' ')[0]}", remedy=_REMEDY)
+    return body.decode("utf-8", errors="replace")
+
+
+def _received(connection: socket.socket, url: str) -> bytes:
+    """Everything until the other side closes, within the limits."""
+    deadline = time.monotonic() + READ_S
+    content = bytearray()
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or len(content) > _PAGE_LIMIT_BYTES:
+            raise _too_much(url)
+        connection.settimeout(left_s)
+        block = connection.recv(1 << 16)
+        if not block:
+            return bytes(content)
+        content += block
+
+
+def _too_much(url: str) -> Unavailable:
+    reason = f"{url}: too slow or too large to be an exporter's page"
+    return Unavailable(reason, remedy=_REMEDY)
+
+
+def _address(url: str) -> tuple[str, int, str]:
+    """Host, port and path.
+
+    Raises:
+        Unavailable: It is no http address.
+    """
+    match = _ADDRESS.match(url)
+    if match is None:
+        raise Unavailable(
+            f"{ENV_DCGM_URL}={url}: not an http address", remedy=f"e.g. {DEFAULT_URL}"
+        )
+    host, port, path = match.groups()
+    return host.strip("[]"), int(port or _HTTP_PORT), path or "/"
 
 
 def parse_page(page: str) -> Page:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from haiprof.rundir.tables.dcgm import DCGM
-from haiprof.samplers.base import ALL_METRICS, Missing
-from haiprof.samplers.dcgm import DEFAULT_URL, DcgmSampler
+from haiprof.samplers.base import ALL_METRICS, Missing, Unavailable
+from haiprof.samplers.dcgm import DEFAULT_URL, DcgmSampler, fetch
 from tests.fake_nvml import FakeGpu, FakeNvml, NVMLError_FunctionNotFound
 from tests.samplers.records import rows
 
@@ -146,7 +150,17 @@ def test_default_is_this_machine_only() -> None:
     assert "127.0.0.1" in DEFAULT_URL
 
 
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1/", "file:///etc/passwd", "nonsense", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://127.0.0.1/",
+        "file:///etc/passwd",
+        "nonsense",
+        "http://",
+        "http://a:b/",
+        "http://a:1/x y",
+    ],
+)
 def test_address_that_is_none_is_said(url: str) -> None:
     (missing,) = DcgmSampler(url=url, nvml=no_gpm()).open()
     assert "not an http address" in missing.reason
@@ -221,7 +235,11 @@ def test_exporter_that_goes_away_gives_no_records_and_comes_back(exporter: Expor
     sampler.sample()
     exporter.status = 503
     assert sampler.sample() == b""
-    assert "HTTP 503" in reasons(sampler.drain_missing())
+    said = reasons(sampler.drain_missing())
+    assert "gpu 0" in said
+    assert "gpu 1" in said
+    assert "HTTP 503" in said
+    assert "no such GPU" not in said
     exporter.status = 200
     exporter.figures[UUIDS[0]]["DCGM_FI_PROF_SM_ACTIVE"] = "0.3"
     exporter.collect()
@@ -239,6 +257,33 @@ def test_exporter_that_dribbles_is_not_waited_for(exporter: Exporter) -> None:
     assert "too slow" in reasons(sampler.drain_missing())
     exporter.delay_s = 0.0
     sampler.close()
+
+
+def test_exporter_that_dribbles_its_head_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended = threading.Event()
+
+        def dribble() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.0 200 OK\r\n")
+                while not ended.wait(0.1):
+                    connection.sendall(b"X-More: words\r\n")
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="too slow"):
+            fetch(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        assert time.monotonic() - began < 3
+        ended.set()
+        thread.join()
+
+
+def test_launcher_loads_no_http_client_for_it() -> None:
+    words = "import sys, haiprof.samplers; print(sorted({'http', 'email'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_exporter_that_sends_elsewhere_is_not_followed(exporter: Exporter) -> None:
