@@ -144,7 +144,7 @@ _NODES = PanelRow(
 _GPUS = PanelRow(
     title="GPU",
     recorder="gpu",
-    sources=("gpu", "gpu_health", "dcgm"),
+    sources=("gpu",),
     panels=(
         _share("GPU utilization", CounterSpec(source="gpu", metric="utilization_ratio"),
                terminal="GPU utilization"),
@@ -158,7 +158,7 @@ _GPUS = PanelRow(
 _GPU_UNITS = PanelRow(
     title="GPU units",
     recorder="gpu",
-    sources=("gpu",),
+    sources=("gpu", "dcgm"),
     panels=(
         _share("SMs active", CounterSpec(source="gpu", metric="sm_active_ratio"),
                CounterSpec(source="dcgm", metric="sm_active_ratio", word="DCGM"),

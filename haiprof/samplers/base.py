@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import NULL_I64, Table
 
+REASONS_PER_METRIC = 200
 ALL_METRICS = "all"  # the metric of a `Missing` that leaves nothing of the sampler
 
 Clock = Callable[[], int]
@@ -147,17 +148,22 @@ class Sampler(Protocol):
 
 
 class MissingLog:
-    """Collects what cannot be read and hands each metric and reason out once."""
+    """Collects what cannot be read and hands each metric and reason out once.
+
+    A reason may hold a number that is another one each time: of one metric, only the first
+    `REASONS_PER_METRIC` are kept, so that neither this nor the events file grows without end.
+    """
 
     def __init__(self) -> None:
-        self._said: set[Missing] = set()
+        self._said: dict[str, set[Missing]] = {}
         self._new: list[Missing] = []
 
     def note(self, metric: str, reason: str, status: Status = "absent", remedy: str = "") -> None:
         """Remembers it, unless it was noted before."""
         missing = Missing(metric, reason, status, remedy)
-        if missing not in self._said:
-            self._said.add(missing)
+        said = self._said.setdefault(metric, set())
+        if missing not in said and len(said) < REASONS_PER_METRIC:
+            said.add(missing)
             self._new.append(missing)
 
     def drain(self) -> list[Missing]:

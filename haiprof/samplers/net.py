@@ -42,7 +42,7 @@ class NetworkTotals:
 
     def __init__(self, root: Path) -> None:
         self._net = root / "sys" / "class" / "net"
-        self._counted: dict[bytes, bool] = {}
+        self._hardware: set[bytes] = set()
         self._sums = SummedCounters([64] * len(_FIELDS))
 
     def __call__(self, content: bytes) -> Values:
@@ -56,16 +56,19 @@ class NetworkTotals:
         return self._sums.add(counts) if counts else (None,) * len(_FIELDS)
 
     def _counts(self, name: bytes) -> bool:
-        if name not in self._counted:
-            self._counted[name] = self._is_lowest(os.fsdecode(name))
-        return self._counted[name]
+        return name in self._hardware or self._is_lowest(name)
 
-    def _is_lowest(self, name: str) -> bool:
-        if name == "lo" or name.startswith("ifb"):
+    def _is_lowest(self, name: bytes) -> bool:
+        """Looked at each time where there is no hardware: a bridge gets its first port later."""
+        if name == b"lo" or name.startswith(b"ifb"):
             return False
-        links = link_names(self._net / name)
-        stacked = any(link.startswith("lower_") for link in links)
-        return not stacked and not ("brport" in links and "device" not in links)
+        links = link_names(self._net / os.fsdecode(name))
+        if any(link.startswith("lower_") for link in links):
+            return False
+        if "device" in links:
+            self._hardware.add(name)
+            return True
+        return "brport" not in links
 
 
 class ProtocolNumbers:

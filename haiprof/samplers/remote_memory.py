@@ -70,7 +70,8 @@ class RemoteMemorySampler(RankSampler):
     ) -> None:
         super().__init__(run, host, pid=pid, root=root, clock=clock)
         self._kernel = kernel or LinuxKernel()
-        self._events = dict(events or core_events(read_cpu(root)))
+        self._cpu = read_cpu(root)
+        self._events = dict(events or core_events(self._cpu))
         self._spare = spare or spare_files
 
     def find(self) -> Iterable[Entity]:
@@ -100,7 +101,12 @@ class RemoteMemorySampler(RankSampler):
     def readings(self, process: RankProcess) -> tuple[Reading, ...]:
         """One reading of all counters; they are opened at the first."""
         counters = RankCounters(
-            process, self._events, root=self.root, kernel=self._kernel, spare=self._spare
+            process,
+            self._events,
+            root=self.root,
+            kernel=self._kernel,
+            spare=self._spare,
+            virtual=self._cpu.virtual,
         )
         return (
             Reading(
@@ -112,7 +118,7 @@ class RemoteMemorySampler(RankSampler):
         )
 
     def _refused(self, error: OSError, event: Event) -> Unavailable:
-        virtual = no_core_pmu(self.root, read_cpu(self.root))
+        virtual = no_core_pmu(self.root, self._cpu)
         return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual)
 
 
@@ -125,6 +131,7 @@ class RankCounters:
         root: Where /proc is.
         kernel: The system calls.
         spare: How many more files may be opened.
+        virtual: Whether this is a virtual machine, whose host may filter events.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class RankCounters:
         root: Path,
         kernel: Kernel,
         spare: Callable[[], int],
+        virtual: bool,
     ) -> None:
         self._process = process
         self._events = events
@@ -142,7 +150,7 @@ class RankCounters:
         self._kernel = kernel
         self._spare = spare
         self._share = Share()
-        self._virtual = read_cpu(root).virtual
+        self._virtual = virtual
         self._sums: dict[str, ScaledSum | Unavailable] = {}
 
     def read(self) -> Sequence[Value | Unavailable]:

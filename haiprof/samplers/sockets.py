@@ -10,6 +10,7 @@ from pathlib import Path
 _CPU = re.compile(r"cpu\d+\Z")
 _NODE = re.compile(r"node\d+\Z")
 _CORE_PMU = re.compile(r"cpu(_core|_atom)?\Z|armv[89]_.*|apple_.*")
+_CPU_BYTES = 16 * 1024  # one CPU takes 3 KiB
 PMU_FOLDER = "sys/bus/event_source/devices"
 
 
@@ -30,9 +31,14 @@ class Cpu:
 
 
 def read_cpu(root: Path) -> Cpu:
-    """The first CPU of /proc/cpuinfo; zeros and empty where it says nothing."""
+    """The first CPU of /proc/cpuinfo; zeros and empty where it says nothing.
+
+    No more is read: of hundreds of CPUs it is hundreds of KiB, and a kernel may ask each for its
+    frequency.
+    """
     try:
-        text = (root / "proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        with open(root / "proc/cpuinfo", "rb", buffering=0) as file:
+            text = file.read(_CPU_BYTES).decode("ascii", errors="replace")
     except OSError:
         text = ""
     fields: dict[str, str] = {}

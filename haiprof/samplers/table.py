@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from haiprof.samplers.base import (
 )
 
 Value = int | float | None
+_I64_MAX = (1 << 63) - 1
 
 
 class EntityGone(Exception):  # noqa: N818  not an error: processes end
@@ -196,7 +198,21 @@ class TableSampler:
         except EntityGone:
             self.drop(entity.key)
             return b""
-        return self._record.pack(before, self._clock() - before, *entity.key, *values)
+        head = (before, self._clock() - before, *entity.key)
+        try:
+            return self._record.pack(*head, *values)
+        except struct.error:  # kernels write a count that fell below 0 as a number near 2^64
+            return self._record.pack(*head, *self._storable(entity, values))
+
+    def _storable(self, entity: Entity, values: Sequence[Value]) -> list[Value]:
+        """The values without those that have no room in their column; the others are kept."""
+        found = []
+        for column, value, null in zip(self.table.metrics, values, self._nulls, strict=True):
+            fits = column.type[0] == "f" or (isinstance(value, int) and abs(value) <= _I64_MAX)
+            if not fits and value != null:
+                self._note(entity, column.name, "a count beyond 63 bits", "unsupported", "")
+            found.append(value if fits else null)
+        return found
 
     def _read(self, entity: Entity, bound: _Bound) -> Sequence[Value]:
         """The values of one read; nulls, with the reason noted, where there are none."""

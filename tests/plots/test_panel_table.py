@@ -13,3 +13,8 @@ def test_panels_show_metrics_that_a_run_with_all_sources_has(tmp_path: Path) -> 
     known = set(counters.select("source", "metric").unique().rows())
     shown = {metric for row in PANEL_ROWS for metric in row_metrics(row)}
     assert shown - known == set()
+
+
+def test_row_is_filled_by_the_sources_of_its_metrics() -> None:
+    for row in PANEL_ROWS:
+        assert {source for source, _ in row_metrics(row)} <= set(row.sources), row.title

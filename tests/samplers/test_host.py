@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -276,6 +277,36 @@ def test_host_bridge_ports_of_containers_are_not_counted_twice(tree: FakeTree) -
     sampler = opened(tree)
     assert one(sampler)["network_receive_bytes"] == 100
     sampler.close()
+
+
+def test_host_bridge_whose_first_port_comes_later_is_not_counted_twice(tree: FakeTree) -> None:
+    for name in ("eth0/device", "docker0"):
+        (tree.root / "sys/class/net" / name).mkdir(parents=True, exist_ok=True)
+    tree.interfaces(eth0=(1000, 0), docker0=(0, 0))
+    sampler = opened(tree)
+    assert one(sampler)["network_receive_bytes"] == 1000
+    for name in ("docker0/lower_veth1", "veth1/brport"):
+        (tree.root / "sys/class/net" / name).mkdir(parents=True)
+    tree.interfaces(eth0=(1500, 0), docker0=(500, 0), veth1=(500, 0))
+    assert one(sampler)["network_receive_bytes"] == 1500
+    sampler.close()
+
+
+def test_host_count_without_room_costs_itself_alone(tree: FakeTree) -> None:
+    sampler = opened(tree)
+    was = one(sampler)
+    path = tree.root / "proc/vmstat"
+    words = re.sub(r"(?m)^pgmajfault \d+$", f"pgmajfault {(1 << 64) - 3}", path.read_text())
+    path.write_text(words)
+    now = one(sampler)
+    sampler.close()
+    assert now["major_page_fault_count"] is None
+    assert {n for n in now if now[n] is None} - {n for n in was if was[n] is None} == {
+        "major_page_fault_count"
+    }
+    (said,) = sampler.drain_missing()
+    assert said.metric == "major_page_fault_count"
+    assert "beyond 63 bits" in said.reason
 
 
 def test_host_on_this_machine_agrees_with_psutil() -> None:

@@ -18,7 +18,14 @@ from haiprof.rundir.schema import Table
 from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.rundir.tables.host import HOST
 from haiprof.samplers import SAMPLERS
-from haiprof.samplers.base import ALL_METRICS, CounterState, Missing, Sampler
+from haiprof.samplers.base import (
+    ALL_METRICS,
+    REASONS_PER_METRIC,
+    CounterState,
+    Missing,
+    MissingLog,
+    Sampler,
+)
 from haiprof.samplers.loop import SamplingLoop
 from haiprof.samplers.pace import MAX_FACTOR, Pace
 from haiprof.samplers.procfs import read_process
@@ -316,3 +323,15 @@ def test_pace_doubles_after_a_slow_read_up_to_a_limit_and_recovers() -> None:
     for _ in range(30):
         pace.advance(pace.due_ns, 50)
     assert pace.factor == MAX_FACTOR // 2
+
+
+def test_reasons_that_are_new_each_time_come_to_an_end() -> None:
+    log = MissingLog()
+    for number in range(10_000):
+        log.note("instruction_count", f"{number} threads need more files")
+    log.note("cycle_count", "another metric is still told")
+    told = log.drain()
+    assert len(told) == REASONS_PER_METRIC + 1
+    assert told[-1].metric == "cycle_count"
+    log.note("instruction_count", "1 threads need more files")
+    assert log.drain() == []
