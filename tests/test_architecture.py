@@ -35,7 +35,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "samplers": {"psutil", "pynvml"},
     "launch": {"prometheus_client"},
     "traces": {"msgspec", "numpy", "polars"},
-    "analysis": {"numpy", "polars"},
+    "analysis": {"distributed", "numpy", "polars"},
     "diagnosis": {"numpy", "polars"},
     "plots": {"numpy", "polars", "plotly"},
     "report": {"numpy", "polars", "plotly", "rich", "IPython", "tensorboard"},
