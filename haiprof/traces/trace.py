@@ -106,6 +106,10 @@ class Trace:
             `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
         """
         marks = self.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        if self.annotations.is_empty():  # before 2022 they were operators like any other
+            marks = self.ops.select(marks.columns)
+            steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
+            marks = marks.filter(pl.col("name").is_in(steps))
         named = marks.with_columns(
             step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
         ).drop_nulls("step")
