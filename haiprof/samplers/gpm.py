@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _VERSION = 1
 
 MIN_APART_NS = 100_000_000
 """Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
+
+_WAIT_NS = 2_000_000  # at 10 Hz every other read comes some us too early
 
 GPM_ORIGIN = "nvmlGpmMetricsGet"
 _ADMIN_PARAMETER = "RmProfilingAdminOnly"
@@ -72,12 +75,21 @@ class Gpm:
         device: The GPU.
         columns: Names in `RATIOS` and `TRAFFIC`.
         clock: CLOCK_MONOTONIC in ns.
+        pause: Waits so many seconds.
     """
 
-    def __init__(self, device: Device, columns: Sequence[str], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        device: Device,
+        columns: Sequence[str],
+        *,
+        clock: Clock,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.columns = tuple(columns)
         self._device = device
         self._clock = clock
+        self._pause = pause
         self._samples: list[Any] = []  # the later one first
         self._request: Any = None
         self._taken_ns: int | None = None
@@ -101,7 +113,7 @@ class Gpm:
         Raises:
             Unavailable: No sample, or no metrics from two.
         """
-        now, before = self._clock(), self._taken_ns
+        now, before = self._soon_enough(), self._taken_ns
         if before is None or (not self._has_interval and now - before < MIN_APART_NS):
             self._has_interval = False
             self._totals = dict.fromkeys(self.columns, 0.0)
@@ -119,6 +131,15 @@ class Gpm:
         for sample in samples:
             with contextlib.suppress(Unavailable):  # nothing is left to do about it
                 self._device.nvml.call("nvmlGpmSampleFree", sample)
+
+    def _soon_enough(self) -> int:
+        """Now, or a moment later where the sample before is not quite old enough."""
+        now = self._clock()
+        left_ns = 0 if self._taken_ns is None else self._taken_ns + MIN_APART_NS - now
+        if not 0 < left_ns <= _WAIT_NS:
+            return now
+        self._pause(left_ns / NS_PER_S)
+        return self._clock()
 
     def _nothing_yet(self, traffic: int) -> list[Value | Unavailable]:
         return [math.nan if name in RATIOS else traffic for name in self.columns]

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from haiprof.rundir.reader import read_lines, read_records
 from haiprof.rundir.tables.gpu import GPU
 from haiprof.samplers import nvml as nvml_module
 from haiprof.samplers.base import ALL_METRICS, Missing
-from haiprof.samplers.gpm import RATIOS
+from haiprof.samplers.gpm import RATIOS, Gpm
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.loop import SamplingLoop
-from haiprof.samplers.nvml import numa_node, sysfs_bus_id
+from haiprof.samplers.nvml import Device, Nvml, numa_node, sysfs_bus_id
 from tests.fake_nvml import (
     ALL_LINKS,
     UINT,
@@ -426,6 +427,28 @@ def test_gpm_ratio_is_that_of_two_samples_far_enough_apart(one: Driver) -> None:
     assert one.after(50_000_000)["sm_active_ratio"] is None
     assert one.after(50_000_000)["sm_active_ratio"] == 0.8
     assert one.sampler.drain_missing() == []
+
+
+def test_gpm_at_ten_hertz_has_a_value_at_each_sample_though_some_come_a_little_early() -> None:
+    nvml = Nvml(FakeNvml([FakeGpu()]))
+    nvml.open()
+    device = Device(nvml, 0, nvml.call("nvmlDeviceGetHandleByIndex", 0), lambda *_: None)
+    now, tick = [0], 100_000_000
+
+    def pause(seconds: float) -> None:
+        now[0] += round(seconds * SECOND)
+
+    columns = ("sm_active_ratio", "pcie_transmit_bytes")
+    gpm = Gpm(device, columns, clock=lambda: now[0], pause=pause)
+    gpm.open()
+    read = []
+    for number, late in enumerate((0, 300_000, 0, 900_000, 100_000, 1_200_000, 200_000), start=1):
+        now[0] = max(now[0], number * tick + late)
+        read.append(gpm.read())
+    gpm.close()
+    assert [ratio for ratio, _ in read[1:]] == [0.8] * 6
+    sent = [total for _, total in read[1:]]
+    assert all(isinstance(b, int) and isinstance(a, int) and b > a for a, b in pairwise(sent))
 
 
 def test_gpm_traffic_adds_up_over_the_time_between_samples(one: Driver) -> None:
