@@ -140,9 +140,9 @@ class Job:
             self._scalars = self._haiprof("scalars", "--follow", nice=True)
 
     def _tick(self) -> None:
-        agent, supervisor = self._agent, self._supervisor
         if self._burst is not None:
-            self._burst.tick()
+            self._tick_burst(self._burst)
+        agent, supervisor = self._agent, self._supervisor
         if agent is None or supervisor is None or self._verdict is not None:
             return
         agent.tick(supervisor.pid)
@@ -153,6 +153,17 @@ class Job:
             if self.created and not self.options.quiet:
                 say(f"recorded {self.options.time_s:g} s; the job runs on without haiprof's hooks")
                 self._judge(nice=True)
+
+    def _tick_burst(self, burst: Burst) -> None:
+        """One that fails is said once, and costs neither the agent nor the job anything."""
+        agent, self._burst = self._agent, None
+
+        def tick() -> None:
+            burst.tick()
+            self._burst = burst
+
+        self._beside(tick)
+        self._agent = agent
 
     def _stop_agent(self) -> None:
         if self._agent is not None:

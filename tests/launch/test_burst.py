@@ -17,9 +17,12 @@ import pytest
 
 from haiprof.config import Options
 from haiprof.errors import UsageError
+from haiprof.launch.agent import Agent
 from haiprof.launch.burst import Burst, has_trained, limit_bytes, prepare_burst
+from haiprof.launch.job import Job
 from haiprof.launch.nsys import Nsys, Refusal, find_nsys, probe_nsys
 from haiprof.rundir.layout import NodePaths
+from haiprof.rundir.manifest import read_manifest
 from tests.analysis.recorded import packed, spans_of, write_rank, write_run
 from tests.fake_nsys import install
 
@@ -358,3 +361,23 @@ def test_killed_launcher_takes_nsys_with_it(tmp_path: Path, sleepers: list[int])
     while alive(pid):
         assert time.monotonic() < end, "nsys outlives the launcher"
         time.sleep(0.05)
+
+
+def test_burst_that_fails_within_is_said_once_and_the_agent_goes_on(
+    tmp_path: Path, node: NodePaths, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def broken() -> bool:
+        asked.append(True)
+        raise ValueError("no such number")
+
+    run = write_run(tmp_path / "run")
+    job = Job(run, read_manifest(run), Options(), created=True, package_parent="/")
+    job._agent = agent = Agent(run, Options())
+    job._burst = burst_of(node, nsys_of(tmp_path), has_trained=broken)
+    for _ in range(3):
+        job._tick()
+    assert len(asked) == 1
+    assert capfd.readouterr().err.count("no such number") == 1
+    assert job._agent is agent
