@@ -19,6 +19,9 @@ _LONE_BACKSLASH = re.compile(rb'\\(?!["\\/bfnrtu])')
 _END = re.compile(rb"\}\s*\]")
 _SHOWN_CHARS = 80
 
+TEXTS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[msgspec.Raw])
+"""Events as they are written."""
+
 _DecodeError = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
@@ -43,7 +46,32 @@ def decode(piece: bytes, text: TraceText, damage: Damage, *, exact: bool) -> lis
         damage: Grows by what was wrong.
         exact: Decode times as they are written.
     """
-    decoder = EXACT_EVENTS if exact else EVENTS
+    return _events(piece, EXACT_EVENTS if exact else EVENTS, text, damage)
+
+
+def event_texts(text: TraceText) -> Iterator[bytes]:
+    """The text of all events, as they are written but for what is no JSON, in pieces.
+
+    Args:
+        text: Of a trace, from its beginning.
+
+    Returns:
+        Events separated by commas; no piece is empty.
+    """
+    damage = Damage()
+    for piece in text.pieces():
+        if _is_utf8(piece) and _decoded(piece, TEXTS) is not None:
+            whole = piece
+        else:
+            events = _events(scrubbed(piece), TEXTS, text, damage)
+            whole = b",\n".join(bytes(event) for event in events)
+        if whole.strip():
+            yield whole
+
+
+def _events(
+    piece: bytes, decoder: msgspec.json.Decoder[list[Any]], text: TraceText, damage: Damage
+) -> list[Any]:
     try:
         return decoder.decode(b"[" + piece + b"]")
     except _DecodeError:

@@ -10,6 +10,8 @@ from haiprof.errors import TraceFormatError
 from haiprof.traces.trace import Trace
 
 TRACE_ENDINGS = (".json", ".json.gz")
+COUNTER_SUFFIX = "_with_counters"
+"""Ends the name of a trace that was written anew with counter tracks: the same rank once more."""
 # What stands beside traces and ends like them.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
@@ -40,8 +42,9 @@ def trace_files(source: str | Path) -> list[Path]:
 
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
-    plain = not entry.name.startswith(".") and entry.name not in _OTHERS
-    return plain and entry.name.endswith(TRACE_ENDINGS) and entry.is_file()
+    name = entry.name
+    plain = not name.startswith(".") and name not in _OTHERS and COUNTER_SUFFIX not in name
+    return plain and name.endswith(TRACE_ENDINGS) and entry.is_file()
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:

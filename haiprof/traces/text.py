@@ -112,7 +112,7 @@ class TraceText:
         if buffer.lstrip()[:1] == b"]":
             self._add_metadata(buffer.lstrip()[1:])
             return
-        for end in reversed(list(_END.finditer(buffer))):
+        for end in _END.finditer(buffer):  # the first that fits: metadata has lists of objects too
             rest = buffer[end.end() :]
             if not rest.strip() or _object(_as_object(rest)) is not None:
                 self._add_metadata(rest)
