@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import polars as pl
 
 from haiprof.analysis.trace.annotations import annotation_breakdown, annotation_kernels
+from haiprof.analysis.trace.clocks import clock_offsets, on_one_clock
+from haiprof.analysis.trace.collectives import collective_kernels
+from haiprof.analysis.trace.files import TraceFile, load_frame, trace_file
 from haiprof.analysis.trace.idle import CONSECUTIVE_KERNEL_DELAY_NS, idle_breakdown
 from haiprof.analysis.trace.kernels import across_ranks, kernels
+from haiprof.analysis.trace.matching import matched
 from haiprof.analysis.trace.overlap import kernel_types, overlap
 from haiprof.analysis.trace.pool import SMALL_BYTES, LocalProcesses, Pool, Serial
+from haiprof.analysis.trace.skew import collective_waits, collectives, process_groups
 from haiprof.analysis.trace.step_time import step_time_breakdown
+from haiprof.analysis.trace.stragglers import stragglers
 from haiprof.analysis.trace.temporal import temporal_breakdown
 from haiprof.traces.find import by_rank, trace_files
 from haiprof.traces.trace import Trace
@@ -168,16 +175,95 @@ class TraceAnalysis:
         """
         return self.per_rank(step_time_breakdown, gpu_tail=gpu_tail)
 
+    def collectives(self, steps: Steps = None) -> pl.DataFrame:
+        """Skew, transfer time and bandwidth of each collective: `haiprof.analysis.trace.skew`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all.
+
+        Returns:
+            One row per collective that is found on several ranks: `collective`, `step`, `kind`,
+            `process_group`, `sequence`, `dtype`, `group_size`, `rank_count`, `matched_by`,
+            `confidence`, `start_ns`, `start_skew_ns`, `last_rank`, `behind_second_ns`,
+            `transfer_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`,
+            `missing` (why times are null). Clocks are compared by `clock_offsets`.
+        """
+        return collectives(self._collective_waits(steps))
+
+    def collective_waits(self, steps: Steps = None) -> pl.DataFrame:
+        """Each rank's part in each collective, by `collective` and `rank`.
+
+        Returns:
+            The columns of `collective_kernels` and `matched`, and `late_ns`, `wait_ns` until the
+            last rank arrives, `transfer_ns` from then on, `arrived_last`, `missing`.
+        """
+        return self._collective_waits(steps)
+
+    def process_groups(self, steps: Steps = None) -> pl.DataFrame:
+        """Bandwidth per process group and kind of collective.
+
+        Returns:
+            `process_group`, `kind`, `group_size`, `collective_count`, `timed_count`, `bytes`,
+            `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
+        """
+        return process_groups(self.collectives(steps))
+
+    def stragglers(self, steps: Steps = None, *, by_step: bool = False) -> pl.DataFrame:
+        """Which rank arrives last at collectives: `haiprof.analysis.trace.stragglers`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all.
+            by_step: One row per rank and step.
+
+        Returns:
+            `rank`, the one that holds up most first; `collective_count`, `last_count`,
+            `last_ratio`, `held_up_ns`, `waited_ns`, `collective_ns`, `step_count`,
+            `held_up_ns_per_step`, `waited_ns_per_step`.
+        """
+        return stragglers(self._collective_waits(steps), by_step=by_step)
+
+    def clock_offsets(self, steps: Steps = None) -> pl.DataFrame:
+        """How far the ranks' clocks seem apart, from the ends of collectives.
+
+        Returns:
+            `rank`, `collective_count`, `offset_ns`, `residual_ns` (below it nothing is known),
+            `corrected`. Without collectives in common offsets are null: unknown.
+        """
+        return clock_offsets(self._matched_collectives(steps))
+
+    def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
+        return matched(self.per_rank(collective_kernels, steps=steps))
+
+    def _collective_waits(self, steps: Steps) -> pl.DataFrame:
+        kernels = self._matched_collectives(steps)
+        return collective_waits(on_one_clock(kernels, clock_offsets(kernels)))
+
     @cached_property
     def traces(self) -> dict[int, Trace]:
-        """The trace of each rank.
+        """The trace of each rank; its tables are read in this process."""
+        return {rank: Trace(file.path) for rank, file in self.files.items()}
+
+    @cached_property
+    def files(self) -> dict[int, TraceFile]:
+        """What the file of each rank is; several are read at a time, into their caches.
 
         Raises:
             TraceFormatError: There is none, one cannot be read, or two are of one rank.
         """
-        files = trace_files(self.path)
-        self._pool.map(_open, files, {})  # builds missing caches, several at a time
-        return by_rank(Trace(path) for path in files)
+        paths = trace_files(self.path)
+        found = self._pool.map(trace_file, paths, {})
+        return by_rank(replace(f, path=path) for f, path in zip(found, paths, strict=True))
+
+    def load_report(self) -> pl.DataFrame:
+        """What was read of each file, and what not: `haiprof.analysis.trace.files`.
+
+        Returns:
+            One row per rank: `rank`, `file`, `world_size`, `first_step`, `last_step`,
+            `text_bytes`, `event_count`, which is the sum of a count per table (`gpu_count`, ...)
+            and of `redundant_count`, `not_used_count`, `bad_time_count` and `lost_count`;
+            `repaired_count`, `truncated_bytes`.
+        """
+        return load_frame(self.files)
 
     def per_rank(
         self,
@@ -190,7 +276,7 @@ class TraceAnalysis:
             question: A function of the module level: (trace, **options) to a frame.
             options: Passed on.
         """
-        ranks, paths = list(self.traces), [trace.path for trace in self.traces.values()]
+        ranks, paths = list(self.files), [file.path for file in self.files.values()]
         answers = self._pool.map(question, paths, options)
         named = [
             answer.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
@@ -205,7 +291,3 @@ class TraceAnalysis:
         sizes = [path.stat().st_size for path in trace_files(self.path)]
         large = len(sizes) > 1 and sum(sizes) > SMALL_BYTES
         return LocalProcesses() if large else Serial()
-
-
-def _open(trace: Trace) -> int:
-    return trace.report.event_count
