@@ -11,19 +11,42 @@ from typing import Any
 import polars as pl
 
 from haiprof.analysis.trace.annotations import annotation_breakdown, annotation_kernels
+from haiprof.analysis.trace.attribution import kernel_operators, operator_kernels
+from haiprof.analysis.trace.bandwidth import memory_bandwidth, memory_bandwidth_summary
+from haiprof.analysis.trace.call_tree import call_tree
 from haiprof.analysis.trace.clocks import clock_offsets, on_one_clock
 from haiprof.analysis.trace.collectives import collective_kernels
+from haiprof.analysis.trace.counter_trace import write_counter_trace
 from haiprof.analysis.trace.files import TraceFile, load_frame, trace_file
 from haiprof.analysis.trace.idle import CONSECUTIVE_KERNEL_DELAY_NS, idle_breakdown
 from haiprof.analysis.trace.kernels import across_ranks, kernels
+from haiprof.analysis.trace.launches import (
+    LAUNCH_DELAY_CUTOFF_NS,
+    RUNTIME_CUTOFF_NS,
+    launch_statistics,
+    launch_summary,
+)
 from haiprof.analysis.trace.matching import matched
 from haiprof.analysis.trace.overlap import kernel_types, overlap
 from haiprof.analysis.trace.pool import SMALL_BYTES, LocalProcesses, Pool, Serial
+from haiprof.analysis.trace.queue import (
+    MAX_QUEUE_LENGTH,
+    full_queue,
+    queue_length,
+    queue_length_summary,
+)
+from haiprof.analysis.trace.sequences import (
+    MIN_PATTERN_LENGTH,
+    TOP_K,
+    kernel_sequences,
+    operator_sequences,
+)
 from haiprof.analysis.trace.skew import collective_waits, collectives, process_groups
 from haiprof.analysis.trace.step_time import step_time_breakdown
 from haiprof.analysis.trace.stragglers import stragglers
 from haiprof.analysis.trace.temporal import temporal_breakdown
 from haiprof.traces.find import by_rank, trace_files
+from haiprof.traces.tables import OPS
 from haiprof.traces.trace import Trace
 
 Steps = tuple[int, int] | None
@@ -237,6 +260,222 @@ class TraceAnalysis:
     def _collective_waits(self, steps: Steps) -> pl.DataFrame:
         kernels = self._matched_collectives(steps)
         return collective_waits(on_one_clock(kernels, clock_offsets(kernels)))
+
+    def launch_statistics(
+        self,
+        steps: Steps = None,
+        *,
+        runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+        launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
+        include_memory_events: bool = True,
+    ) -> pl.DataFrame:
+        """What each launch cost and how long it took to begin: `haiprof.analysis.trace.launches`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+            runtime_cutoff_ns: A call longer than this is an outlier.
+            launch_delay_cutoff_ns: A delay longer than this is an outlier.
+            include_memory_events: Whether copies and sets count.
+
+        Returns:
+            One row per rank and launch: `rank`, `correlation`, `call`, `kernel`, `kernel_count`,
+            `device`, `stream`, `ts_ns`, `cpu_duration_ns`, `gpu_duration_ns`, `launch_delay_ns`,
+            `is_short`, `is_runtime_outlier`, `is_launch_delay_outlier`.
+        """
+        return self.per_rank(
+            launch_statistics,
+            steps=steps,
+            runtime_cutoff_ns=runtime_cutoff_ns,
+            launch_delay_cutoff_ns=launch_delay_cutoff_ns,
+            include_memory_events=include_memory_events,
+        )
+
+    def launch_summary(
+        self,
+        steps: Steps = None,
+        *,
+        runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+        launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
+        include_memory_events: bool = True,
+    ) -> pl.DataFrame:
+        """Launches by call: `haiprof.analysis.trace.launches`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+            runtime_cutoff_ns: As in `launch_statistics`.
+            launch_delay_cutoff_ns: As in `launch_statistics`.
+            include_memory_events: As in `launch_statistics`.
+
+        Returns:
+            One row per rank and call: `rank`, `call`, `launch_count`, `kernel_count`,
+            `gpu_duration_ns`, `cpu_duration_ns`, `cpu_duration_median_ns`, `cpu_duration_max_ns`,
+            `launch_delay_ns`, `launch_delay_median_ns`, `launch_delay_max_ns`, `short_count`,
+            `runtime_outlier_count`, `launch_delay_outlier_count`. A row with `call` null is of GPU
+            events whose launch is not in the trace.
+        """
+        return self.per_rank(
+            launch_summary,
+            steps=steps,
+            runtime_cutoff_ns=runtime_cutoff_ns,
+            launch_delay_cutoff_ns=launch_delay_cutoff_ns,
+            include_memory_events=include_memory_events,
+        )
+
+    def queue_length(self, steps: Steps = None) -> pl.DataFrame:
+        """The launch queue of each stream over time: `haiprof.analysis.trace.queue`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per change: `rank`, `device`, `stream`, `ts_ns`, `queue_length` from then on.
+        """
+        return self.per_rank(queue_length, steps=steps)
+
+    def queue_length_summary(self, steps: Steps = None) -> pl.DataFrame:
+        """How long the launch queue of each stream was: `haiprof.analysis.trace.queue`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per rank and stream: `rank`, `device`, `stream`, `launch_count`, `span_ns`,
+            `empty_ns`, `mean_length` over time, `max_length`, and HTA's statistics over the
+            changes: `change_count`, `change_mean`, `change_std`, `change_min`, `change_q25`,
+            `change_q50`, `change_q75`, `change_max`.
+        """
+        return self.per_rank(queue_length_summary, steps=steps)
+
+    def full_queue(
+        self, steps: Steps = None, *, max_queue_length: int = MAX_QUEUE_LENGTH
+    ) -> pl.DataFrame:
+        """How long the launch queue of each stream was full: `haiprof.analysis.trace.queue`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+            max_queue_length: From which on it is full.
+
+        Returns:
+            One row per rank and stream: `rank`, `device`, `stream`, `full_ns`, `trace_ns`,
+            `full_ratio`.
+        """
+        return self.per_rank(full_queue, steps=steps, max_queue_length=max_queue_length)
+
+    def memory_bandwidth(self, steps: Steps = None) -> pl.DataFrame:
+        """The bandwidth of each kind of copy over time: `haiprof.analysis.trace.bandwidth`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per change: `rank`, `device`, `copy_kind`, `ts_ns`, `bandwidth_bytes_per_s`
+            from then on.
+        """
+        return self.per_rank(memory_bandwidth, steps=steps)
+
+    def memory_bandwidth_summary(self, steps: Steps = None) -> pl.DataFrame:
+        """How much each kind of copy moved, and how fast: `haiprof.analysis.trace.bandwidth`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per rank, device and kind: `rank`, `device`, `copy_kind`, `copy_count`,
+            `unsized_count`, `unrated_count`, `bytes`, `busy_ns`, `mean_bandwidth_bytes_per_s`, and
+            HTA's statistics over the changes, in bytes per second: `change_count`, `change_mean`,
+            `change_std`, `change_min`, `change_q25`, `change_q50`, `change_q75`, `change_max`.
+        """
+        return self.per_rank(memory_bandwidth_summary, steps=steps)
+
+    def kernel_operators(self, steps: Steps = None) -> pl.DataFrame:
+        """Each GPU event with what launched it: `haiprof.analysis.trace.attribution`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per rank and GPU event: `rank`, `event`, `name`, `category`, `device`,
+            `stream`, `ts_ns`, `dur_ns`, `correlation`, `call`, `launch_delay_ns`, `operator`,
+            `operator_event`, `top_operator`, `matched_by`, `module`, `annotation`.
+        """
+        return self.per_rank(kernel_operators, steps=steps)
+
+    def operator_kernels(self, steps: Steps = None) -> pl.DataFrame:
+        """Operators and the GPU time that they launched: `haiprof.analysis.trace.attribution`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per rank and operator: `rank`, `operator`, `call_count`, `cpu_self_ns`,
+            `cpu_total_ns`, `kernel_count`, `gpu_self_ns`, `kernel_total_count`, `gpu_total_ns`,
+            `launch_delay_mean_ns`, `launch_delay_max_ns`. A row with `operator` null is of GPU
+            events without one.
+        """
+        return self.per_rank(operator_kernels, steps=steps)
+
+    def operator_sequences(self, steps: Steps = None) -> pl.DataFrame:
+        """What operators launch themselves, and when: `haiprof.analysis.trace.sequences`.
+
+        Args:
+            steps: As in `temporal_breakdown`.
+
+        Returns:
+            One row per rank, operator and sequence: `rank`, `operator`, `kernel_sequence`,
+            `count`, `operator_delay_mean_ns`, `runtime_delay_mean_ns`.
+        """
+        return self.per_rank(operator_sequences, steps=steps)
+
+    def kernel_sequences(
+        self,
+        operator: str,
+        steps: Steps = None,
+        *,
+        min_pattern_length: int = MIN_PATTERN_LENGTH,
+        top_k: int = TOP_K,
+    ) -> pl.DataFrame:
+        """Frequent sequences of kernels of an operator: `haiprof.analysis.trace.sequences`.
+
+        Args:
+            operator: Part of its name.
+            steps: As in `temporal_breakdown`.
+            min_pattern_length: Calls with fewer kernels are left out.
+            top_k: How many sequences of each rank are wanted.
+
+        Returns:
+            One row per rank and sequence: `rank`, `pattern`, `count`, `kernel_count`,
+            `gpu_duration_ns`, `cpu_duration_ns`.
+        """
+        return self.per_rank(
+            kernel_sequences,
+            operator=operator,
+            steps=steps,
+            min_pattern_length=min_pattern_length,
+            top_k=top_k,
+        )
+
+    def call_tree(self, table: str = OPS) -> pl.DataFrame:
+        """Operators or Python functions with their callers: `haiprof.analysis.trace.call_tree`.
+
+        Args:
+            table: `ops` or `python`.
+
+        Returns:
+            One row per rank and span: `rank`, `event`, `name`, `pid`, `tid`, `ts_ns`, `dur_ns`,
+            `self_ns`, `parent_event`, `depth`.
+        """
+        return self.per_rank(call_tree, table=table)
+
+    def write_counter_traces(self, folder: str | Path | None = None) -> pl.DataFrame:
+        """Writes each trace anew with counter tracks: `haiprof.analysis.trace.counter_trace`.
+
+        Args:
+            folder: Where; None is beside each trace.
+
+        Returns:
+            One row per rank: `rank`, `path`, `counter_event_count`.
+        """
+        return self.per_rank(write_counter_trace, folder=folder and Path(folder))
 
     @cached_property
     def traces(self) -> dict[int, Trace]:
