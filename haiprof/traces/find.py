@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from haiprof.errors import TraceFormatError
-from haiprof.traces.trace import Trace
 
 TRACE_ENDINGS = (".json", ".json.gz")
 COUNTER_SUFFIX = "_with_counters"
@@ -47,14 +47,26 @@ def _is_trace(entry: os.DirEntry[str]) -> bool:
     return plain and name.endswith(TRACE_ENDINGS) and entry.is_file()
 
 
-def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
+class _OfRank(Protocol):
+    """Anything that knows its file and its rank, such as a `Trace`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def rank(self) -> int | None: ...
+
+
+_Found = TypeVar("_Found", bound=_OfRank)
+
+
+def by_rank(traces: Iterable[_Found]) -> dict[int, _Found]:
     """Traces by their rank; one that does not say gets the lowest free number.
 
     Raises:
         TraceFormatError: Two files say that they are the same rank; both are named.
     """
-    found: dict[int, Trace] = {}
-    silent = []
+    found: dict[int, _Found] = {}
+    silent: list[_Found] = []
     for trace in traces:
         if trace.rank is None:
             silent.append(trace)
