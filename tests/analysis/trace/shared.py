@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import pytest
 
+from haiprof.analysis.trace.temporal import with_launch
+from haiprof.traces.find import trace_files
 from haiprof.traces.trace import Trace
 
+REAL_TRACES = (
+    "dlrm_v100_8ranks", "hta_cp_simple_add_a100", "hta_diff_control_a100_r3of8",
+    "hta_diff_test_v100_r1of2", "hta_nsres_v100_r0of1", "hta_sampled_2ranks_ws128",
+    "tb_resnet50_nw0_v100", "tl_b200_r0of8_nccl", "tl_h100_qwen05_mem_stack",
+    "tl_mi300_ddp_resnet18",
+)  # fmt: skip
+# HTA counts waits (alexnet's cuda_sync) and an operator with a stream (B200) as GPU events.
+WITHOUT_D11 = tuple(name for name in REAL_TRACES if "simple_add" not in name and "b200" not in name)
+GPU_CATEGORIES = {"kernel", "Kernel", "gpu_memcpy", "Memcpy", "gpu_memset", "Memset"}
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -40,6 +54,52 @@ def exact_intervals(name: str) -> dict[int, dict[str, float]]:
     """Span, busy, idle ... of a trace's ranks in us, from arithmetic that is not ours."""
     found = json.loads(reference("exact_intervals.json").read_text())[name]
     return {int(rank): values for rank, values in found.items()}
+
+
+class GpuEvent(NamedTuple):
+    """One GPU event as the file has it, in exact ns."""
+
+    name: str
+    category: str
+    start: int
+    end: int
+
+
+@cache
+def events_of(path: Path) -> tuple[GpuEvent, ...]:
+    """The GPU events of a file by the standard library's JSON and decimals: no code of ours."""
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    content = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal)
+    return tuple(
+        GpuEvent(each["name"], each["cat"], int(each["ts"] * 1000),
+                 int((each["ts"] + each["dur"]) * 1000))
+        for each in content["traceEvents"]
+        if each.get("ph") == "X" and each.get("cat") in GPU_CATEGORIES
+    )  # fmt: skip
+
+
+def covered_by_hand(events: Iterable[GpuEvent]) -> int:
+    """The time in ns that any of them covers, one after the other."""
+    reach, found = -(1 << 62), 0
+    for event_ in sorted(events, key=lambda each: each.start):
+        found += max(0, event_.end - max(event_.start, reach))
+        reach = max(reach, event_.end)
+    return found
+
+
+def ranks_of(name: str) -> dict[int, Trace]:
+    """The traces of a folder by rank; 0 where the file does not say."""
+    return {trace.rank or 0: trace for trace in map(Trace, trace_files(traces(name)))}
+
+
+def as_hta_sees(trace: Trace) -> Trace:
+    """With the GPU events that HTA keeps: launched before the last of several steps (D20)."""
+    last = trace.steps["start_ns"].max()
+    if trace.steps.height > 1:
+        known = with_launch(trace.gpu, trace.runtime)
+        trace.__dict__["gpu"] = known.filter(pl.col("launch_ns") < last).drop("launch_ns")
+    return trace
 
 
 Event = dict[str, Any]
