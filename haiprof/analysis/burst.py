@@ -21,7 +21,7 @@ from haiprof.analysis.counters import COUNTER_SCHEMA
 from haiprof.analysis.records import integer
 from haiprof.analysis.run import NodeFiles, RunFiles
 from haiprof.errors import RunFormatError
-from haiprof.rundir.owners import Key, ranks_by_key
+from haiprof.rundir.owners import Key, plain_uuid, ranks_by_key
 from haiprof.rundir.reader import read_records
 
 SOURCE = "burst"
@@ -191,7 +191,7 @@ def _gpus(run: RunFiles, node: NodeFiles, export: _Export) -> dict[int, _Gpu]:
     found = {}
     for number in map(int, numbers):
         uuid, bus = export.gpus.get(number, ("", ""))
-        index = known.get(_plain(uuid), known.get(_bus(bus)))
+        index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
         found[number] = _Gpu(number, index, ranks.get((number,)))
     return found
 
@@ -209,7 +209,10 @@ def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
     for entity in entities if isinstance(entities, list) else []:
         key = entity.get("key") if isinstance(entity, dict) else None
         if isinstance(key, list) and len(key) == 1 and isinstance(key[0], int):
-            words = (_plain(str(entity.get("uuid") or "")), _bus(str(entity.get("bus_id") or "")))
+            words = (
+                plain_uuid(entity.get("uuid")),
+                _bus(str(entity.get("bus_id") or "")),
+            )
             found |= {word: key[0] for word in words if word}
     return found
 
@@ -240,10 +243,6 @@ def _frames(export: _Export, node: NodeFiles, gpus: Mapping[int, _Gpu]) -> Itera
         frame = pl.DataFrame(columns).with_columns(pl.col("value").fill_nan(None))
         words = [pl.lit(word, COUNTER_SCHEMA[name]).alias(name) for name, word in facts.items()]
         yield frame.with_columns(words).select(*COUNTER_SCHEMA)
-
-
-def _plain(uuid: str) -> str:
-    return uuid.lower().removeprefix("gpu-")
 
 
 def _bus(address: str) -> str:

@@ -48,10 +48,12 @@ def ranks_by_key(
         return {key: rank for key, rank in processes if key}
     users: dict[str, set[int]] = {}
     for rank, report in reports:
-        uuid = _uuid(report.get("gpu_uuid"))
+        uuid = plain_uuid(report.get("gpu_uuid"))
         if uuid:
             users.setdefault(uuid, set()).add(rank)
-    found = ((key, users.get(_uuid(entity.get("uuid")), set())) for key, entity in entities.items())
+    found = (
+        (key, users.get(plain_uuid(entity.get("uuid")), set())) for key, entity in entities.items()
+    )
     return {key: min(ranks) for key, ranks in found if len(ranks) == 1}
 
 
@@ -61,6 +63,6 @@ def process_key(report: Mapping[str, Any]) -> Key:
     return (pid, start_ticks) if type(pid) is int and type(start_ticks) is int else ()
 
 
-def _uuid(value: object) -> str:
-    """With or without `GPU-`: NVML and torch differ."""
+def plain_uuid(value: object) -> str:
+    """A GPU's UUID in one form: NVML writes `GPU-` before it, torch does not."""
     return value.lower().removeprefix("gpu-") if isinstance(value, str) else ""

@@ -15,12 +15,13 @@ from haiprof.samplers.cgroup_tree import V2, Place
 from haiprof.samplers.memory import parse_pressure
 from haiprof.samplers.named import NamedNumbers
 from haiprof.samplers.procfs import file_reading
-from haiprof.samplers.table import Reading, Value
+from haiprof.samplers.table import Reading, Value, refused_reading
 from haiprof.units import NS_PER_US
 
 Places = Mapping[str, Place | Unavailable]
 """Where each controller is; `V2` is the tree of version 2."""
 
+_MEMBERSHIPS = "/proc/self/cgroup"
 _THROTTLING = ("cpu_period_count", "cpu_throttled_period_count", "cpu_throttled_ns")
 _STAT_V1 = ("memory_anonymous_bytes", "memory_file_bytes", "memory_swap_bytes")
 _CPU_MISSING = "counted only where the cpu controller is enabled, and not at the top of the tree"
@@ -36,7 +37,7 @@ def cgroup_readings(places: Places) -> tuple[Reading, ...]:
 def _cpu(places: Places) -> tuple[Reading, ...]:
     place = places["cpu"]
     if isinstance(place, Unavailable):
-        return (_refused(("cpu_ns", *_THROTTLING, "cpu_limit_cores"), place),)
+        return (refused_reading(("cpu_ns", *_THROTTLING, "cpu_limit_cores"), _MEMBERSHIPS, place),)
     stat, quota = place.folder / "cpu.stat", TightestLimit(place, cpu_limit, "CPU quota")
     limit = Reading(
         columns=("cpu_limit_cores",),
@@ -54,7 +55,7 @@ def _cpu(places: Places) -> tuple[Reading, ...]:
     return (
         file_reading(stat, _THROTTLING, parse, lacking="a kernel without CONFIG_CFS_BANDWIDTH"),
         limit,
-        _refused(("cpu_ns",), usage)
+        refused_reading(("cpu_ns",), _MEMBERSHIPS, usage)
         if isinstance(usage, Unavailable)
         else file_reading(usage.folder / "cpuacct.usage", ("cpu_ns",), _number),
     )
@@ -70,7 +71,7 @@ def _memory(place: Place | Unavailable) -> tuple[Reading, ...]:
             "memory_limit_hit_count",
             "memory_oom_count",
         )
-        return (_refused(columns, place),)
+        return (refused_reading(columns, _MEMBERSHIPS, place),)
     return _memory_v1(place) if place.version == 1 else _memory_v2(place)
 
 
@@ -158,7 +159,7 @@ def _pressures(place: Place | Unavailable) -> tuple[Reading, ...]:
 def _pressure(what: str, place: Place | Unavailable) -> Reading:
     columns = (f"pressure_{what}_some_ns", f"pressure_{what}_full_ns")
     if isinstance(place, Unavailable):
-        return _refused(columns, place)
+        return refused_reading(columns, _MEMBERSHIPS, place)
     return file_reading(
         place.folder / f"{what}.pressure",
         columns,
@@ -183,10 +184,3 @@ def _numbers(heads: Sequence[str], scales: Sequence[int]) -> _Parse:
         return [None if value is None else value * scale for value, scale in found]
 
     return parse
-
-
-def _refused(columns: Sequence[str], why: Unavailable) -> Reading:
-    def read() -> Sequence[Value]:
-        raise Unavailable(why.reason, status=why.status, remedy=why.remedy, lasting=True)
-
-    return Reading(columns=tuple(columns), origin="/proc/self/cgroup", read=read)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from haiprof.samplers.base import Unavailable
+from haiprof.samplers.procfs import unescaped
 
 V2 = ""  # in place of a controller's name: the tree of version 2, whatever is in it
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +108,7 @@ def _mount(line: str) -> _Mount | None:
     if len(before) < 6 or len(after) < 3 or after[0] not in ("cgroup", "cgroup2"):
         return None
     controllers = tuple(after[2].split(",")) if after[0] == "cgroup" else None
-    return _Mount(point=_plain(before[4]), root=_plain(before[3]), controllers=controllers)
-
-
-def _plain(escaped: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), escaped)
+    return _Mount(point=unescaped(before[4]), root=unescaped(before[3]), controllers=controllers)
 
 
 def _below(path: str, root: str) -> str | None:

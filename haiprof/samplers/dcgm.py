@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from haiprof.config import ENV_DCGM_URL
+from haiprof.rundir.owners import plain_uuid
 from haiprof.rundir.tables.dcgm import DCGM
 from haiprof.samplers.base import Clock, Missing, Node, Unavailable
 from haiprof.samplers.nvml import Nvml, text
@@ -109,7 +110,7 @@ class DcgmSampler(TableSampler):
         numbered = [
             (index, uuid)
             for at, uuid in enumerate(page)
-            if (index := indices.get(_plain(uuid)) if indices else at) is not None
+            if (index := indices.get(plain_uuid(uuid)) if indices else at) is not None
         ]
         if not numbered:
             reason = f"{self.url}: no DCGM figures of a whole GPU that the driver shows here"
@@ -282,7 +283,7 @@ def _gpus_of_driver(nvml: ModuleType | None) -> tuple[dict[str, int], bool]:
         library.open()
         count = library.call("nvmlDeviceGetCount")
         handles = [library.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-        uuids = [_plain(text(library.call("nvmlDeviceGetUUID", handle))) for handle in handles]
+        uuids = [plain_uuid(text(library.call("nvmlDeviceGetUUID", handle))) for handle in handles]
         has_gpm = bool(handles) and all(_has_gpm(library, handle) for handle in handles)
     except (Unavailable, EntityGone):
         return {}, False
@@ -296,7 +297,3 @@ def _has_gpm(library: Nvml, handle: object) -> bool:
         return bool(library.call("nvmlGpmQueryDeviceSupport", handle).isSupportedDevice)
     except Unavailable:
         return False
-
-
-def _plain(uuid: str) -> str:
-    return uuid.lower().removeprefix("gpu-")

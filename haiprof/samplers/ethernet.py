@@ -13,7 +13,7 @@ from pathlib import Path
 from haiprof.rundir.tables.ethernet import ETHERNET
 from haiprof.samplers.base import Clock, Node, Unavailable, os_status
 from haiprof.samplers.ethtool import Ethtool, Ioctl
-from haiprof.samplers.table import Entity, Reading, TableSampler, Value
+from haiprof.samplers.table import Entity, Reading, TableSampler, Value, refused_reading
 
 _ETHER = "1"  # ARPHRD_ETHER, in /sys/class/net/*/type
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+([vs]f\d+|hpf)")  # a virtual function's end in the host
@@ -182,7 +182,8 @@ class EthernetSampler(TableSampler):
         origin = f"ethtool -S {name}"
         readings = [Reading(columns=statistics.columns, origin=origin, read=statistics.read)]
         if lacking:
-            readings.append(_nothing(origin, lacking, f"{origin}: not counted by {driver}"))
+            why = Unavailable(f"{origin}: not counted by {driver}", status="unsupported")
+            readings.append(refused_reading(lacking, origin, why))
         details = {"driver": driver}
         return Entity(key=(index,), name=name, readings=tuple(readings), details=details)
 
@@ -236,13 +237,6 @@ class _Statistics:
         places, unit = self._places.get(column, ((), 1))
         total = sum(values[at] for at in places) * unit
         return total if places and total < _I64_END else None
-
-
-def _nothing(origin: str, columns: Sequence[str], reason: str) -> Reading:
-    def read() -> Sequence[Value]:
-        raise Unavailable(reason, status="unsupported", lasting=True)
-
-    return Reading(columns=tuple(columns), origin=origin, read=read)
 
 
 def _text(path: Path) -> str:

@@ -24,7 +24,7 @@ from haiprof.samplers.mounts import (
     nfs_counts,
 )
 from haiprof.samplers.procfs import KeptFile, file_reading
-from haiprof.samplers.table import Entity, Reading, TableSampler, Value
+from haiprof.samplers.table import Entity, Reading, TableSampler, Value, refused_reading
 from haiprof.units import NS_PER_S
 
 _NONE = "no network file system is mounted (one that is mounted later will be seen)"
@@ -188,7 +188,5 @@ def _among(seen: _Seen, others: Iterable[_Seen]) -> bool:
 
 
 def _nothing(columns: Sequence[str], mount: Mount, reason: str) -> Reading:
-    def read() -> Sequence[Value]:
-        raise Unavailable(reason, status="unsupported", lasting=True)
-
-    return Reading(columns=tuple(columns), origin=f"{mount.type} client", read=read)
+    why = Unavailable(reason, status="unsupported")
+    return refused_reading(columns, f"{mount.type} client", why)

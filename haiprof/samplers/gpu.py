@@ -16,7 +16,6 @@ from haiprof.samplers.nvml import (
     NvmlSampler,
     Refusal,
     call_reading,
-    refused_reading,
 )
 from haiprof.samplers.nvml_fields import (
     NVLINK,
@@ -26,7 +25,7 @@ from haiprof.samplers.nvml_fields import (
     is_denied,
     nvlink_fields,
 )
-from haiprof.samplers.table import Entity, Reading, Value
+from haiprof.samplers.table import Entity, Reading, Value, refused_reading
 from haiprof.samplers.xid import XidWatch
 from haiprof.units import NS_PER_S
 

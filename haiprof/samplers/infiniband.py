@@ -22,7 +22,7 @@ from haiprof.samplers.rdma import (
     link_rate,
     port_facts,
 )
-from haiprof.samplers.table import Entity, Reading, TableSampler, Value
+from haiprof.samplers.table import Entity, Reading, TableSampler, Value, refused_reading
 
 _LOOK_EVERY = 60  # seconds, at the default interval, after which a new port is noticed
 
@@ -107,7 +107,9 @@ class _PortSampler(TableSampler):
             else:
                 yield self._reading(port.folder / source.path, column, source.unit)
         if lacking:
-            yield _nothing(port.folder, lacking, f"the driver {driver or 'of this device'}")
+            who = f"the driver {driver or 'of this device'}"
+            why = f"{who} has no such counter in {port.folder}"
+            yield refused_reading(lacking, str(port.folder), Unavailable(why, status="unsupported"))
 
     def _reading(self, path: Path, column: str, unit: int) -> Reading:
         file = Attribute(path, unit, keep=self.keep_open, pread=self._pread)
@@ -157,13 +159,3 @@ def _link(folder: Path) -> tuple[Value | Unavailable, ...]:
         int(number)  # anything but `1: DOWN` and the like is unexpected
         return (0.0, Unavailable(f"the link is down, its state is {state}"))
     return (1.0, link_rate((folder / "rate").read_text()))
-
-
-def _nothing(folder: Path, columns: Sequence[str], who: str) -> Reading:
-    """What this device does not count."""
-
-    def read() -> Sequence[Value]:
-        reason = f"{who} has no such counter in {folder}"
-        raise Unavailable(reason, status="unsupported", lasting=True)
-
-    return Reading(columns=tuple(columns), origin=str(folder), read=read)

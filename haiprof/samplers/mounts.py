@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.samplers.base import Unavailable, os_status
+from haiprof.samplers.procfs import unescaped
 
 NFS_TYPES = ("nfs", "nfs4")
 LUSTRE = "lustre"
@@ -26,7 +27,6 @@ UNCOUNTED = {
     ),
 }  # fmt: skip
 
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 _U64, _I63 = 1 << 64, 1 << 63
 _MS = 1_000_000
 # Requests and calls that name files or ask for attributes. Those of NFS that carry data, keep
@@ -74,19 +74,14 @@ def network_mounts(content: str) -> list[Mount]:
         words, kind = left.split(" "), right.split(" ")
         if not separator or len(words) < 5 or len(kind) < 2:
             continue
-        on_top[plain(words[4])] = Mount(
-            device=words[2], type=kind[0], source=plain(kind[1]), point=plain(words[4])
+        on_top[unescaped(words[4])] = Mount(
+            device=words[2], type=kind[0], source=unescaped(kind[1]), point=unescaped(words[4])
         )
     found: dict[str, Mount] = {}
     for mount in on_top.values():
         if mount.type in (*NFS_TYPES, LUSTRE) or mount.type in UNCOUNTED:
             found.setdefault(mount.device, mount)
     return list(found.values())
-
-
-def plain(escaped: str) -> str:
-    """A path as it is: the kernel writes blanks as octal numbers."""
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), escaped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +109,7 @@ def nfs_counts(content: str) -> dict[str, NfsCounts]:
         if match is not None:
             counts = _nfs_block(body)
             if counts is not None:
-                found[plain(match[1])] = counts
+                found[unescaped(match[1])] = counts
     return found
 
 

@@ -263,15 +263,6 @@ def call_reading(device: Device, call: Call) -> Reading:
     )
 
 
-def refused_reading(columns: Iterable[str], origin: str, why: Unavailable) -> Reading:
-    """A reading that was refused at the start, and is not tried again."""
-
-    def read() -> Sequence[Value]:
-        raise Unavailable(why.reason, status=why.status, remedy=why.remedy, lasting=True)
-
-    return Reading(columns=tuple(columns), origin=origin, read=read)
-
-
 class NvmlSampler(TableSampler):
     """One record per GPU that the driver shows; a subclass says what is read of each.
 

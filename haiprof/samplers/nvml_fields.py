@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from haiprof.samplers.base import Unavailable
-from haiprof.samplers.nvml import Device, Version, refusal, refused_reading
-from haiprof.samplers.table import Reading, Value
+from haiprof.samplers.nvml import Device, Version, refusal
+from haiprof.samplers.table import Reading, Value, refused_reading
 
 _READ = "nvmlDeviceGetFieldValues"
 ALL_LINKS = 0xFFFFFFFF  # the scope of a sum over all NVLinks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from haiprof.samplers.table import Reading, Value
 # (measured 5 to 10 times slower with 1 MiB).
 _BUFFER_BYTES = 16 * 1024
 _STAT_BYTES = 4096
+_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -58,6 +60,11 @@ class KeptFile:
         while piece := os.pread(self._fd, _BUFFER_BYTES, len(content)):
             content += piece
         return content
+
+
+def unescaped(word: str) -> str:
+    """A path from a list of mounts as it is: the kernel writes blanks as octal numbers."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)
 
 
 def file_reading(

@@ -286,6 +286,15 @@ class TableSampler:
         )
 
 
+def refused_reading(columns: Iterable[str], origin: str, why: Unavailable) -> Reading:
+    """A reading that is known from the start to give nothing; it is tried once, for the reason."""
+
+    def read() -> Sequence[Value]:
+        raise Unavailable(why.reason, status=why.status, remedy=why.remedy, lasting=True)
+
+    return Reading(columns=tuple(columns), origin=origin, read=read)
+
+
 def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
     """What a failed read means."""
     if isinstance(error, Unavailable):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.rundir.owners import plain_uuid
 from haiprof.samplers.sockets import parse_cpu_list
 
 _NODE = re.compile(r"node(\d+)\Z")
@@ -57,7 +58,7 @@ def gpu_bus_id(root: Path, uuid: str) -> str | None:
     for name in sorted(_names(folder)):
         lines = (_text(folder / name / "information") or "").splitlines()
         values = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
-        if _plain(values.get("GPU UUID", "")) == _plain(uuid):
+        if plain_uuid(values.get("GPU UUID", "")) == plain_uuid(uuid):
             return values.get("Bus Location", name).lower()
     return None
 
@@ -95,10 +96,6 @@ def _place(folder: Path) -> PciPlace | None:
 def _shared(left: Sequence[str], right: Sequence[str]) -> int:
     same = [a == b for a, b in zip(left, right, strict=False)]
     return same.index(False) if False in same else len(same)
-
-
-def _plain(uuid: str) -> str:
-    return uuid.lower().removeprefix("gpu-")
 
 
 def _text(path: Path) -> str | None:
