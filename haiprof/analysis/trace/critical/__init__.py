@@ -1,0 +1,1 @@
+"""Critical path of one rank: the chain of events that a window's length consists of."""
