@@ -53,6 +53,22 @@ def kernels(
     gpu = with_kind(gpu_events(trace, steps)).select(*_GROUP, "name", "dur_ns")
     if not include_memory:
         gpu = gpu.filter(pl.col("kind") != MEMORY)
+    return limited(gpu, num_kernels=num_kernels, duration_ratio=duration_ratio)
+
+
+def limited(
+    gpu: pl.DataFrame, *, num_kernels: int | None, duration_ratio: float | None
+) -> pl.DataFrame:
+    """GPU events by name, the longest names by themselves.
+
+    Args:
+        gpu: `device`, `kind`, `name`, `dur_ns`.
+        num_kernels: As in `kernels`.
+        duration_ratio: As in `kernels`.
+
+    Returns:
+        As `kernels`.
+    """
     by_name = gpu.group_by(*_GROUP, "name").agg("dur_ns", longest_ns=pl.col("dur_ns").sum())
     marked = _marked(by_name, num_kernels, duration_ratio).explode("dur_ns")
     found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
@@ -102,6 +118,8 @@ def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
         the ranks other than the slowest), `distance_ratio` (how far the slowest is above that, as
         a share of it), `excess_ns` (that distance times the slowest rank's count: what the rank
         would save at the others' pace). What needs a second rank is null where one alone ran it.
+        A collective's kernel runs while it waits for the other ranks: the longest of them is on
+        the rank that came first, not on a slow one.
     """
     per_rank = breakdown.group_by("kind", "name", "rank").agg(
         pl.col("count", "sum_ns").sum(),
