@@ -143,6 +143,7 @@ def _stretched(trace: Trace) -> pl.DataFrame:
 def _whole(roles: dict[str, Intervals | None]) -> pl.DataFrame:
     """One step without a number: from the first to the last event of all; none without events."""
     real = [own for own in roles.values() if own is not None and len(own.starts)]
-    rows = [(None, min(own.starts[0] for own in real), max(own.ends[-1] for own in real))]
+    first = min((int(own.starts[0]) for own in real), default=0)
+    last = max((int(own.ends[-1]) for own in real), default=0)
     schema = {"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64}
-    return pl.DataFrame(rows if real else [], schema=schema, orient="row")
+    return pl.DataFrame([(None, first, last)] if real else [], schema=schema, orient="row")
