@@ -28,7 +28,7 @@ from haiprof.analysis.trace.launches import (
 )
 from haiprof.analysis.trace.matching import matched
 from haiprof.analysis.trace.overlap import kernel_types, overlap
-from haiprof.analysis.trace.pool import SMALL_BYTES, LocalProcesses, Pool, Serial
+from haiprof.analysis.trace.pool import Pool, default_pool
 from haiprof.analysis.trace.queue import (
     MAX_QUEUE_LENGTH,
     full_queue,
@@ -525,8 +525,4 @@ class TraceAnalysis:
 
     @cached_property
     def _pool(self) -> Pool:
-        if self._given_pool is not None:
-            return self._given_pool
-        sizes = [path.stat().st_size for path in trace_files(self.path)]
-        large = len(sizes) > 1 and sum(sizes) > SMALL_BYTES
-        return LocalProcesses() if large else Serial()
+        return self._given_pool or default_pool(trace_files(self.path))

@@ -102,6 +102,12 @@ class LocalProcesses:
                     task.cancel()
 
 
+def default_pool(paths: Sequence[Path]) -> Pool:
+    """Processes of this machine for several files that are large together; else this process."""
+    large = sum(path.stat().st_size for path in paths) > SMALL_BYTES
+    return LocalProcesses() if large and len(paths) > 1 else Serial()
+
+
 def ask(question: Question[_Result], path: Path, options: dict[str, Any]) -> _Result:
     """What a worker does: opens one file and answers one question about it."""
     return _answer(question, Trace(path), options)

@@ -1,0 +1,264 @@
+"""The standard report: every question that a first look asks, in one visit to each trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+
+from haiprof.analysis.trace.bandwidth import memory_bandwidth_summary
+from haiprof.analysis.trace.collectives import collective_kernels
+from haiprof.analysis.trace.facade import TraceAnalysis
+from haiprof.analysis.trace.files import load_notes, trace_file
+from haiprof.analysis.trace.idle import idle_breakdown
+from haiprof.analysis.trace.kernels import across_ranks, kernels
+from haiprof.analysis.trace.launches import launch_summary
+from haiprof.analysis.trace.overlap import kernel_types, overlap
+from haiprof.analysis.trace.pool import Pool, Progress, Question, default_pool
+from haiprof.analysis.trace.queue import full_queue, queue_length_summary
+from haiprof.analysis.trace.step_time import step_time_breakdown
+from haiprof.analysis.trace.temporal import Steps, temporal_breakdown
+from haiprof.errors import MissingDataError
+from haiprof.traces.find import trace_files
+from haiprof.traces.trace import Trace
+
+_Result = TypeVar("_Result")
+_Section = Callable[[TraceAnalysis, Steps], pl.DataFrame]
+
+_OF_FILE: tuple[Question[Any], ...] = (trace_file, step_time_breakdown)
+_OF_STEPS: tuple[Question[Any], ...] = (
+    temporal_breakdown,
+    overlap,
+    kernel_types,
+    kernels,
+    idle_breakdown,
+    launch_summary,
+    queue_length_summary,
+    full_queue,
+    memory_bandwidth_summary,
+    collective_kernels,
+)
+_ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
+_NO_COLLECTIVE = "no collective that several of the ranks have in common"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReport:
+    """The answers of the standard report."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    steps: Steps
+    """First profiler step and the one after the last; null: all that was recorded."""
+    tables: Mapping[str, pl.DataFrame]
+    """By name, in the order of `SECTIONS`; columns as the methods of `TraceAnalysis` have them."""
+    missing: Mapping[str, str]
+    """By table, or by table and rank (`queue, rank 3`): why it is not there."""
+    notes: tuple[str, ...]
+    """What could not be read of the files, and what was not recorded in them."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; a table is a list of rows."""
+        return {
+            "path": str(self.path),
+            "ranks": list(self.ranks),
+            "steps": None if self.steps is None else list(self.steps),
+            "tables": {name: table.to_dicts() for name, table in self.tables.items()},
+            "missing": dict(self.missing),
+            "notes": list(self.notes),
+        }
+
+
+def _step_times(analysis: TraceAnalysis, steps: Steps) -> pl.DataFrame:
+    found = analysis.step_time_breakdown()
+    inside = pl.lit(True) if steps is None else pl.col("step").is_between(*steps, closed="left")
+    return found.filter(inside)
+
+
+def _kernels(analysis: TraceAnalysis, steps: Steps) -> pl.DataFrame:
+    found = across_ranks(analysis.kernel_breakdown(steps))
+    return found.sort(-pl.col("sum_ns"), "kind", "name")
+
+
+def _queues(analysis: TraceAnalysis, steps: Steps) -> pl.DataFrame:
+    keys = ["rank", "device", "stream"]
+    full = analysis.full_queue(steps).select(*keys, "full_ns")
+    return analysis.queue_length_summary(steps).join(full, on=keys, how="left").sort(keys)
+
+
+SECTIONS: Mapping[str, _Section] = {
+    "files": lambda analysis, steps: analysis.load_report(),
+    "steps": _step_times,
+    "temporal": TraceAnalysis.temporal_breakdown,
+    "overlap": TraceAnalysis.overlap,
+    "kernel_types": TraceAnalysis.kernel_type_breakdown,
+    "kernels": _kernels,
+    "idle": TraceAnalysis.idle_time_breakdown,
+    "launches": TraceAnalysis.launch_summary,
+    "queue": _queues,
+    "memory_bandwidth": TraceAnalysis.memory_bandwidth_summary,
+    "process_groups": TraceAnalysis.process_groups,
+    "stragglers": TraceAnalysis.stragglers,
+    "clock_offsets": TraceAnalysis.clock_offsets,
+}
+"""Each table with the method that it is of; `kernels` are those of all ranks together."""
+_OF_SEVERAL = ("process_groups", "stragglers", "clock_offsets")
+
+
+def standard_report(
+    path: str | Path,
+    *,
+    steps: Steps = None,
+    rank: int | None = None,
+    pool: Pool | None = None,
+    progress: Progress | None = None,
+) -> TraceReport:
+    """All tables of the report; each trace is opened once, by one task.
+
+    Args:
+        path: A trace, a folder with one file per rank, or a run directory.
+        steps: First profiler step and the one after the last; None takes all.
+        rank: Only this one; None takes all.
+        pool: Where ranks are worked on; None takes local processes where the files are large.
+        progress: Told how many files are done.
+
+    Raises:
+        TraceFormatError: There is no trace, one cannot be read, or two are of one rank.
+        MissingDataError: There is no such rank, or none of these steps.
+    """
+    files = trace_files(path)
+    pool = pool or default_pool(files)
+    if rank is not None:
+        files = [_file_of(Path(path), pool, rank)]
+    visits = pool.map(_visit, files, {"steps": steps}, progress)
+    if rank is not None:  # which the file need not say itself
+        visits[0][trace_file] = replace(visits[0][trace_file], rank=rank)
+    answers = _Answers(dict(zip(files, visits, strict=True)), steps)
+    analysis = TraceAnalysis(path if rank is None else files[0], pool=answers)
+    tables, missing = _tables(analysis, answers)
+    return TraceReport(
+        path=Path(path),
+        ranks=tuple(analysis.files),
+        steps=steps,
+        tables=tables,
+        missing=missing,
+        notes=(*load_notes(analysis.files), *_without_gpu(tables["files"])),
+    )
+
+
+def _file_of(path: Path, pool: Pool, rank: int) -> Path:
+    files = TraceAnalysis(path, pool=pool).files
+    if rank not in files:
+        known = ", ".join(map(str, files))
+        raise MissingDataError(f"{path}: no trace of rank {rank}", hint=f"it has rank {known}")
+    return files[rank].path
+
+
+_Visit = dict[Question[Any], Any]
+
+
+def _visit(trace: Trace, *, steps: Steps) -> _Visit:
+    """All answers of one file; for what was not recorded the error that says so."""
+    answers = {question: _answer(question, trace) for question in _OF_FILE}
+    return answers | {question: _answer(question, trace, steps=steps) for question in _OF_STEPS}
+
+
+def _answer(question: Question[Any], trace: Trace, **options: Any) -> object:  # noqa: ANN401
+    try:
+        return question(trace, **options)
+    except MissingDataError as error:
+        return error
+
+
+class _Answers:
+    """A pool that has been everywhere already: its answers are those of one visit to each file.
+
+    Args:
+        visits: By file.
+        steps: That were asked for.
+    """
+
+    def __init__(self, visits: Mapping[Path, _Visit], steps: Steps) -> None:
+        self._visits = visits
+        self.steps = steps
+        self.missing: dict[Path, MissingDataError] = {}
+        """Files that lack what was asked last, where others have it."""
+
+    def map(
+        self,
+        question: Question[_Result],
+        paths: Sequence[Path],
+        options: Mapping[str, Any],
+        progress: Progress | None = None,
+    ) -> list[_Result]:
+        """The answer of each file; a frame without rows for one that lacks what others have.
+
+        Raises:
+            MissingDataError: All of them lack it.
+        """
+        self._check(question, options)
+        found = {path: self._visits[path][question] for path in paths}
+        lacking = {p: a for p, a in found.items() if isinstance(a, MissingDataError)}
+        if len(lacking) == len(found):
+            raise next(iter(lacking.values()))
+        self.missing |= lacking
+        empty = next(a for p, a in found.items() if p not in lacking)
+        return [empty.clear() if path in lacking else a for path, a in found.items()]
+
+    def _check(self, question: Question[Any], options: Mapping[str, Any]) -> None:
+        """What is asked must be what the visit asked."""
+        parameters = inspect.signature(question).parameters
+        others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}
+        if others or options.get("steps") != (self.steps if question in _OF_STEPS else None):
+            raise LookupError(f"{question.__name__} was not asked with {dict(options)}")
+
+
+def _tables(
+    analysis: TraceAnalysis, answers: _Answers
+) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
+    tables: dict[str, pl.DataFrame] = {}
+    missing: dict[str, str] = {}
+    for name, section in SECTIONS.items():
+        if name in _OF_SEVERAL and len(analysis.files) == 1:
+            missing[name] = _ONE_RANK
+            continue
+        tables |= _table(name, section, analysis, answers, missing)
+    return tables, missing
+
+
+def _table(
+    name: str,
+    section: _Section,
+    analysis: TraceAnalysis,
+    answers: _Answers,
+    missing: dict[str, str],
+) -> dict[str, pl.DataFrame]:
+    """The table under its name, or nothing and the reason in `missing`."""
+    answers.missing.clear()
+    try:
+        found = section(analysis, answers.steps)
+    except MissingDataError as error:
+        if name == "temporal":  # there are no such steps
+            raise
+        missing[name] = str(error)
+        return {}
+    ranks = {file.path: rank for rank, file in analysis.files.items()}
+    for path, reason in answers.missing.items():
+        missing[f"{name}, rank {ranks[path]}"] = str(reason)
+    if name in _OF_SEVERAL and found.is_empty():
+        missing[name] = _NO_COLLECTIVE
+        return {}
+    return {name: found}
+
+
+def _without_gpu(files: pl.DataFrame) -> list[str]:
+    found = files.filter(pl.col("gpu_count") == 0)
+    return [
+        f"{row['file']}: no GPU event in it, the GPU times of rank {row['rank']} are unknown: "
+        "profile with ProfilerActivity.CUDA"
+        for row in found.iter_rows(named=True)
+    ]
