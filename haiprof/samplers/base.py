@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import NULL_I64, Table
+
+if TYPE_CHECKING:
+    from haiprof.samplers.ranks import RankReports
 
 REASONS_PER_METRIC = 200
 ALL_METRICS = "all"  # the metric of a `Missing` that leaves nothing of the sampler
@@ -95,6 +98,8 @@ class Node:
     """CLOCK_MONOTONIC in ns."""
     pid: int | None = None
     """A process to look at as at a rank, though it did not report in: `haiprof doctor`'s own."""
+    reports: RankReports | None = None
+    """What ranks reported, read once for all samplers."""
 
 
 class Sampler(Protocol):

@@ -15,11 +15,13 @@ from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.writer import LineWriter
 from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import Clock, Node, Sampler
+from haiprof.samplers.ranks import RankReports
 from haiprof.samplers.stream import Stream
 from haiprof.samplers.suspend import SuspendWatch, boot_ns
 from haiprof.units import NS_PER_S
 
 _POLL_S = 0.25  # how soon a rank that reports in is noticed
+_LIST_NS = NS_PER_S // 10  # samplers that look for ranks at one poll share one list
 _COST_EVERY_NS = 10 * NS_PER_S
 _COST_SPREAD = 0.05  # later lines are this much of the run apart: weeks leave some hundred lines
 
@@ -60,7 +62,14 @@ class SamplingLoop:
         self._boot_clock = boot_clock
         self._paths = run.node(host)
         self._samplers = samplers
-        self._surroundings = Node(run=run, host=host, root=root, nvml=nvml, clock=clock)
+        self._surroundings = Node(
+            run=run,
+            host=host,
+            root=root,
+            nvml=nvml,
+            clock=clock,
+            reports=RankReports(run.ranks, clock=clock, fresh_ns=_LIST_NS),
+        )
         self._events: LineWriter | None = None
 
     def run(self, stop: threading.Event) -> None:

@@ -13,7 +13,7 @@ from haiprof.samplers import topology
 from haiprof.samplers.base import Clock, Unavailable
 from haiprof.samplers.pages import MovePages, PageSample, move_pages
 from haiprof.samplers.procfs import file_reading, read_stat
-from haiprof.samplers.ranks import RankProcess, RankSampler
+from haiprof.samplers.ranks import RankProcess, RankReports, RankSampler
 from haiprof.samplers.sockets import parse_cpu_list
 from haiprof.samplers.table import EntityGone, Reading
 
@@ -39,6 +39,7 @@ class PlacementSampler(RankSampler):
         pid: One more process to look at, that did not report in.
         root: Where /proc and /sys are.
         clock: CLOCK_MONOTONIC in ns.
+        reports: Shared with the node's other samplers; its own unless given.
         ask: As `pages.move_pages`.
     """
 
@@ -54,9 +55,10 @@ class PlacementSampler(RankSampler):
         pid: int | None = None,
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
+        reports: RankReports | None = None,
         ask: MovePages = move_pages,
     ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock)
+        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
         self._ask = ask
         self._nodes: Mapping[int, int] | None = None
         self._places: dict[tuple[int, ...], _Place] = {}

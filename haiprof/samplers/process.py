@@ -12,7 +12,7 @@ from haiprof.samplers.base import Clock, Unavailable
 from haiprof.samplers.family import Family
 from haiprof.samplers.procfs import file_reading, read_process
 from haiprof.samplers.proctree import ProcessTree
-from haiprof.samplers.ranks import RankProcess, RankSampler
+from haiprof.samplers.ranks import RankProcess, RankReports, RankSampler
 from haiprof.samplers.table import EntityGone, Reading, Value
 
 _IO_COLUMNS = ("read_bytes", "write_bytes", "storage_read_bytes", "storage_write_bytes")
@@ -46,6 +46,7 @@ class ProcessSampler(RankSampler):
         pid: One more process to look at, that did not report in.
         root: Where /proc is.
         clock: CLOCK_MONOTONIC in ns.
+        reports: Shared with the node's other samplers; its own unless given.
     """
 
     name = "process"
@@ -59,8 +60,9 @@ class ProcessSampler(RankSampler):
         pid: int | None = None,
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
+        reports: RankReports | None = None,
     ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock)
+        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
         self._tree = ProcessTree(root)
         self._rank_pids: set[int] = set()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from haiprof.errors import RunFormatError
 from haiprof.rundir.layout import RankPaths, RunPaths
@@ -31,6 +32,61 @@ class RankProcess:
     """The GPU that it uses, as it said itself."""
 
 
+class RankReports:
+    """The reports of all ranks of a run, for all samplers of a node.
+
+    The run directory may be on a file system that hundreds of nodes share: the list is asked for
+    once for all samplers, and each report is read once.
+
+    Args:
+        ranks: The folder of rank folders.
+        clock: CLOCK_MONOTONIC in ns.
+        fresh_ns: For how long a list is taken to be up to date.
+    """
+
+    def __init__(self, ranks: Path, *, clock: Clock, fresh_ns: int = 0) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._fresh_ns = fresh_ns
+        self._listed_ns: int | None = None
+        self._names: frozenset[str] = frozenset()
+        self._contents: dict[str, Mapping[str, Any]] = {}
+
+    def folders(self) -> frozenset[str]:
+        """Names of the rank folders; none before a rank has reported in."""
+        if self._is_old():
+            try:
+                self._names = frozenset(os.listdir(self._ranks))
+            except OSError:  # no rank has reported in yet, or the run directory was deleted
+                self._names = frozenset()
+        return self._names
+
+    def _is_old(self) -> bool:
+        if not self._fresh_ns:
+            return True
+        now, before = self._clock(), self._listed_ns
+        is_old = before is None or now - before >= self._fresh_ns
+        self._listed_ns = now if is_old else before
+        return is_old
+
+    def is_there(self, folder: str) -> bool:
+        """Whether a rank folder has its report."""
+        return folder in self._contents or self._path(folder).exists()
+
+    def content(self, folder: str) -> Mapping[str, Any]:
+        """The report.
+
+        Raises:
+            RunFormatError: It is not one.
+        """
+        if folder not in self._contents:
+            self._contents[folder] = read_json(self._path(folder))
+        return self._contents[folder]
+
+    def _path(self, folder: str) -> Path:
+        return RankPaths(self._ranks / folder).report
+
+
 class RankSampler(TableSampler):
     """Samples a table with the keys `pid, start_ticks`; a subclass gives the readings.
 
@@ -43,6 +99,7 @@ class RankSampler(TableSampler):
         pid: One more process to look at, that did not report in.
         root: Where /proc and /sys are.
         clock: CLOCK_MONOTONIC in ns.
+        reports: Shared with the node's other samplers; its own unless given.
     """
 
     recorder = "process"
@@ -55,10 +112,11 @@ class RankSampler(TableSampler):
         pid: int | None = None,
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
+        reports: RankReports | None = None,
     ) -> None:
         super().__init__(clock=clock)
         self.root = root
-        self._ranks = run.ranks
+        self._reports = reports or RankReports(run.ranks, clock=clock)
         self._host = host
         self._pid = pid
         self._read_folders: set[str] = set()
@@ -66,7 +124,14 @@ class RankSampler(TableSampler):
     @classmethod
     def for_node(cls, node: Node) -> RankSampler:
         """The sampler of a node."""
-        return cls(node.run, node.host, pid=node.pid, root=node.root, clock=node.clock)
+        return cls(
+            node.run,
+            node.host,
+            pid=node.pid,
+            root=node.root,
+            clock=node.clock,
+            reports=node.reports,
+        )
 
     def readings(self, process: RankProcess) -> tuple[Reading, ...]:
         """What is read of one process."""
@@ -91,27 +156,20 @@ class RankSampler(TableSampler):
 
     def urgent(self) -> bool:
         """Whether a rank has reported in since the last sample."""
-        return any(self._report(folder).exists() for folder in self._new_folders())
+        return any(self._reports.is_there(folder) for folder in self._new_folders())
 
-    def _new_folders(self) -> set[str]:
-        try:
-            return set(os.listdir(self._ranks)) - self._read_folders
-        except OSError:
-            return set()  # no rank has reported in yet, or the run directory was deleted
-
-    def _report(self, folder: str) -> Path:
-        return RankPaths(self._ranks / folder).report
+    def _new_folders(self) -> frozenset[str]:
+        return self._reports.folders() - self._read_folders
 
     def _find_rank(self, folder: str) -> None:
         """Takes up the process that a rank folder names; a folder without a report waits."""
-        report = self._report(folder)
-        if not report.exists():
+        if not self._reports.is_there(folder):
             return
         self._read_folders.add(folder)
         rank, _, attempt = folder.partition(".")
         name = f"rank {rank}" + (f" attempt {attempt}" if attempt else "")
         try:
-            content = read_json(report)
+            content = self._reports.content(folder)
             if content["host"] != self._host:
                 return
             uuid = content.get("gpu_uuid")

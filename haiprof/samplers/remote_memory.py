@@ -25,7 +25,7 @@ from haiprof.samplers.perf_events import (
     refusal,
 )
 from haiprof.samplers.procfs import read_start_ticks
-from haiprof.samplers.ranks import RankProcess, RankSampler
+from haiprof.samplers.ranks import RankProcess, RankReports, RankSampler
 from haiprof.samplers.sockets import no_core_pmu, read_cpu
 from haiprof.samplers.table import Entity, EntityGone, Reading, Value
 
@@ -47,6 +47,7 @@ class RemoteMemorySampler(RankSampler):
         pid: One more process to look at, that did not report in.
         root: Where /proc and /sys are.
         clock: CLOCK_MONOTONIC in ns.
+        reports: Shared with the node's other samplers; its own unless given.
         kernel: The system calls for perf events.
         events: What fills each counter; those of this CPU unless given.
         spare: How many more files may be opened.
@@ -64,11 +65,12 @@ class RemoteMemorySampler(RankSampler):
         pid: int | None = None,
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
+        reports: RankReports | None = None,
         kernel: Kernel | None = None,
         events: Mapping[str, Event | Unavailable] | None = None,
         spare: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(run, host, pid=pid, root=root, clock=clock)
+        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
         self._kernel = kernel or LinuxKernel()
         self._cpu = read_cpu(root)
         self._events = dict(events or core_events(self._cpu))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -7,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from haiprof import Analyzer
 from haiprof.config import RECORDERS, Options
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.reader import read_lines, read_records
+from haiprof.rundir.reader import read_json, read_lines, read_records
 from haiprof.rundir.schema import Table
 from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.rundir.tables.host import HOST
@@ -24,11 +26,15 @@ from haiprof.samplers.base import (
     CounterState,
     Missing,
     MissingLog,
+    Node,
     Sampler,
 )
 from haiprof.samplers.loop import SamplingLoop
 from haiprof.samplers.pace import MAX_FACTOR, Pace
+from haiprof.samplers.placement import PlacementSampler
+from haiprof.samplers.process import ProcessSampler
 from haiprof.samplers.procfs import read_process
+from haiprof.samplers.ranks import RankReports
 from haiprof.samplers.suspend import SuspendWatch, boot_ns
 from haiprof.units import NS_PER_S
 from tests.analysis.recorded import row_of, write_run
@@ -335,3 +341,38 @@ def test_reasons_that_are_new_each_time_come_to_an_end() -> None:
     assert told[-1].metric == "cycle_count"
     log.note("instruction_count", "1 threads need more files")
     assert log.drain() == []
+
+
+def test_samplers_of_ranks_list_the_folder_together_and_read_each_report_once(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.rank(0).root.mkdir(parents=True)
+    run.rank(0).report.write_text(json.dumps({"host": "elsewhere", "rank": 0}))
+    now: list[int] = [0]
+    listed: list[object] = []
+    opened: list[Path] = []
+    listdir, read = os.listdir, read_json
+
+    def counted_listdir(path: Path) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    def counted_read(path: Path) -> dict[str, Any]:
+        opened.append(path)
+        return read(path)
+
+    monkeypatch.setattr(os, "listdir", counted_listdir)
+    monkeypatch.setattr("haiprof.samplers.ranks.read_json", counted_read)
+    reports = RankReports(run.ranks, clock=lambda: now[0], fresh_ns=100)
+    node = Node(run=run, host=NODE, reports=reports, clock=lambda: now[0])
+    samplers = [kind.for_node(node) for kind in (ProcessSampler, PlacementSampler)]
+    for sampler in samplers:
+        sampler.open()
+    assert (listed.count(run.ranks), len(opened)) == (1, 1)
+    run.rank(1).root.mkdir()
+    run.rank(1).report.write_text(json.dumps({"host": NODE, "rank": 1}))
+    now[0] = 100
+    assert [sampler.urgent() for sampler in samplers] == [True, True]
+    assert listed.count(run.ranks) == 2
+    for sampler in samplers:
+        sampler.close()
