@@ -39,6 +39,7 @@ _VERSION = 1
 MIN_APART_NS = 100_000_000
 """Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
 
+_HIGHEST_PERCENT = 105.0  # a share is of two samples, a little apart
 _WAIT_NS = 2_000_000  # at 10 Hz every other read comes some us too early
 
 GPM_ORIGIN = "nvmlGpmMetricsGet"
@@ -174,6 +175,9 @@ class Gpm:
         if not math.isfinite(value):
             self._totals[name] = 0.0
             return Unavailable(f"{what}: not a number")
+        if value < 0 or (name in RATIOS and value > _HIGHEST_PERCENT):
+            self._totals[name] = 0.0
+            return Unavailable(f"{what}: a value that it cannot have")
         if name in RATIOS:
             return value / 100
         self._totals[name] += value * _BYTES_PER_MIB * elapsed_ns / NS_PER_S

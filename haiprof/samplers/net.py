@@ -34,14 +34,18 @@ class NetworkTotals:
 
     Left out: interfaces stacked on others that are counted (bonds, bridges, VLANs), ports of a
     bridge without hardware (the host's ends of containers), and ifb, which only delays what
-    others carry. RDMA traffic is not in these counters.
+    others carry. Where the default route leads out through hardware, nothing else counts: other
+    ends of containers are routed to it (Calico, Cilium). In a container it leads through the
+    container's end, which has none. RDMA traffic is not in these counters.
 
     Args:
-        root: Where /sys is; without it, all but lo count.
+        root: Where /proc and /sys are; without /sys, all but lo count.
     """
 
     def __init__(self, root: Path) -> None:
         self._net = root / "sys" / "class" / "net"
+        self._routes = root / "proc" / "net" / "route"
+        self._hardware_leads: bool | None = None
         self._hardware: set[bytes] = set()
         self._sums = SummedCounters([64] * len(_FIELDS))
 
@@ -68,7 +72,30 @@ class NetworkTotals:
         if "device" in links:
             self._hardware.add(name)
             return True
-        return "brport" not in links
+        if self._hardware_leads is None:
+            outward = _default_interfaces(self._routes)
+            self._hardware_leads = any(self._has_hardware(each) for each in outward)
+        return "brport" not in links and not self._hardware_leads
+
+    def _has_hardware(self, name: str, *, deep: int = 4) -> bool:
+        """Whether an interface, or one that it is stacked on, is a device."""
+        links = link_names(self._net / name)
+        lower = (link.removeprefix("lower_") for link in links if link.startswith("lower_"))
+        stacked = deep > 0 and any(self._has_hardware(each, deep=deep - 1) for each in lower)
+        return "device" in links or stacked
+
+
+def _default_interfaces(routes: Path) -> set[str]:
+    """Interfaces of default routes; none where the list cannot be read.
+
+    Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
+    """
+    try:
+        lines = routes.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    except OSError:
+        return set()
+    fields = (line.split() for line in lines)
+    return {each[0] for each in fields if len(each) > 7 and each[1] == each[7] == "00000000"}
 
 
 class ProtocolNumbers:

@@ -494,6 +494,18 @@ def test_gpm_metric_that_is_not_a_number_is_null(one: Driver) -> None:
     assert missing["fp16_active_ratio"] == "gpu 0: GPM metric 13: Not Supported"
 
 
+def test_gpm_metric_that_cannot_be_is_missing_with_the_reason(one: Driver) -> None:
+    one.open()
+    one.after(0)
+    one.nvml.gpus[0].gpm |= {2: -1.0, 5: 4294967295.0, 10: 100.4, 20: -8.0}
+    row = one.after(SECOND)
+    assert [row[name] for name in ("sm_active_ratio", "tensor_active_ratio")] == [None, None]
+    assert row["dram_active_ratio"] == pytest.approx(1.004)
+    assert row["pcie_transmit_bytes"] is None
+    missing = reasons(one.sampler.drain_missing())
+    assert missing["tensor_active_ratio"] == "gpu 0: GPM metric 5: a value that it cannot have"
+
+
 def test_gpm_without_permission_names_the_drivers_setting_and_the_remedy(tmp_path: Path) -> None:
     params = tmp_path / "proc/driver/nvidia/params"
     params.parent.mkdir(parents=True)

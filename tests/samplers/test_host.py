@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import psutil
@@ -289,6 +290,36 @@ def test_host_bridge_whose_first_port_comes_later_is_not_counted_twice(tree: Fak
         (tree.root / "sys/class/net" / name).mkdir(parents=True)
     tree.interfaces(eth0=(1500, 0), docker0=(500, 0), veth1=(500, 0))
     assert one(sampler)["network_receive_bytes"] == 1500
+    sampler.close()
+
+
+ROUTES = (
+    "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
+    "{0}\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+    "cali1\t0200000A\t00000000\t0005\t0\t0\t0\tFFFFFFFF\t0\t0\t0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("links", "outward", "counted"),
+    [
+        (("eth0/device",), "eth0", 1000),  # the host: cali1 is another container's end
+        (("eth0/device", "bond0/lower_eth0"), "bond0", 1000),
+        (("cali1/device",), "eth0", 1700),  # a container with an adapter of its own
+        (("eth0/device",), "nowhere", 1700),
+    ],
+)
+def test_host_ends_of_containers_that_are_routed_are_not_counted_twice(
+    tmp_path: Path, links: tuple[str, ...], outward: str, counted: int
+) -> None:
+    tree = FakeTree(tmp_path)
+    tree.interfaces(eth0=(1000, 0), cali1=(700, 0))
+    shutil.rmtree(tree.root / "sys/class/net", ignore_errors=True)
+    for link in ("eth0/statistics", "cali1/statistics", *links):
+        (tree.root / "sys/class/net" / link).mkdir(parents=True)
+    tree.write("proc/net/route", ROUTES.format(outward))
+    sampler = opened(tree)
+    assert one(sampler)["network_receive_bytes"] == counted
     sampler.close()
 
 
