@@ -50,6 +50,19 @@ def test_infiniband_bytes_are_words_times_four_of_every_port(rdma: FakeRdma) -> 
     sampler.close()
 
 
+def test_infiniband_extended_counters_of_older_kernels_are_words_too(rdma: FakeRdma) -> None:
+    rdma.put(FakePort(pma={"port_xmit_data": (1 << 32) - 1, "port_rcv_data": (1 << 32) - 1}))
+    folder = rdma.root / "sys/class/infiniband/mlx5_0/ports/1/counters_ext"
+    folder.mkdir()
+    (folder / "port_xmit_data_64").write_text(f"{1 << 33}\n")
+    (folder / "port_rcv_data_64").write_text(f"{1 << 34}\n")
+    sampler = InfinibandSampler(root=rdma.root)
+    sampler.open()
+    row = by_name(sampler)["mlx5_0/1"]
+    assert (row["transmit_bytes"], row["receive_bytes"]) == (4 << 33, 4 << 34)
+    sampler.close()
+
+
 def test_infiniband_header_says_what_a_port_is(rdma: FakeRdma) -> None:
     rdma.put(mlx5_roce())
     rdma.put(efa())
