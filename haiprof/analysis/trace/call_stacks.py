@@ -80,6 +80,21 @@ def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> St
     )
 
 
+def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
+    """Where each call goes on alone: of calls of one caller that cross, time counts once.
+
+    Args:
+        starts: ns, in order within each caller; shape (n,).
+        ends: ns, shape (n,).
+        parent: Row of the caller, -1 for a root; shape (n,).
+    """
+    rows = pl.DataFrame({"parent": parent, "start": starts, "end": ends})
+    reached = pl.col("end").cum_max().shift(1).over("parent")
+    begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
+    found: Ints = rows.select(begin).to_series().to_numpy()
+    return found
+
+
 def is_outermost(found: Stacks) -> npt.NDArray[np.bool_]:
     """Whether no caller in a stack has the name of its last call; shape (stacks,)."""
     outermost = np.ones(len(found.name), dtype=bool)

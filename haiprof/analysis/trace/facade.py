@@ -17,8 +17,11 @@ from haiprof.analysis.trace.call_tree import call_tree
 from haiprof.analysis.trace.clocks import clock_offsets, on_one_clock
 from haiprof.analysis.trace.collectives import collective_kernels
 from haiprof.analysis.trace.counter_trace import write_counter_trace
+from haiprof.analysis.trace.diff import TraceDiff, compare_traces
+from haiprof.analysis.trace.diff_steps import KERNEL, OPERATOR, step_samples
 from haiprof.analysis.trace.files import TraceFile, load_frame, trace_file
 from haiprof.analysis.trace.idle import CONSECUTIVE_KERNEL_DELAY_NS, idle_breakdown
+from haiprof.analysis.trace.kernel_names import FULL
 from haiprof.analysis.trace.kernels import across_ranks, kernels
 from haiprof.analysis.trace.launches import (
     LAUNCH_DELAY_CUTOFF_NS,
@@ -27,8 +30,19 @@ from haiprof.analysis.trace.launches import (
     launch_summary,
 )
 from haiprof.analysis.trace.matching import matched
+from haiprof.analysis.trace.memory_timeline import (
+    memory_allocations,
+    memory_at_peak,
+    memory_by_operator,
+    memory_timeline,
+)
 from haiprof.analysis.trace.overlap import kernel_types, overlap
 from haiprof.analysis.trace.pool import Pool, default_pool
+from haiprof.analysis.trace.python_functions import (
+    folded_stacks,
+    python_functions,
+    python_stacks,
+)
 from haiprof.analysis.trace.queue import (
     MAX_QUEUE_LENGTH,
     full_queue,
@@ -253,6 +267,101 @@ class TraceAnalysis:
             `corrected`. Without collectives in common offsets are null: unknown.
         """
         return clock_offsets(self._matched_collectives(steps))
+
+    def memory_timeline(self) -> pl.DataFrame:
+        """Allocated and reserved memory over time: `haiprof.analysis.trace.memory_timeline`.
+
+        Returns:
+            `rank`, `device_type`, `device`, `ts_ns`, `change_bytes`, `since_start_bytes`,
+            `allocated_bytes`, `reserved_bytes`; the last two are null in traces of 2021.
+        """
+        return self.per_rank(memory_timeline)
+
+    def memory_allocations(self) -> pl.DataFrame:
+        """Blocks of memory from allocation to free, with the operators that did it.
+
+        Returns:
+            `rank`, `device_type`, `device`, `address`, `size_bytes`, `allocated_ns`, `freed_ns`,
+            `lifetime_ns`, `operator`, `freed_by`; null is what did not happen in the window.
+        """
+        return self.per_rank(memory_allocations)
+
+    def memory_by_operator(self) -> pl.DataFrame:
+        """What each operator allocated, freed and left behind.
+
+        Returns:
+            `rank`, `device_type`, `device`, `operator`, `allocation_count`, `allocated_bytes`,
+            `free_count`, `freed_bytes`, `self_increase_bytes`, `increase_bytes`, `kept_count`,
+            `kept_bytes`.
+        """
+        return self.per_rank(memory_by_operator)
+
+    def memory_at_peak(self) -> pl.DataFrame:
+        """What was alive when each device held most; sizes add up to the peak.
+
+        Returns:
+            `rank`, `device_type`, `device`, `ts_ns`, `peak_bytes`, `origin`, `operator`,
+            `block_count`, `size_bytes`, `ratio`.
+        """
+        return self.per_rank(memory_at_peak)
+
+    def python_stacks(self, steps: Steps = None) -> pl.DataFrame:
+        """Python calls by call stack: `haiprof.analysis.trace.python_functions`.
+
+        Returns:
+            `rank`, `pid`, `tid`, `stack` (`root;...;leaf`), `name`, `depth`, `calls`, `total_ns`,
+            `self_ns`, and of both the time and share in which no GPU work ran:
+            `non_overlapped_ns`, `self_non_overlapped_ns`, `non_overlapped_ratio`,
+            `self_non_overlapped_ratio`.
+        """
+        return self.per_rank(python_stacks, steps=steps)
+
+    def python_functions(self, steps: Steps = None) -> pl.DataFrame:
+        """Python calls by function, whoever called them; recursion counts once.
+
+        Returns:
+            As `python_stacks`, without `stack` and `depth`.
+        """
+        return self.per_rank(python_functions, steps=steps)
+
+    def folded_stacks(self, steps: Steps = None, *, value: str = "self_ns") -> str:
+        """Python stacks as text for flame graph tools, a line each: `root;...;leaf 123`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all calls.
+            value: `self_ns`, or `self_non_overlapped_ns` for the time in which no GPU worked.
+        """
+        return folded_stacks(self.python_stacks(steps), value=value)
+
+    def diff(
+        self,
+        other: TraceAnalysis,
+        *,
+        of: tuple[str, ...] = (KERNEL, OPERATOR),
+        names: str = FULL,
+        steps: Steps = None,
+        other_steps: Steps = None,
+        by_step: bool = True,
+    ) -> TraceDiff:
+        """These traces as the control, others as the test: `haiprof.analysis.trace.diff`.
+
+        Args:
+            other: What is judged.
+            of: `kernel`, `operator`, `runtime`, `annotation`.
+            names: `full`; `short` without template arguments; `generic` also without what differs
+                between GPU generations.
+            steps: First profiler step of these and the one after the last; None takes all.
+            other_steps: The same of the others.
+            by_step: False compares whole traces, however long each is.
+
+        Returns:
+            `names` (a row per name with times per step, spread, significance and what it explains
+            of the step's difference), `steps`, `step_time`, `notes`. `diff.verdict` says in words
+            whether the test is slower.
+        """
+        asked: dict[str, Any] = {"of": of, "names": names, "by_step": by_step}
+        control = self.per_rank(step_samples, steps=steps, **asked)
+        return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
 
     def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
         return matched(self.per_rank(collective_kernels, steps=steps))

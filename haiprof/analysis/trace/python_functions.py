@@ -14,6 +14,7 @@ from haiprof.analysis.trace.call_stacks import (
     levels,
     stack_texts,
     stacks,
+    uncovered_starts,
 )
 from haiprof.analysis.trace.call_tree import nest
 from haiprof.analysis.trace.intervals import Intervals, covered, intersection, union
@@ -207,7 +208,7 @@ def _times(starts: Ints, ends: Ints, parent: Ints, trace: Trace, steps: Steps) -
     busy = intersection(union_of(trace.gpu), window)
     begun = (starts >= window.starts[0]) & (starts < window.ends[-1]) if steps is not None else None
     inner = np.flatnonzero(parent >= 0)
-    begins = _uncovered_starts(starts, ends, parent, inner)
+    begins = uncovered_starts(starts, ends, parent)[inner]
     columns: dict[str, Ints] = {
         "begun": np.ones(len(starts), dtype=np.int64) if begun is None else begun.astype(np.int64)
     }
@@ -219,15 +220,6 @@ def _times(starts: Ints, ends: Ints, parent: Ints, trace: Trace, steps: Steps) -
         columns[own] = columns[total].copy()
         np.subtract.at(columns[own], parent[inner], _outside(window, active, begins, ends[inner]))
     return pl.DataFrame(columns)
-
-
-def _uncovered_starts(starts: Ints, ends: Ints, parent: Ints, inner: Ints) -> Ints:
-    """Where each called call goes on alone: calls of one caller that cross count once."""
-    rows = pl.DataFrame({"parent": parent[inner], "start": starts[inner], "end": ends[inner]})
-    reached = pl.col("end").cum_max().shift(1).over("parent")
-    begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
-    found: Ints = rows.select(begin).to_series().to_numpy()
-    return found
 
 
 def _outside(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
