@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from haiprof.analysis.analyzer import Analyzer as Analyzer
+    from haiprof.analysis.trace.facade import TraceAnalysis as TraceAnalysis
 
 __version__ = "0.1.0"
-__all__ = ["Analyzer", "__version__"]
+__all__ = ["Analyzer", "TraceAnalysis", "__version__"]
 
 # Names loaded on first use: the hook imports this package inside the job, where nothing of the
 # analysis (polars, plotly) may be loaded or even installed.
-_LAZY = {"Analyzer": "haiprof.analysis.analyzer"}
+_LAZY = {
+    "Analyzer": "haiprof.analysis.analyzer",
+    "TraceAnalysis": "haiprof.analysis.trace.facade",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ import haiprof
 from haiprof.cli.names import COMMANDS
 from haiprof.config import OPTIONS
 
-PUBLIC = ["Analyzer", "__version__"]
+PUBLIC = ["Analyzer", "TraceAnalysis", "__version__"]
 ANALYZER = [
     "bursts",
     "counters",
@@ -31,7 +31,17 @@ def test_analyzer_has_the_documented_methods() -> None:
 
 
 def test_commands_are_frozen() -> None:
-    assert list(COMMANDS) == ["overview", "rank", "list", "verdict", "scalars", "doctor", "export"]
+    assert list(COMMANDS) == [
+        "overview",
+        "rank",
+        "list",
+        "verdict",
+        "scalars",
+        "doctor",
+        "export",
+        "trace-report",
+        "query",
+    ]
 
 
 def test_launch_options_are_frozen() -> None:

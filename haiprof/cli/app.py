@@ -15,8 +15,10 @@ from haiprof.cli.list import list_runs
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.output import say, show_error
 from haiprof.cli.overview import overview
+from haiprof.cli.query import query
 from haiprof.cli.rank import rank
 from haiprof.cli.scalars import scalars
+from haiprof.cli.trace_report import trace_report
 from haiprof.cli.verdict import verdict
 from haiprof.config import ENV_DEBUG
 from haiprof.errors import HaiprofError, UsageError
@@ -29,6 +31,8 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "scalars": scalars,
     "doctor": doctor,
     "export": export,
+    "trace-report": trace_report,
+    "query": query,
 }
 # What the parser raises for a command line it cannot take; typer carries click or its own copy.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

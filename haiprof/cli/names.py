@@ -10,5 +10,7 @@ COMMANDS = {
     "scalars": "haiprof scalars DIR --follow: live scalars for TensorBoard",
     "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
     "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
+    "trace-report": "haiprof trace-report TRACES: what traces of torch.profiler say, all ranks",
+    "query": "haiprof query TRACE_OR_RUN SQL: tables of traces or of a run, asked in SQL",
 }
 """Name, and the line that `haiprof --help` shows."""

@@ -1,0 +1,121 @@
+"""Arguments that the trace commands share, and how far they are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from haiprof.cli.output import say
+from haiprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from haiprof.analysis.trace.pool import Pool
+
+Traces = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACES",
+        help="A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, "
+        "or a run directory with traces.",
+        show_default=False,
+    ),
+]
+StepRange = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        metavar="A:B",
+        help="Only what profiler steps A to before B launched; A alone is one step.",
+        show_default=False,
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option("--rank", metavar="R", min=0, help="Only this rank.", show_default=False),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ADDRESS",
+        help="Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786. "
+        "Left out: in processes of this machine.",
+        show_default=False,
+    ),
+]
+_QUIET_S = 2.0
+_EVERY_S = 10.0
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """`A:B` as first step and the one after the last; `A` is that step alone.
+
+    Raises:
+        UsageError: Something else.
+    """
+    if text is None:
+        return None
+    first, colon, after = text.partition(":")
+    if not first.isdecimal() or (colon and not after.isdecimal()):
+        raise UsageError(f"--steps {text}: expected two numbers", hint="--steps 10:13")
+    steps = int(first), int(after) if colon else int(first) + 1
+    if steps[0] >= steps[1]:
+        raise UsageError(f"--steps {text}: no step in it", hint="--steps 10:13 is 10, 11 and 12")
+    return steps
+
+
+def parse_cluster(address: str | None) -> Pool | None:
+    """The pool of `--cluster`; None where it was not given.
+
+    Raises:
+        UsageError: It is no address.
+    """
+    from haiprof.analysis.trace.cluster import cluster_pool
+
+    return cluster_pool(address) if address is not None else None
+
+
+class Waiting:
+    """Says on stderr what takes its time: after 2 s, and then how many traces are done.
+
+    Args:
+        quiet: Never says anything.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._timer = threading.Timer(_QUIET_S, self._first)
+        self._timer.daemon = True
+        self._last_s: float | None = None
+
+    def __enter__(self) -> Waiting:
+        """Begins to wait."""
+        if not self._quiet:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends, whatever happened."""
+        self._timer.cancel()
+
+    def __call__(self, done: int, count: int) -> None:
+        """So many traces are done."""
+        now_s = time.monotonic()
+        if self._last_s is not None and now_s - self._last_s >= _EVERY_S and done < count:
+            self._last_s = now_s
+            say(f"{done} of {count} traces read", sys.stderr)
+
+    def _first(self) -> None:
+        self._last_s = time.monotonic()
+        say("reading traces; a second time it is faster", sys.stderr)
