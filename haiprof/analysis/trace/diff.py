@@ -175,7 +175,8 @@ def verdict(
     """
     time = diff.step_time
     change = time.change_ratio
-    words = f"{'slower' if change > 0 else 'faster'} by {abs(change):.1%}".replace("%", " %")
+    direction = "slower" if change > 0 else "faster"
+    words = f"{direction} by {abs(change):.1%}".replace("%", " %") if change else "equally fast"
     if time.p_value is None:
         return Verdict(is_slower=None, text=f"{words}, by chance or not: {time.no_p_value_reason}")
     counts = f"{time.control_step_count} and {time.test_step_count} steps"
@@ -335,7 +336,7 @@ def _notes(before: _Side, after: _Side) -> Iterator[str]:
         if side.unlaunched_count:
             yield (
                 f"{side.unlaunched_count} GPU events of the {word} have no launch in its trace: "
-                "they were launched before it began, and belong to none of its steps"
+                "launched before it began, or the record is lost: they belong to none of its steps"
             )
         if not side.recorded.all():
             yield f"not every rank of the {word} has every step"
