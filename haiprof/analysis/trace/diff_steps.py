@@ -67,8 +67,9 @@ def step_samples(
         `(no operator)` the shares of a step add up to its time. A row of `step` holds that time.
 
         An operator belongs to the step in which it began, a kernel to that of its launch. A kernel
-        whose launch is not in the trace (it came before, or its record is lost) is in no step: rows of `unlaunched` count them. Where the whole trace is one window, and in a trace without
-        launches, such kernels count by their own start.
+        whose launch is not in the trace (it came before, or its record is lost) is in no step:
+        rows of `unlaunched` count them. Where the whole trace is one window, and in a trace
+        without launches, such kernels count by their own start.
 
     Raises:
         MissingDataError: None of the steps was recorded, or nothing at all.
