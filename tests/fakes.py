@@ -229,7 +229,8 @@ class FakeProcess:
         faults = (
             f"{self.faults} {self.waited_faults} {self.major_faults} {self.waited_major_faults}"
         )
-        times = f"{self.ticks} 0 {self.waited_ticks} 0 20 0 {self.threads} 0 {self.start}"
+        own, waited = _halves(self.ticks), _halves(self.waited_ticks)  # in user and kernel mode
+        times = f"{own} {waited} 20 0 {self.threads} 0 {self.start}"
         memory = "99999 7 18446744073709551615 0 0 0"
         rest = f"0 0 0 0 0 0 0 0 0 17 {self.cpu} 0 0 0 0 0"
         return f"{head} {faults} {times} {memory} {rest}\n"
@@ -251,3 +252,7 @@ class FakeProcess:
         if self.io is not None and child.io is not None:
             sums = [mine + theirs for mine, theirs in zip(self.io, child.io, strict=True)]
             self.io = (sums[0], sums[1], sums[2], sums[3])
+
+
+def _halves(ticks: int) -> str:
+    return f"{ticks // 2} {ticks - ticks // 2}"

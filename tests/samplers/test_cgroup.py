@@ -52,6 +52,17 @@ def sampled(sampler: CgroupSampler) -> dict[str, Row]:
     return {names[int(row["cgroup_index"] or 0)]: row for row in found}
 
 
+@pytest.mark.parametrize(("content", "cores"), [("50000 20000", 2.5), ("1000 100000", 0.01)])
+def test_cgroup_limit_in_cores_is_quota_by_its_own_period(
+    tree: FakeTree, v2: FakeCgroups, content: str, cores: float
+) -> None:
+    tree.write(f"sys/fs/cgroup{JOB}/cpu.max", f"{content}\n")
+    sampler = CgroupSampler(root=tree.root)
+    sampler.open()
+    assert sampled(sampler)["own"]["cpu_limit_cores"] == cores
+    sampler.close()
+
+
 def test_cgroup_v2_has_every_column_in_base_units(tree: FakeTree, v2: FakeCgroups) -> None:
     v2.put_v2(
         FakeGroup(
