@@ -12,6 +12,8 @@ from haiprof.errors import TraceFormatError
 TRACE_ENDINGS = (".json", ".json.gz")
 COUNTER_SUFFIX = "_with_counters"
 """Ends the name of a trace that was written anew with counter tracks: the same rank once more."""
+OVERLAY_SUFFIX = "_critical_path"
+"""The same, with its critical path drawn in."""
 # What stands beside traces and ends like them.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
@@ -43,8 +45,9 @@ def trace_files(source: str | Path) -> list[Path]:
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
     name = entry.name
-    plain = not name.startswith(".") and name not in _OTHERS and COUNTER_SUFFIX not in name
-    return plain and name.endswith(TRACE_ENDINGS) and entry.is_file()
+    plain = not name.startswith(".") and name not in _OTHERS
+    anew = any(suffix in name for suffix in (COUNTER_SUFFIX, OVERLAY_SUFFIX))
+    return plain and not anew and name.endswith(TRACE_ENDINGS) and entry.is_file()
 
 
 class _OfRank(Protocol):

@@ -17,6 +17,9 @@ from haiprof.analysis.trace.call_tree import call_tree
 from haiprof.analysis.trace.clocks import clock_offsets, on_one_clock
 from haiprof.analysis.trace.collectives import collective_kernels
 from haiprof.analysis.trace.counter_trace import write_counter_trace
+from haiprof.analysis.trace.critical.overlay import write_overlay
+from haiprof.analysis.trace.critical.path import CriticalPath, critical_path
+from haiprof.analysis.trace.critical.segments import DATA_LOADING
 from haiprof.analysis.trace.diff import TraceDiff, compare_traces
 from haiprof.analysis.trace.diff_steps import KERNEL, OPERATOR, step_samples
 from haiprof.analysis.trace.files import TraceFile, load_frame, trace_file
@@ -59,6 +62,7 @@ from haiprof.analysis.trace.skew import collective_waits, collectives, process_g
 from haiprof.analysis.trace.step_time import step_time_breakdown
 from haiprof.analysis.trace.stragglers import stragglers
 from haiprof.analysis.trace.temporal import temporal_breakdown
+from haiprof.errors import MissingDataError
 from haiprof.traces.find import by_rank, trace_files
 from haiprof.traces.tables import OPS
 from haiprof.traces.trace import Trace
@@ -585,6 +589,58 @@ class TraceAnalysis:
             One row per rank: `rank`, `path`, `counter_event_count`.
         """
         return self.per_rank(write_counter_trace, folder=folder and Path(folder))
+
+    def critical_path(
+        self,
+        rank: int | None = None,
+        *,
+        steps: Steps = None,
+        annotation: str | None = None,
+        instance: int = 0,
+        data_loading: str = DATA_LOADING,
+    ) -> CriticalPath:
+        """The chain of events that a window consists of: `haiprof.analysis.trace.critical.path`.
+
+        Args:
+            rank: Whose; None is the lowest.
+            steps: First profiler step and the one after the last.
+            annotation: Part of the name of a record_function range.
+            instance: Which of those ranges, from 0. With neither, the whole trace.
+            data_loading: Regular expression of the ranges in which the host loads data.
+
+        Returns:
+            Frames by `summary()`, `top()` and `segments()`, and what they rest on: `confidence`,
+            `caveats`.
+        """
+        return critical_path(
+            self._trace_of(rank),
+            steps=steps,
+            annotation=annotation,
+            instance=instance,
+            data_loading=data_loading,
+        )
+
+    def overlay_critical_path(
+        self, path: CriticalPath, rank: int | None = None, *, folder: str | Path | None = None
+    ) -> Path:
+        """Writes the trace anew with its path drawn in: `haiprof.analysis.trace.critical.overlay`.
+
+        Args:
+            path: From `critical_path()` of the same rank.
+            rank: Whose; None is the lowest.
+            folder: Where; None is beside the trace.
+
+        Returns:
+            The new file.
+        """
+        return write_overlay(self._trace_of(rank), path, folder=Path(folder) if folder else None)
+
+    def _trace_of(self, rank: int | None) -> Trace:
+        chosen = min(self.traces) if rank is None else rank
+        if chosen not in self.traces:
+            known = ", ".join(map(str, self.traces))
+            raise MissingDataError(f"{self.path}: no trace of rank {chosen}; there are: {known}")
+        return self.traces[chosen]
 
     @cached_property
     def traces(self) -> dict[int, Trace]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.analysis.trace.critical.device import DeviceEvents, causes, device_events
@@ -22,6 +23,7 @@ from haiprof.analysis.trace.critical.window import Window, find_window
 from haiprof.traces.trace import Trace
 
 RECORDED, ASSUMED = "recorded", "assumed"
+_NEAR_TIE_RATIO = 0.01  # of the window: little faster a host, and the path would be the GPU's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +164,27 @@ def critical_path(
     )
 
 
+def _launched_within(gpu: DeviceEvents, window: Window) -> npt.NDArray[np.int64]:
+    return np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
+
+
 def _end(gpu: DeviceEvents, window: Window) -> tuple[int, int]:
     """When the window ends, and the GPU event that ends it, or -1."""
-    own = np.flatnonzero(
-        (gpu.launched >= window.start_ns) & (gpu.launched < max(window.host_end_ns, 1))
-    )
+    own = _launched_within(gpu, window)
     if len(own):
         last = int(own[np.argmax(gpu.ends[own])])
         if gpu.ends[last] > window.host_end_ns:
             return int(gpu.ends[last]), last
     return window.host_end_ns, -1
+
+
+def _slack_ns(gpu: DeviceEvents, window: Window) -> int | None:
+    """How long the GPU was done before the window's end on the host; null where it was not."""
+    own = _launched_within(gpu, window)
+    if not len(own):
+        return None
+    slack = window.host_end_ns - int(gpu.ends[own].max())
+    return slack if slack > 0 else None
 
 
 def _caveats(
@@ -195,6 +208,11 @@ def _caveats(
     if end_ns > window.host_end_ns:
         found.append(
             f"the GPU worked {end_ns - window.host_end_ns} ns longer than the window on the host"
+        )
+    slack = _slack_ns(gpu, window)
+    if slack is not None and slack < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
+        found.append(
+            f"the GPU was done only {slack} ns before the host: its work is almost as critical"
         )
     early = _before_window(gpu, window, rows)
     if early:
