@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
@@ -62,6 +62,9 @@ from haiprof.analysis.trace.skew import collective_waits, collectives, process_g
 from haiprof.analysis.trace.step_time import step_time_breakdown
 from haiprof.analysis.trace.stragglers import stragglers
 from haiprof.analysis.trace.temporal import temporal_breakdown
+from haiprof.analysis.whatif.changes import Change
+from haiprof.analysis.whatif.predict import predictions
+from haiprof.analysis.whatif.replay import rank_graph
 from haiprof.errors import MissingDataError
 from haiprof.traces.find import by_rank, trace_files
 from haiprof.traces.tables import OPS
@@ -76,11 +79,33 @@ class TraceAnalysis:
     Args:
         path: A trace, a folder with one file per rank, or a run directory.
         pool: Where ranks are worked on; None takes local processes where the files are large.
+        compat: `"hta"` adds HTA's methods, which return HTA's columns and units
+            (`haiprof.analysis.trace.hta`; what differs is in docs/hta-differences.md).
+
+    Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are
+    installed: haiprof does not need them.
     """
 
-    def __init__(self, path: str | Path, *, pool: Pool | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, pool: Pool | None = None, compat: Literal["hta"] | None = None
+    ) -> None:
         self.path = Path(path)
         self._given_pool = pool
+        self._compat = compat
+
+    if not TYPE_CHECKING:  # a type checker knows the methods of HtaMethods(analysis)
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            """HTA's methods, where they are asked for."""
+            from haiprof.analysis.trace.hta import HTA_NAMES, HtaMethods
+
+            if name not in HTA_NAMES:
+                raise AttributeError(f"TraceAnalysis has no attribute {name!r}")
+            if self._compat != "hta":
+                raise AttributeError(
+                    f"{name} is HTA's: TraceAnalysis(path, compat='hta') has it, in HTA's columns"
+                )
+            return getattr(HtaMethods(self), name)
 
     def temporal_breakdown(self, steps: Steps = None) -> pl.DataFrame:
         """Idle, computing and other time per rank: `haiprof.analysis.trace.temporal`.
@@ -366,6 +391,27 @@ class TraceAnalysis:
         asked: dict[str, Any] = {"of": of, "names": names, "by_step": by_step}
         control = self.per_rank(step_samples, steps=steps, **asked)
         return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
+
+    def what_if(self, *changes: Change, steps: Steps = None) -> pl.DataFrame:
+        """Step time if something were faster: `haiprof.analysis.whatif`.
+
+        Args:
+            changes: From `haiprof.analysis.whatif.changes`: `faster_kernel`, `faster_operator`,
+                `faster_loader`, `faster_network`, `rank_as_others`.
+            steps: First profiler step and the one after the last; None takes all.
+
+        Returns:
+            One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
+            `unexplained_ratio`, `predicted_step_ns`, `saved_ratio`, `shortened_ns`,
+            `collective_count`, `unmatched_count`, `apart_count`.
+        """
+        paths = [file.path for file in self.files.values()]
+        graphs = self._pool.map(rank_graph, paths, {"steps": steps, "changes": changes})
+        kernels = self._matched_collectives(None)
+        clocks = clock_offsets(kernels)
+        ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
+        waits = collective_waits(on_one_clock(kernels, clocks))
+        return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)
 
     def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
         return matched(self.per_rank(collective_kernels, steps=steps))

@@ -1,0 +1,91 @@
+"""What a change makes of the work of one rank: shorter kernels, operators, waits for the loader."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.analysis.trace.intervals import Intervals, covered, union
+from haiprof.analysis.whatif.changes import KERNEL, LOADER, OPERATOR, Change
+from haiprof.analysis.whatif.graph import Ints
+from haiprof.traces.trace import Trace
+
+HOST = "host"
+"""Label of the CPU's work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What runs along each edge of a rank's graph; arrays of shape (edges,)."""
+
+    label: Ints
+    """Place in `labels`; -1 of waiting and of collectives."""
+    labels: tuple[str, ...]
+    """Names of kernels, and last the CPU's."""
+    begin_ns: Ints
+    """When the CPU began it; of a kernel, launched it."""
+    end_ns: Ints
+    """When the CPU ended it; of a kernel, its launch."""
+    tid: Ints
+    """Thread that worked, or launched the kernel; -1 where none is known."""
+
+    @property
+    def on_host(self) -> npt.NDArray[np.bool_]:
+        """Whether the CPU works along the edge."""
+        found: npt.NDArray[np.bool_] = self.label == len(self.labels) - 1
+        return found
+
+
+def changed(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
+    """Lengths of all edges with a change; those that concern several ranks change nothing here.
+
+    Args:
+        trace: Of the rank.
+        change: What becomes faster.
+        lengths: ns of each edge as it was.
+        work: What runs along each edge.
+    """
+    if change.kind == KERNEL:
+        names = [bool(re.search(change.name, name)) for name in work.labels[:-1]]
+        these = np.append(np.array(names, dtype=bool), [False, False])[work.label]
+        return np.where(these, _divided(lengths, change.speedup), lengths)
+    if change.kind in (OPERATOR, LOADER):
+        return _inside_operators(trace, change, lengths, work)
+    return lengths
+
+
+def _inside_operators(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
+    found = lengths.copy()
+    for tid, spans in _operators(trace, change.name).items():
+        here = work.tid == tid
+        on_host, on_gpu = here & work.on_host, here & ~work.on_host & (work.label >= 0)
+        part = covered(spans, work.begin_ns[on_host], work.end_ns[on_host])
+        found[on_host] -= part - _divided(part, change.speedup)
+        if change.kind == OPERATOR:
+            launched = covered(spans, work.begin_ns[on_gpu], work.begin_ns[on_gpu] + 1) > 0
+            faster = _divided(lengths[on_gpu], change.speedup)
+            found[on_gpu] = np.where(launched, faster, lengths[on_gpu])
+    return found
+
+
+def _operators(trace: Trace, name: str) -> dict[int, Intervals]:
+    """When operators or annotations of a name run, by thread."""
+    marks = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
+    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", "dur_ns")
+    spans = pl.concat([trace.ops.select(*columns), marks.select(*columns)])
+    names = [text for text in spans["name"].unique() if re.search(name, text)]
+    these = spans.filter(pl.col("name").is_in(names)).drop_nulls("tid")
+    found = {}
+    for (tid,), rows in these.group_by("tid"):
+        begins = rows["ts_ns"].to_numpy()
+        found[int(str(tid))] = union(begins, begins + rows["dur_ns"].to_numpy())
+    return found
+
+
+def _divided(lengths: Ints, speedup: float) -> Ints:
+    shorter: Ints = np.rint(lengths / speedup).astype(np.int64)
+    return shorter
