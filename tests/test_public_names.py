@@ -41,6 +41,9 @@ def test_commands_are_frozen() -> None:
         "export",
         "trace-report",
         "query",
+        "trace-diff",
+        "critical-path",
+        "memory-timeline",
     ]
 
 

@@ -18,6 +18,9 @@ from haiprof.cli.overview import overview
 from haiprof.cli.query import query
 from haiprof.cli.rank import rank
 from haiprof.cli.scalars import scalars
+from haiprof.cli.trace_critical_path import critical_path
+from haiprof.cli.trace_diff import trace_diff
+from haiprof.cli.trace_memory import memory_timeline
 from haiprof.cli.trace_report import trace_report
 from haiprof.cli.verdict import verdict
 from haiprof.config import ENV_DEBUG
@@ -33,6 +36,9 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "export": export,
     "trace-report": trace_report,
     "query": query,
+    "trace-diff": trace_diff,
+    "critical-path": critical_path,
+    "memory-timeline": memory_timeline,
 }
 # What the parser raises for a command line it cannot take; typer carries click or its own copy.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -12,5 +12,8 @@ COMMANDS = {
     "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
     "trace-report": "haiprof trace-report TRACES: what traces of torch.profiler say, all ranks",
     "query": "haiprof query TRACE_OR_RUN SQL: tables of traces or of a run, asked in SQL",
+    "trace-diff": "haiprof trace-diff CONTROL TEST: slower or not, by chance or not, and by what",
+    "critical-path": "haiprof critical-path TRACES: what a step's time consists of",
+    "memory-timeline": "haiprof memory-timeline TRACES: memory over time, and what the peak is of",
 }
 """Name, and the line that `haiprof --help` shows."""

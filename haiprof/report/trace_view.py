@@ -11,11 +11,11 @@ from rich.text import Text
 
 from haiprof.analysis.trace.report import TraceReport
 from haiprof.report import trace_rows as rows
-from haiprof.report.blocks import missing_block, notes_block, one_line, plain_table, section
-from haiprof.report.text import count_text, number_text, value_text
-from haiprof.units import MISSING, duration_text
+from haiprof.report.blocks import missing_block, notes_block, section
+from haiprof.report.frame_table import frame_table
+from haiprof.report.text import count_text
+from haiprof.units import duration_text
 
-_UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"))
 _MANY = 12
 
 
@@ -142,7 +142,6 @@ VIEWS = (
         ),
     ),
 )  # fmt: skip
-_TEXTS = ("kernel_type", "name", "kind", "call", "copy_kind", "process_group")
 
 
 def trace_view(report: TraceReport) -> RenderableType:
@@ -189,17 +188,10 @@ def _table(view: View, report: TraceReport) -> RenderableType | None:
     if found.is_empty():
         return None
     columns = [(name, head) for name, head in view.columns if not _says_nothing(name, found)]
-    left = [head for name, head in columns if name in _TEXTS]
-    table = plain_table(*(head for _, head in columns), left=left)
-    if "name" in found.columns:  # the one that may be cut where the line is too short
-        table.columns[0].no_wrap, table.columns[0].min_width = False, 16
-    for row in found.head(view.limit).iter_rows(named=True):
-        table.add_row(*(_cell(name, row[name]) for name, _ in columns))
-    more = found.height - view.limit
-    below = [f"and {more} more, in --json and --csv"] if more > 0 else []
+    table = frame_table(found, columns, limit=view.limit, where="--json and --csv")
     shown = not view.legend_of or view.legend_of in (name for name, _ in columns)
-    below += [view.legend] if view.legend and shown else []
-    return section(view.title, table, *(Text(line, style="dim") for line in below))
+    legend = [Text(view.legend, style="dim")] if view.legend and shown else []
+    return section(view.title, *table, *legend)
 
 
 def _says_nothing(name: str, found: pl.DataFrame) -> bool:
@@ -209,16 +201,6 @@ def _says_nothing(name: str, found: pl.DataFrame) -> bool:
     if name == "slowest_rank":
         name = "distance_ratio"
     return name in ("process_group", "distance_ratio") and found[name].is_null().all()
-
-
-def _cell(name: str, value: object) -> Text:
-    if value is None:
-        return Text(MISSING)
-    if isinstance(value, str):
-        return one_line(value)
-    assert isinstance(value, (int, float))
-    unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
-    return Text(value_text(value, unit) if unit else number_text(value))
 
 
 def _closing(report: TraceReport) -> Iterator[RenderableType]:

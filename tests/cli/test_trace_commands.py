@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +14,7 @@ from haiprof.analysis.trace.report import SECTIONS
 from haiprof.cli import main
 from haiprof.cli.trace_arguments import parse_steps
 from haiprof.errors import UsageError
-from tests.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
+from tests.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,10 @@ def test_report_as_csv_is_one_file_per_table(
         (["trace-report", "{}", "--cluster", "head"], 2, "not an address"),
         (["trace-report"], 2, "TRACES"),
         (["query", "{}"], 2, "--schema"),
+        (["trace-diff", "{}", "{}", "--fail-if-slower", "x"], 2, "--fail-if-slower x"),
+        (["critical-path", "{}", "--steps", "1", "--annotation", "a"], 2, "two windows"),
+        (["critical-path", "{}", "--rank", "7"], 5, "rank 7"),
+        (["memory-timeline", "{}"], 5, "no memory event"),
         (["query", "{}", "select 1", "--schema"], 2, "--schema"),
         (["query", "{}", "select 1", "--json", "--csv"], 2, "--json"),
         (["query", "{}", "select nope from gpu"], 2, "no column 'nope'"),
@@ -208,3 +212,96 @@ def test_report_of_real_traces_fits_the_width(
     assert max(map(len, out.splitlines())) <= 100
     assert "None" not in out
     assert "nan" not in out
+
+
+def steps_of(folder: Path, times_us: Sequence[int]) -> Path:
+    """A rank whose steps take so long."""
+    folder.mkdir()
+    events, at = [], 0
+    for number, time_us in enumerate(times_us):
+        events += [step(number, at, time_us), launch(number + 1, at + 1)]
+        events.append(kernel("gemm", at + 5, time_us - 10, correlation=number + 1))
+        at += time_us
+    rank_file(folder, 0, events, world_size=1)
+    return folder
+
+
+SLOW, FAST = (200, 202, 204, 206, 208, 210), (100, 102, 104, 106, 108, 110)
+
+
+@pytest.mark.parametrize(
+    ("test", "percent", "status"),
+    [(SLOW, "5%", 10), (SLOW, "5", 10), (SLOW, "120%", 0), (FAST, "5%", 0), ((300,), "5%", 5)],
+)
+def test_diff_fails_where_steps_are_slower(
+    tmp_path: Path,
+    test: Sequence[int],
+    percent: str,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", test)
+    found, out, err = run(capsys, "trace-diff", before, after, "--fail-if-slower", percent)
+    assert found == status
+    assert ("cannot be decided" in err) == (status == 5)
+    assert run(capsys, "trace-diff", before, after)[0] == 0
+    if test is SLOW:
+        assert "slower by 95.2 %" in out
+        assert "gemm" in out
+
+
+def test_diff_as_json_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", SLOW)
+    found = json.loads(run(capsys, "trace-diff", before, after, "--json")[1])
+    assert found["is_slower"] is True
+    assert found["step_time"]["difference_ns"] == 100_000
+    assert {row["name"] for row in found["names"]} >= {"gemm", "(GPU idle)"}
+
+
+def test_critical_path_adds_up(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("critical-path", ranks, "--rank", 1, "--steps", "2")
+    status, out, err = run(capsys, *words, "--overlay", tmp_path)
+    assert status == 0
+    assert "cpu_bound" in out
+    assert "cudaLaunchKernel" in out
+    written = Path(err.split("wrote ", 1)[1].strip())
+    assert written.parent == tmp_path
+    assert "critical" in written.read_text()
+    found = json.loads(run(capsys, *words, "--json")[1])
+    total = sum(row["duration_ns"] for row in found["summary"])
+    assert total == found["end_ns"] - found["start_ns"]
+
+
+def allocation(ts_us: int, size: int, total: int, address: int) -> Event:
+    return event(
+        "[memory]", "cpu_instant_event", ts_us, 0,
+        **{"Bytes": size, "Addr": address, "Device Type": 1, "Device Id": 0,
+           "Total Allocated": total, "Total Reserved": 4096},
+    )  # fmt: skip
+
+
+def test_memory_timeline_names_the_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        event("aten::empty", "cpu_op", 9, 5),
+        allocation(10, 1024, 2048, 1),
+        allocation(20, 1024, 3072, 2),
+        allocation(30, -1024, 2048, 1),
+    ]
+    rank_file(tmp_path, 0, events)
+    status, out, _ = run(capsys, "memory-timeline", tmp_path)
+    assert status == 0
+    assert "Alive at the peak of rank 0, cuda 0: 3.00 KiB" in out
+    assert "aten::empty" in out
+    found = json.loads(run(capsys, "memory-timeline", tmp_path, "--rank", 0, "--json")[1])
+    assert sum(row["size_bytes"] for row in found["at_peak"]) == 3072
+
+
+@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"])
+def test_memory_of_real_traces_fits_the_width(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "memory-timeline", traces(name))
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 100

@@ -1,0 +1,73 @@
+"""`haiprof critical-path`: the chain of events that a step's time consists of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import Rank, StepRange, Traces, Waiting, parse_steps
+from haiprof.errors import UsageError
+
+Annotation = Annotated[
+    str | None,
+    typer.Option(
+        "--annotation",
+        metavar="NAME",
+        help="The window is a record_function range with this in its name.",
+        show_default=False,
+    ),
+]
+Instance = Annotated[
+    int, typer.Option("--instance", metavar="N", min=0, help="Which of those ranges, from 0.")
+]
+Overlay = Annotated[
+    Path | None,
+    typer.Option(
+        "--overlay",
+        metavar="DIR",
+        help="Write the trace anew with the path drawn in, for Perfetto.",
+        show_default=False,
+    ),
+]
+
+
+def critical_path(
+    traces: Traces,
+    rank: Rank = None,
+    steps: StepRange = None,
+    annotation: Annotation = None,
+    instance: Instance = 0,
+    overlay: Overlay = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a step's time consists of: work of the host, of the GPU, and delays.
+
+    A faster piece of the critical path makes the step shorter, until another path
+    is the longest. What the trace does not record is assumed, and said.
+
+    For example:
+
+      haiprof critical-path traces/ --rank 0 --steps 12
+
+      haiprof critical-path trace.json --annotation forward --instance 3
+
+      haiprof critical-path trace.json --steps 12 --overlay .
+    """
+    from haiprof.analysis.trace.facade import TraceAnalysis
+    from haiprof.report.critical_path_view import critical_path_data, critical_path_view
+
+    window = parse_steps(steps)
+    if window is not None and annotation is not None:
+        raise UsageError("critical-path: --steps and --annotation are two windows; give one")
+    output = Output(json=as_json)
+    analysis = TraceAnalysis(traces)
+    with Waiting(quiet=as_json):
+        path = analysis.critical_path(rank, steps=window, annotation=annotation, instance=instance)
+        if overlay is not None:
+            written = analysis.overlay_critical_path(path, rank, folder=overlay)
+            output.hint(f"wrote {written}")
+    output.show(lambda _: critical_path_view(path), critical_path_data(path))

@@ -1,0 +1,108 @@
+"""`haiprof trace-diff`: is a job slower than before, and what makes the difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import StepRange, Waiting, parse_steps
+from haiprof.errors import MissingDataError, UsageError
+
+SLOWER = 10
+"""Exit status of `--fail-if-slower`; no error of haiprof has it."""
+
+Control = Annotated[
+    Path, typer.Argument(metavar="CONTROL", help="Traces from before.", show_default=False)
+]
+Test = Annotated[
+    Path, typer.Argument(metavar="TEST", help="Traces from after.", show_default=False)
+]
+Tolerance = Annotated[
+    str | None,
+    typer.Option(
+        "--fail-if-slower",
+        metavar="PERCENT",
+        help="End with status 10 where steps are slower by more than this and not by chance, and "
+        "with 5 where nobody can say; for continuous integration.",
+        show_default=False,
+    ),
+]
+TestSteps = Annotated[
+    str | None,
+    typer.Option("--test-steps", metavar="A:B", help="Steps of TEST, where they differ."),
+]
+Short = Annotated[
+    bool, typer.Option("--short-names", help="Kernels without template arguments are one.")
+]
+
+
+def trace_diff(
+    control: Control,
+    test: Test,
+    fail_if_slower: Tolerance = None,
+    steps: StepRange = None,
+    test_steps: TestSteps = None,
+    short_names: Short = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare traces from before and after, step by step and name by name.
+
+    Says whether steps are slower, whether that can be chance (Mann-Whitney U test
+    over steps, at least four on each side), and which kernels and operators make
+    the difference.
+
+    For example:
+
+      haiprof trace-diff before/ after/
+
+      haiprof trace-diff before/ after/ --fail-if-slower 5%
+
+      haiprof trace-diff a100.json h100.json --short-names
+
+      haiprof trace-diff before/ after/ --json | jq .verdict
+    """
+    from haiprof.analysis.trace.diff import verdict
+    from haiprof.analysis.trace.facade import TraceAnalysis
+    from haiprof.analysis.trace.kernel_names import FULL, SHORT
+    from haiprof.report.trace_diff_view import diff_data, diff_view
+
+    tolerance = parse_percent(fail_if_slower)
+    window = parse_steps(steps)
+    other = parse_steps(test_steps) or window
+    output = Output(json=as_json)
+    with Waiting(quiet=as_json):
+        found = TraceAnalysis(control).diff(
+            TraceAnalysis(test),
+            names=SHORT if short_names else FULL,
+            steps=window,
+            other_steps=other,
+        )
+    said = verdict(found, tolerance_ratio=tolerance or 0.0)
+    output.show(lambda _: diff_view(found, said), diff_data(found, said))
+    if tolerance is None:
+        return
+    if said.is_slower is None:
+        raise MissingDataError(f"--fail-if-slower cannot be decided: {said.text}")
+    if said.is_slower:
+        raise typer.Exit(SLOWER)
+
+
+def parse_percent(text: str | None) -> float | None:
+    """`5%` or `5` as 0.05.
+
+    Raises:
+        UsageError: Something else.
+    """
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1000:
+        raise UsageError(f"--fail-if-slower {text}: expected percent", hint="--fail-if-slower 5%")
+    return value / 100
