@@ -163,9 +163,10 @@ def blocking_calls(spans: pl.DataFrame, kernels: Kernels) -> pl.DataFrame:
         kernels: Of the same window.
 
     Returns:
-        `call` (a number), `correlation`, `name`, `tid`, `ts_ns`, `end_ns`, `full`:
-        synchronising and blocking copies by name; copies to the host that return after they ended;
-        launches with 1000 kernels before them on the stream (`full`), which wait for room.
+        `call` (a number), `correlation`, `name`, `tid`, `ts_ns`, `end_ns`, `full`. These are
+        synchronisations and blocking copies by their names, copies to the host that return after
+        they have ended, and launches with 1000 kernels before them on the stream, which wait for
+        room (`full`).
     """
     calls = spans.filter(pl.col("correlation").is_not_null())
     named = calls.filter(pl.col("name").str.contains(BLOCKING))
