@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -268,7 +269,10 @@ def test_critical_path_adds_up(
     assert "cudaLaunchKernel" in out
     written = Path(err.split("wrote ", 1)[1].strip())
     assert written.parent == tmp_path
-    assert "critical" in written.read_text()
+    text = (
+        gzip.decompress(written.read_bytes()) if written.suffix == ".gz" else written.read_bytes()
+    )
+    assert b"critical" in text
     found = json.loads(run(capsys, *words, "--json")[1])
     total = sum(row["duration_ns"] for row in found["summary"])
     assert total == found["end_ns"] - found["start_ns"]
