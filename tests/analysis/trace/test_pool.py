@@ -12,8 +12,8 @@ from polars.testing import assert_frame_equal
 
 import haiprof
 from haiprof.analysis.trace.cluster import DaskCluster, cluster_pool
-from haiprof.analysis.trace.facade import TraceAnalysis
 from haiprof.analysis.trace.pool import LocalProcesses, Pool, Serial
+from haiprof.analysis.trace.report import standard_report
 from haiprof.errors import HaiprofError, MissingExtraError, TraceFormatError, UsageError
 from haiprof.traces.trace import Trace
 from tests.analysis.trace.shared import kernel, rank_file, traces
@@ -93,12 +93,16 @@ def test_a_killed_process_is_an_error_that_names_the_files(ranks: list[Path]) ->
         LocalProcesses(1).map(killed, ranks, {})
 
 
-def test_real_ranks_are_alike_in_every_pool(dask_address: str) -> None:
+def test_real_ranks_have_the_same_report_in_every_pool(dask_address: str) -> None:
     folder = traces("dlrm_v100_8ranks")
-    frames = [TraceAnalysis(folder, pool=p).temporal_breakdown() for p in pools(dask_address)]
-    assert frames[0].height == 8
-    for frame in frames[1:]:
-        assert_frame_equal(frame, frames[0], check_exact=True)
+    reports = [standard_report(folder, pool=pool) for pool in pools(dask_address)]
+    first = reports[0]
+    assert first.ranks == tuple(range(8))
+    for report in reports[1:]:
+        assert (report.missing, report.notes) == (first.missing, first.notes)
+        assert list(report.tables) == list(first.tables)
+        for name, table in first.tables.items():
+            assert_frame_equal(report.tables[name], table, check_exact=True)
 
 
 def test_a_script_without_main_guard_is_not_run_again(tmp_path: Path, ranks: list[Path]) -> None:
