@@ -4,11 +4,12 @@ from pathlib import Path
 
 from haiprof import Analyzer
 from haiprof.plots.panel_table import PANEL_ROWS, row_metrics
+from haiprof.rundir.tables import COUNTER_TABLES
 from tests.rundir.small_run import write_small_run
 
 
 def test_panels_show_metrics_that_a_run_with_all_sources_has(tmp_path: Path) -> None:
-    run = write_small_run(tmp_path / "run")
+    run = write_small_run(tmp_path / "run", COUNTER_TABLES)
     counters = Analyzer(run.root).counters()
     known = set(counters.select("source", "metric").unique().rows())
     shown = {metric for row in PANEL_ROWS for metric in row_metrics(row)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from haiprof import Analyzer
@@ -10,7 +11,9 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.errors import RunFormatError, RunNotFoundError
 from haiprof.rundir import schema
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.tables import COUNTER_TABLES
+from haiprof.rundir.tables.gpu import GPU
+from haiprof.rundir.tables.host import HOST
+from haiprof.rundir.tables.process import PROCESS
 from haiprof.rundir.writer import LineWriter
 from tests.analysis.recorded import spans_of, write_rank, write_records, write_run
 
@@ -23,8 +26,8 @@ EVENTS = (
 )  # fmt: skip
 
 
-def write_small_run(root: Path) -> RunPaths:
-    """One rank with device times, one node with all its counters."""
+def write_small_run(root: Path, tables: Sequence[schema.Table] = (HOST, PROCESS, GPU)) -> RunPaths:
+    """One rank with device times, one node with the counters of some tables."""
     run = write_run(root)
     spans = spans_of(LINE)
     write_rank(run, spans, lines=EVENTS, gpu_uuid="GPU-a", device="cuda")
@@ -33,7 +36,7 @@ def write_small_run(root: Path) -> RunPaths:
         run.rank(0).device, schema.DEVICE, [(end, 1.0, 20.0, 30.0, 5.0, 60.0, 0) for end in ends]
     )
     node = run.node("node0")
-    for table in COUNTER_TABLES:
+    for table in tables:
         width = len(table.columns)
         rows = [[1_000 + 1_000 * i, *[100 + i] * (width - 1)] for i in range(3)]
         for key in range(2, 2 + len(table.keys)):
