@@ -54,7 +54,7 @@ class RemoteMemorySampler(RankSampler):
     """
 
     name = "remote_memory"
-    recorder = "numa"
+    recorder = "perf"
     table = REMOTE_MEMORY
 
     def __init__(
