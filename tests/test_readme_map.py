@@ -43,6 +43,9 @@ def test_map_names_every_part_with_its_docstring() -> None:
             for module in sorted(path.glob("*.py")):
                 if module.name != "__init__.py":
                     expected[f"haiprof/{path.name}/{module.name}"] = first_line(module)
+            for inner in sorted(path.glob("*/**/__init__.py")):
+                folder = inner.parent.relative_to(ROOT).as_posix()
+                expected[f"{folder}/"] = first_line(inner)
     assert map_lines() == expected
 
 
