@@ -2,64 +2,112 @@
 
 A cache is a folder that appears whole, by a rename: readers see all of it or nothing, and of two
 processes that build the same one the second discards its own. Its name holds the format's version
-and a key of the file: size, time of change, and a hash of its beginning, its end and 64 places in
-between. Hashing all of a large file would take as long as reading it.
+and a key of the file: size, times of change, and a hash of its beginning, its end and 64 places in
+between. Hashing all of a large file would take as long as reading it. Every part has a checksum;
+what does not fit is built anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from haiprof.errors import TraceFormatError
-from haiprof.traces.columns import finished
+from haiprof.traces.columns import joined, with_texts, without_empty
 from haiprof.traces.load import LoadReport, read_trace
-from haiprof.traces.tables import TABLES, TRACE_VERSION
+from haiprof.traces.tables import TRACE_VERSION
 
-_PART_ROWS = 1 << 18
+_PART_ROWS = 1 << 16
 _SAMPLE_BYTES, _SAMPLE_COUNT = 4096, 64
-_META = "trace.json"
+_META, _TEXTS = "trace.json", "texts"
+_BUILDING = ".building-"
+_UNFINISHED_S = 24 * 3600.0
+"""After this long nobody is at work any more in a folder that was not finished."""
+_UNUSED_S = 30 * 24 * 3600.0
+"""After this long without a use a cache in the user's cache folder is dropped."""
+
+Parts = dict[str, list[bytes]]
+"""Tables as Arrow IPC, in memory."""
 
 
 class TraceColumns:
     """The tables of one file, read when they are asked for.
 
     Args:
-        folder: A cache folder that is whole.
+        path: The trace.
+        key: Its `content_key`.
+        content: What `_META` holds.
+        source: The folder with the parts, or the parts themselves.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        content = json.loads((folder / _META).read_text(encoding="utf-8"))
+    def __init__(self, path: Path, key: str, content: dict[str, Any], source: Path | Parts) -> None:
+        self._path, self._key, self._source = path, key, source
+        self._checksums: dict[str, list[int]] = content["checksums"]
         self.metadata: dict[str, Any] = content["metadata"]
-        self.report = LoadReport(**{**content["report"], "examples": tuple(
-            content["report"]["examples"])})  # fmt: skip
-        self._texts = pl.Enum(content["texts"])
+        told = content["report"]
+        lists = {name: tuple(told[name]) for name in ("examples", "file_notes")}
+        self.report = LoadReport(**{**told, **lists, "path": str(path)})
+        self._texts = pl.Enum(self._part(_TEXTS, 0)["text"])
 
     def table(self, name: str) -> pl.DataFrame:
-        """One table whole; columns in `tables.TABLES`, texts as an Enum."""
-        paths = sorted(self.folder.glob(f"{name}.*.arrow"))
-        parts = [pl.read_ipc(path) for path in paths]
-        if not parts:
-            types = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}
-            parts = [pl.DataFrame(schema={c.name: types[c.type] for c in TABLES[name]})]
-        return finished(name, pl.concat(parts, rechunk=True), self._texts)
+        """One table whole, in the file's order; columns in `tables.TABLES`, texts as an Enum.
+
+        Raises:
+            TraceFormatError: The trace has changed since it was opened.
+        """
+        return with_texts(name, joined(name, list(self._parts(name))), self._texts)
 
     def parts(self, name: str) -> Iterator[pl.DataFrame]:
-        """The same in pieces of at most a quarter of a million rows, in the file's order."""
-        for path in sorted(self.folder.glob(f"{name}.*.arrow")):
-            yield finished(name, pl.read_ipc(path), self._texts)
+        """The same in pieces of bounded size."""
+        for part in self._parts(name):
+            yield with_texts(name, joined(name, [part]), self._texts)
+
+    def _parts(self, name: str) -> Iterator[pl.DataFrame]:
+        for number in range(len(self._checksums.get(name, []))):
+            yield self._part_or_again(name, number)
+
+    def _part_or_again(self, name: str, number: int) -> pl.DataFrame:
+        for places in (cache_folders(self._path, self._key), []):
+            try:
+                return self._part(name, number)
+            except (OSError, ValueError):  # noqa: PERF203 - twice at most
+                self._build_again(places)
+        return self._part(name, number)
+
+    def _part(self, name: str, number: int) -> pl.DataFrame:
+        """A part, if it is as it was written; a ValueError says that it is not."""
+        if isinstance(self._source, Path):
+            data = (self._source / _part_name(name, number)).read_bytes()
+        else:
+            data = self._source[name][number]
+        if zlib.crc32(data) != self._checksums[name][number]:
+            raise ValueError(f"{name} {number} is damaged")
+        return pl.read_ipc(io.BytesIO(data))
+
+    def _build_again(self, places: list[Path]) -> None:
+        """Somebody has removed or damaged the cache since it was opened."""
+        if content_key(self._path) != self._key:
+            raise TraceFormatError(
+                f"{self._path}: it has changed since it was opened", hint="open it once more"
+            )
+        if isinstance(self._source, Path):
+            shutil.rmtree(self._source, ignore_errors=True)
+        again = _built(self._path, self._key, places)
+        self._source, self._checksums = again._source, again._checksums
 
 
 def open_columns(path: Path) -> TraceColumns:
@@ -70,9 +118,19 @@ def open_columns(path: Path) -> TraceColumns:
     """
     key = content_key(path)
     for folder in cache_folders(path, key):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return TraceColumns(folder)
-    return _built(path, key)
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError
+        ):
+            return _opened(path, key, folder)
+    return _built(path, key, cache_folders(path, key))
+
+
+def _opened(path: Path, key: str, folder: Path) -> TraceColumns:
+    content = json.loads((folder / _META).read_text(encoding="utf-8"))
+    found = TraceColumns(path, key, content, folder)
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # in use
+    return found
 
 
 def content_key(path: Path) -> str:
@@ -82,94 +140,171 @@ def content_key(path: Path) -> str:
         TraceFormatError: It cannot be read.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise TraceFormatError(f"{path}: it is {kind}, not a trace")
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             found = hashlib.blake2b(digest_size=12)
-            found.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+            found.update(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}".encode())
             last = max(0, status.st_size - _SAMPLE_BYTES)
             for place in range(_SAMPLE_COUNT + 1):
                 file.seek(last * place // _SAMPLE_COUNT)
                 found.update(file.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise TraceFormatError(f"{path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceFormatError(f"{path}: {reason or error}") from None
     return f"{TRACE_VERSION}-{found.hexdigest()}"
 
 
-def cache_folders(path: Path, key: str) -> tuple[Path, Path]:
+def cache_folders(path: Path, key: str) -> list[Path]:
     """Where the cache of a file may stand: beside it, or in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return path.parent / f".{path.name}.haiprof" / key, home / "haiprof" / "traces" / key
+    beside = path.parent / f".{path.name}.haiprof" / key
+    home = _home()
+    return [beside, home / "haiprof" / "traces" / key] if home else [beside]
 
 
-def _built(path: Path, key: str) -> TraceColumns:
-    """Reads the file into a cache at the first place that can be written."""
-    beside, in_home = cache_folders(path, key)
-    for target in (beside, in_home):
-        try:
-            if target is beside and not path.parent.stat().st_mode & stat.S_IWUSR:
-                continue  # meant to be read only, also by root
+def _home() -> Path | None:
+    """The user's cache folder; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+def _built(path: Path, key: str, places: list[Path]) -> TraceColumns:
+    """Reads the file into a cache at the first place that can be written, else into memory."""
+    for target in places:
+        with contextlib.suppress(OSError):
+            if _is_meant_read_only(target, path):
+                continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
-        except OSError:
-            continue
-        try:
-            _write(path, building)
-            return TraceColumns(_placed(building, target))
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    raise TraceFormatError(
-        f"{path}: no room for its columns beside it or in {in_home.parent}",
-        hint="set XDG_CACHE_HOME to a folder that can be written",
-    )
+            _tidy(target)
+            building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=target.parent))
+            try:
+                _write(path, key, _FolderParts(building))
+                _place(building, target)
+                return _opened(path, key, target)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+    parts = _MemoryParts()
+    content = _write(path, key, parts)
+    return TraceColumns(path, key, content, parts.parts)
 
 
-def _placed(building: Path, target: Path) -> Path:
-    """Puts a finished cache in place and drops those of the file's earlier content."""
+def _is_meant_read_only(target: Path, path: Path) -> bool:
+    """Whether the trace's folder is not to be written, which root could do all the same."""
+    beside = target.parent.parent == path.parent
+    return beside and not path.parent.stat().st_mode & stat.S_IWUSR
+
+
+def _place(building: Path, target: Path) -> None:
+    """Puts a finished cache in place; one that stands there is whole, or has just been refused."""
+    os.chmod(building, target.parent.stat().st_mode & 0o777)
     try:
         os.rename(building, target)
     except OSError:
-        if not target.is_dir():  # somebody else was first, or it cannot be placed at all
-            raise
-    if target.parent.name.startswith("."):
-        for other in target.parent.iterdir():
-            if other != target and not other.name.startswith(".building-"):
-                shutil.rmtree(other, ignore_errors=True)
-    return target
+        aside = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=target.parent))
+        try:
+            os.rename(target, aside / "old")
+            os.rename(building, target)
+        except OSError:
+            if not target.is_dir():  # else somebody else was faster
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write(path: Path, folder: Path) -> None:
-    writer = _PartWriter(folder)
+def _tidy(target: Path) -> None:
+    """Drops caches of the file's earlier content, of files long unused, and remains of the dead."""
+    beside = target.parent.name.startswith(".")
+    for other in target.parent.iterdir():
+        age_s = time.time() - other.stat().st_mtime
+        limit_s = (
+            _UNFINISHED_S if other.name.startswith(_BUILDING) else 0.0 if beside else _UNUSED_S
+        )
+        if other != target and age_s > limit_s:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _write(path: Path, key: str, parts: _FolderParts | _MemoryParts) -> dict[str, Any]:
+    writer = _PartWriter(parts)
     metadata, texts, report = read_trace(path, writer.add)
-    writer.close()
-    content = {"metadata": metadata, "texts": texts, "report": asdict(report)}
-    (folder / _META).write_text(json.dumps(content), encoding="utf-8")
+    writer.close(texts)
+    if content_key(path) != key:
+        raise TraceFormatError(
+            f"{path}: it changed while it was read", hint="wait until it is written"
+        )
+    report = replace(report, path="")
+    content = {"metadata": metadata, "report": asdict(report), "checksums": writer.checksums}
+    parts.finish(content)
+    return content
 
 
-class _PartWriter:
-    """Collects a table's parts and writes a file when there are enough rows."""
+def _part_name(name: str, number: int) -> str:
+    return f"{name}.{number:05}.arrow"
+
+
+class _FolderParts:
+    """Parts as files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def keep(self, name: str, number: int, data: bytes) -> None:
+        (self._folder / _part_name(name, number)).write_bytes(data)
+
+    def finish(self, content: dict[str, Any]) -> None:
+        (self._folder / _META).write_text(json.dumps(content), encoding="utf-8")
+
+
+class _MemoryParts:
+    """Parts where nothing can be written."""
+
+    def __init__(self) -> None:
+        self.parts: Parts = {}
+
+    def keep(self, name: str, number: int, data: bytes) -> None:
+        self.parts.setdefault(name, []).append(data)
+
+    def finish(self, content: dict[str, Any]) -> None:
+        pass
+
+
+class _PartWriter:
+    """Collects a table's frames and writes a part when there are enough rows."""
+
+    def __init__(self, parts: _FolderParts | _MemoryParts) -> None:
+        self._parts = parts
         self._waiting: dict[str, list[pl.DataFrame]] = {}
         self._rows: dict[str, int] = {}
-        self._count: dict[str, int] = {}
+        self.checksums: dict[str, list[int]] = {}
 
-    def add(self, table: str, part: pl.DataFrame) -> None:
-        """Takes a part."""
-        self._waiting.setdefault(table, []).append(part)
-        self._rows[table] = self._rows.get(table, 0) + part.height
+    def add(self, table: str, frame: pl.DataFrame) -> None:
+        """Takes some rows."""
+        self._waiting.setdefault(table, []).append(frame)
+        self._rows[table] = self._rows.get(table, 0) + frame.height
         if self._rows[table] >= _PART_ROWS:
             self._flush(table)
 
-    def close(self) -> None:
+    def close(self, texts: list[str]) -> None:
         """Writes what is left."""
         for table in list(self._waiting):
             self._flush(table)
+        self._keep(_TEXTS, pl.DataFrame({"text": texts}, schema={"text": pl.String}))
 
     def _flush(self, table: str) -> None:
-        parts, self._waiting[table], self._rows[table] = self._waiting[table], [], 0
-        if parts:
-            number = self._count.get(table, 0)
-            self._count[table] = number + 1
-            path = self._folder / f"{table}.{number:05}.arrow"
-            pl.concat(parts).write_ipc(path, compression="lz4")
+        frames, self._waiting[table], self._rows[table] = self._waiting[table], [], 0
+        if frames:
+            self._keep(table, without_empty(pl.concat(frames)))
+
+    def _keep(self, name: str, frame: pl.DataFrame) -> None:
+        buffer = io.BytesIO()
+        frame.write_ipc(buffer, compression="lz4")
+        data = buffer.getvalue()
+        known = self.checksums.setdefault(name, [])
+        self._parts.keep(name, len(known), data)
+        known.append(zlib.crc32(data))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from haiprof.traces.events import EVENTS, EXACT_EVENTS
-from haiprof.traces.text import BOUNDARY, TraceText
+from haiprof.traces.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS
+from haiprof.traces.scan import BOUNDARY, Element, Found, element, scrubbed
+from haiprof.traces.text import TraceText
 
-_JOINED_LIMIT = 64  # pieces of one event that a boundary inside it had cut
-_NOT_NUMBERS = re.compile(rb"(?<=[\s:\[,])(?:-?Infinity|-?inf|NaN|nan)(?=[\s,\]}])")
-_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_LONE_BACKSLASH = re.compile(rb'\\(?!["\\/bfnrtu])')
-_END = re.compile(rb"\}\s*\]")
-_SHOWN_CHARS = 80
+Decoder = msgspec.json.Decoder[list[Any]]
 
-TEXTS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[msgspec.Raw])
-"""Events as they are written."""
+# A text that goes on for so long without an end of an event, though events seem to begin in it,
+# has lost a bracket or a quote.
+_UNFINISHED_LIMIT_BYTES = 8 << 20
+_WASTE_LIMIT, _WINDOW_BYTES = 16, 4096
+_SHOWN_BYTES, _EXAMPLES = 80, 3
 
 _DecodeError = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
@@ -33,20 +31,42 @@ class Damage:
     """Pieces of text with values that are no JSON (NaN, stray bytes), read without those values."""
     lost_count: int = 0
     """Events that could not be read at all."""
+    odd_arguments_count: int = 0
+    """Events some of whose arguments are of a wrong type: those are missing."""
     examples: list[str] = field(default_factory=list)
     """The beginning of the first few lost events."""
 
+    def lose(self, event: bytes) -> None:
+        """Counts an event that cannot be read."""
+        self.lost_count += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(event[:_SHOWN_BYTES].decode("utf-8", "replace"))
 
-def decode(piece: bytes, text: TraceText, damage: Damage, *, exact: bool) -> list[Any]:
+
+def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:
     """The events of a piece.
 
     Args:
         piece: Events separated by commas.
-        text: Where it is from; it is told when the array of events ends inside the piece.
+        text: Where it is from; it is told where its last event is no whole one, and where the
+            array of events ends.
         damage: Grows by what was wrong.
-        exact: Decode times as they are written.
+        decoder: Says what becomes of an event.
     """
-    return _events(piece, EXACT_EVENTS if exact else EVENTS, text, damage)
+    if not text.is_last:
+        found = _decoded(piece, decoder)
+        if found is not None:
+            return found
+    last = _last_element(piece)
+    if not _seems_broken(piece, last, text):
+        whole = piece[: last.start]
+        found = _decoded_after_scrub(whole.rstrip(b", \t\r\n"), decoder, damage)
+        if found is not None:
+            _end_with(piece, last, text)
+            return found
+    clean = scrubbed(piece)
+    damage.repaired_count += clean != piece
+    return list(_one_by_one(clean, decoder, text, damage))
 
 
 def event_texts(text: TraceText) -> Iterator[bytes]:
@@ -60,90 +80,137 @@ def event_texts(text: TraceText) -> Iterator[bytes]:
     """
     damage = Damage()
     for piece in text.pieces():
-        if _is_utf8(piece) and _decoded(piece, TEXTS) is not None:
-            whole = piece
-        else:
-            events = _events(scrubbed(piece), TEXTS, text, damage)
-            whole = b",\n".join(bytes(event) for event in events)
-        if whole.strip():
-            yield whole
+        events = decode(piece, text, damage, TEXTS)
+        if _decoded(b",".join(events), HEADS) is None:  # some are JSON, but no events
+            events = [each for each in events if _decoded(bytes(each), HEADS) is not None]
+        if events:
+            whole = b",\n".join(events)
+            yield whole if whole.isascii() else scrubbed(whole)
 
 
-def _events(
-    piece: bytes, decoder: msgspec.json.Decoder[list[Any]], text: TraceText, damage: Damage
-) -> list[Any]:
+def arguments(table: str, raws: Sequence[msgspec.Raw], damage: Damage) -> list[Any]:
+    """The arguments of events of one table.
+
+    Args:
+        table: Its name in `TABLES`.
+        raws: An object each.
+        damage: Grows by what was wrong.
+
+    Returns:
+        Structs with the fields of `events.argument_names`.
+    """
+    decoder = ARGUMENTS[table]
+    found = _decoded(b",".join(raws), decoder)
+    return [_mended(bytes(raw), decoder, damage) for raw in raws] if found is None else found
+
+
+def _mended(raw: bytes, decoder: Decoder, damage: Damage) -> object:
+    """One event's arguments without those that are of a wrong type."""
+    for candidate in (raw, scrubbed(raw)):
+        found = _decoded(candidate, decoder)
+        if found is not None:
+            return found[0]
     try:
-        return decoder.decode(b"[" + piece + b"]")
+        values = msgspec.json.decode(scrubbed(raw))
     except _DecodeError:
-        pass
-    clean = scrubbed(piece)
-    if clean != piece:
-        try:
-            found = decoder.decode(b"[" + clean + b"]")
-        except _DecodeError:
-            pass
-        else:
-            damage.repaired_count += 1
-            return found
-    return list(_one_by_one(clean, decoder, text, damage))
+        values = {}
+    kept = {k: v for k, v in values.items() if _fits(k, v)} if isinstance(values, dict) else {}
+    if values is not None:
+        damage.odd_arguments_count += 1
+    return decoder.decode(b"[" + msgspec.json.encode(kept) + b"]")[0]
 
 
-def scrubbed(piece: bytes) -> bytes:
-    """The text without what JSON does not allow but traces have been seen with."""
-    piece = piece.decode("utf-8", "replace").encode() if not _is_utf8(piece) else piece
-    piece = _NOT_NUMBERS.sub(b"null", piece)
-    return _LONE_BACKSLASH.sub(rb"\\\\", _CONTROL.sub(b" ", piece))
+def _fits(key: str, value: object) -> bool:
+    return key in JSON_KEYS or (
+        isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    )
 
 
-def _is_utf8(piece: bytes) -> bool:
+def _decoded(events: bytes, decoder: Decoder) -> list[Any] | None:
     try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _one_by_one(
-    piece: bytes, decoder: msgspec.json.Decoder[list[Any]], text: TraceText, damage: Damage
-) -> Iterator[Any]:
-    """Each event alone; a boundary that was inside an event is undone."""
-    cuts = [match.start() + 1 for match in BOUNDARY.finditer(piece)]
-    starts = [0, *(piece.index(b"{", cut) for cut in cuts)]
-    ends = [*cuts, len(piece)]
-    at = 0
-    while at < len(starts):
-        for last in range(at, min(at + _JOINED_LIMIT, len(ends))):
-            found = _decoded(piece[starts[at] : ends[last]], decoder)
-            if found is not None:
-                yield from found
-                at = last + 1
-                break
-        else:
-            closed = _closed(piece[starts[at] :], decoder)
-            if closed is not None:
-                found, rest = closed
-                yield from found
-                text.events_ended(rest)
-                return
-            damage.lost_count += 1
-            if len(damage.examples) < 3:
-                damage.examples.append(repr(piece[starts[at] : starts[at] + _SHOWN_CHARS]))
-            at += 1
-
-
-def _decoded(event: bytes, decoder: msgspec.json.Decoder[list[Any]]) -> list[Any] | None:
-    try:
-        return decoder.decode(b"[" + event + b"]")
+        return decoder.decode(b"[" + events + b"]")
     except _DecodeError:
         return None
 
 
-def _closed(
-    piece: bytes, decoder: msgspec.json.Decoder[list[Any]]
-) -> tuple[list[Any], bytes] | None:
-    """The last events of the array and what follows it, where it closes in this piece."""
-    for end in _END.finditer(piece):
-        found = _decoded(piece[: end.start() + 1], decoder)
-        if found is not None:
-            return found, piece[end.end() :]
-    return None
+def _decoded_after_scrub(events: bytes, decoder: Decoder, damage: Damage) -> list[Any] | None:
+    found = _decoded(events, decoder)
+    if found is not None:
+        return found
+    clean = scrubbed(events)
+    found = _decoded(clean, decoder) if clean != events else None
+    damage.repaired_count += found is not None
+    return found
+
+
+def _last_element(piece: bytes) -> Element:
+    """The first that is not a whole one."""
+    found = element(piece, 0)
+    while found.found is Found.WHOLE:
+        found = element(piece, found.end)
+    return found
+
+
+def _end_with(piece: bytes, last: Element, text: TraceText) -> None:
+    """Tells the text what the piece ends with."""
+    if last.found is Found.ARRAY_END:
+        text.events_ended(piece[last.end :])
+    elif text.is_last:
+        text.truncated_bytes = len(piece) - last.start
+    else:
+        text.unread(piece[last.start :])
+
+
+def _seems_broken(piece: bytes, last: Element, text: TraceText) -> bool:
+    """Whether brackets do not fit, or an unfinished event has swallowed the beginnings of others.
+
+    A file that was cut off is not broken, even where its last event has events inside: so at the
+    end of a file only a quote too many counts, and only where the file closes as it should.
+    """
+    if last.found in (Found.BROKEN, Found.ARRAY_END):
+        return last.found is Found.BROKEN
+    if text.is_last:
+        swallowed = last.found is Found.IN_STRING and piece.rstrip().endswith((b"}", b"]"))
+    else:
+        swallowed = len(piece) - last.start > _UNFINISHED_LIMIT_BYTES
+    return swallowed and BOUNDARY.search(piece, last.start) is not None
+
+
+def _one_by_one(piece: bytes, decoder: Decoder, text: TraceText, damage: Damage) -> Iterator[Any]:
+    """Each event alone; a damaged one ends where the next seems to begin."""
+    at, wasted_bytes = 0, 0
+    while True:
+        # So that much damage cannot make the whole piece be looked through for every event.
+        window = _WINDOW_BYTES if wasted_bytes > _WASTE_LIMIT * len(piece) else len(piece)
+        found = element(piece, at, min(at + window, len(piece)))
+        if found.found is Found.WHOLE:
+            event = piece[found.start : found.end]
+            decoded = _decoded(event, decoder)
+            if decoded is not None:
+                yield from decoded
+                at = found.end
+                continue
+            following = None if _is_json(event) else BOUNDARY.search(event)
+            at = found.start + following.start() + 1 if following else found.end
+        else:
+            ended_early = found.end < len(piece) and found.found is not Found.ARRAY_END
+            if not (ended_early or _seems_broken(piece, found, text)):
+                break
+            following = BOUNDARY.search(piece, found.start)
+            if following is None:
+                break
+            at = following.start() + 1
+        wasted_bytes += found.end - found.start
+        damage.lose(piece[found.start : at])
+    if found.found is Found.BROKEN and text.is_last:
+        damage.lose(piece[found.start :])
+    else:
+        _end_with(piece, found, text)
+
+
+def _is_json(event: bytes) -> bool:
+    try:
+        msgspec.json.decode(event)
+    except _DecodeError:
+        return False
+    return True

@@ -6,88 +6,79 @@ from typing import Any
 
 import msgspec
 
-from haiprof.traces.tables import NULL
+from haiprof.traces.tables import TABLES, TraceColumn
 
 Number = int | float | str | None
 Text = str | int | float | None
 
-
-def _named(name: str, default: Any = NULL) -> Any:  # noqa: ANN401 - as msgspec declares it
-    return msgspec.field(name=name, default=default)
-
-
-class Args(msgspec.Struct, gc=False, frozen=True):
-    """The arguments that some table keeps; missing ones are NULL, NaN or empty."""
-
-    external_id: Number = _named("External id")
-    correlation: Number = NULL
-    device: Number = NULL
-    stream: Number = NULL
-    bytes: Number = NULL
-    bandwidth_gb: Number = _named("memory bandwidth (GB/s)", float("nan"))
-    blocks_per_sm: Number = _named("blocks per SM", float("nan"))
-    warps_per_sm: Number = _named("warps per SM", float("nan"))
-    occupancy: Number = _named("est. achieved occupancy %", float("nan"))
-    graph_node: Number = _named("graph node id")
-    record_function: Number = _named("Record function id")
-    sequence_number: Number = _named("Sequence number")
-    forward_tid: Number = _named("Fwd thread id")
-    input_dims: msgspec.Raw = _named("Input Dims", msgspec.Raw())
-    input_types: msgspec.Raw = _named("Input type", msgspec.Raw())
-    python_id: Number = _named("Python id")
-    python_parent: Number = _named("Python parent id")
-    python_module: Number = _named("Python module id")
-    memory_bytes: Number = _named("Bytes")
-    address: Number = _named("Addr")
-    device_type: Number = _named("Device Type")
-    device_id: Number = _named("Device Id")
-    total_allocated: Number = _named("Total Allocated")
-    total_reserved: Number = _named("Total Reserved")
-    collective: Text = _named("Collective name", "")
-    dtype: Text = ""
-    in_nelems: Number = _named("In msg nelems")
-    out_nelems: Number = _named("Out msg nelems")
-    group_size: Number = _named("Group size")
-    process_group: Text = _named("Process Group Name", "")
-    group_ranks: msgspec.Raw = _named("Process Group Ranks", msgspec.Raw())
-    collective_seq: Number = _named("Seq")
-    sync_kind: Text = _named("cuda_sync_kind", "")
-    wait_on_stream: Number = NULL
-    wait_on_event: Number = _named("wait_on_cuda_event_id")
-    wait_on_correlation: Number = _named("wait_on_cuda_event_record_corr_id")
-    old_external_id: Number = _named("external id")
+NO_JSON = msgspec.Raw(b"")
+"""Where an event has no such argument."""
+_NO_ARGS = msgspec.Raw(b"{}")
+_NO_TIME = msgspec.Raw(b"null")
 
 
-NO_ARGS = Args()
+class Head(msgspec.Struct, gc=False):
+    """An event but for its arguments, which wait until it is known what to take from them.
 
+    `ts` and `dur` in us; what is missing is None.
+    """
 
-class Event(msgspec.Struct, gc=False):
-    """One event; `ts` and `dur` in us."""
-
-    ph: str = ""
-    cat: str = ""
+    ph: str | None = ""
+    cat: Text = ""
     name: Text = ""
-    pid: Number = NULL
-    tid: Number = NULL
-    ts: Number = float("nan")
-    dur: Number = 0
-    id: Number = NULL
-    args: Args | None = NO_ARGS
+    pid: Number = None
+    tid: Number = None
+    ts: Number = None
+    dur: Number = None
+    id: Number = None
+    args: msgspec.Raw = _NO_ARGS
 
 
-class ExactEvent(msgspec.Struct, gc=False):
+class ExactHead(msgspec.Struct, gc=False):
     """The same with times as they are written, for stamps that a float cannot hold to 1 ns."""
 
-    ph: str = ""
-    cat: str = ""
+    ph: str | None = ""
+    cat: Text = ""
     name: Text = ""
-    pid: Number = NULL
-    tid: Number = NULL
-    ts: msgspec.Raw = msgspec.Raw(b"nan")
-    dur: msgspec.Raw = msgspec.Raw(b"0")
-    id: Number = NULL
-    args: Args | None = NO_ARGS
+    pid: Number = None
+    tid: Number = None
+    ts: msgspec.Raw = _NO_TIME
+    dur: msgspec.Raw = _NO_TIME
+    id: Number = None
+    args: msgspec.Raw = _NO_ARGS
 
 
-EVENTS: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[Event])
-EXACT_EVENTS: msgspec.json.Decoder[list[ExactEvent]] = msgspec.json.Decoder(list[ExactEvent])
+HEADS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Head])
+EXACT_HEADS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[ExactHead])
+TEXTS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[msgspec.Raw])
+"""Events as they are written."""
+
+
+def argument_names(column: TraceColumn) -> list[str]:
+    """Fields of the arguments' struct that hold a column, by the spellings of its key."""
+    keys = [] if column.field.startswith(".") or not column.field else column.field.split("|")
+    return [f"{column.name}_{place}" for place, _ in enumerate(keys)]
+
+
+def _arguments(table: str) -> msgspec.json.Decoder[list[Any]]:
+    """A decoder for the arguments of one table's events: a struct with that table's fields."""
+    fields = []
+    for column in TABLES[table]:
+        kind: Any = Text if column.type == "str" else Number
+        kind, default = (msgspec.Raw, NO_JSON) if column.is_json else (kind, None)
+        for name, key in zip(argument_names(column), column.field.split("|"), strict=False):
+            fields.append((name, kind, msgspec.field(name=key, default=default)))
+    struct = msgspec.defstruct(f"Args_{table}", fields, gc=False)
+    return msgspec.json.Decoder(list[struct])  # type: ignore[valid-type]
+
+
+ARGUMENTS = {table: _arguments(table) for table in TABLES}
+"""By table."""
+JSON_KEYS = {
+    key
+    for columns in TABLES.values()
+    for column in columns
+    if column.is_json
+    for key in column.field.split("|")
+}
+"""Arguments that may be any JSON value."""

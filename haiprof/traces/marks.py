@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.traces.decode import TEXTS, event_texts
+from haiprof.traces.decode import event_texts
+from haiprof.traces.events import TEXTS
 from haiprof.traces.text import TraceText
 
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRACE_VERSION = 1  # of the tables below; a cache of another version is built anew
-NULL = -(1 << 63)  # "missing" in an integer column while it is being read
+TRACE_VERSION = 2  # of the tables below; a cache of another version is built anew
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
@@ -45,12 +44,14 @@ class TraceColumn:
 
     name: str
     type: str
-    """`i64`, `f64` or `str` (kept as codes while it is read)."""
+    """`i64`, `f64` or `str`."""
     field: str
-    """Field of `events.Args`, or of `events.Event` where it begins with a dot."""
+    """Key among an event's `args`, or `|` between spellings; of the event itself after a dot."""
     meaning: str
     scale: float = 1.0
     """From the file's unit to the column's."""
+    is_json: bool = False
+    """A text that holds any JSON value as it was written."""
 
 
 COMMON = (
@@ -63,16 +64,18 @@ COMMON = (
     TraceColumn("tid", "i64", ".tid", "thread, or stream of what ran on a GPU"),
 )
 _CORRELATION = TraceColumn("correlation", "i64", "correlation", "joins a launch and its kernels")
-_EXTERNAL = TraceColumn("external_id", "i64", "external_id", "joins an operator and its launches")
+_EXTERNAL = TraceColumn(
+    "external_id", "i64", "External id|external id", "joins an operator and its launches"
+)
 _COLLECTIVE = (
-    TraceColumn("collective", "str", "collective", "Collective name"),
+    TraceColumn("collective", "str", "Collective name", "Collective name"),
     TraceColumn("dtype", "str", "dtype", "of its elements"),
-    TraceColumn("in_count", "i64", "in_nelems", "In msg nelems"),
-    TraceColumn("out_count", "i64", "out_nelems", "Out msg nelems"),
-    TraceColumn("group_size", "i64", "group_size", "ranks in its process group"),
-    TraceColumn("process_group", "str", "process_group", "Process Group Name"),
-    TraceColumn("group_ranks", "str", "group_ranks", "Process Group Ranks"),
-    TraceColumn("sequence", "i64", "collective_seq", "Seq: number of the collective in its group"),
+    TraceColumn("in_count", "i64", "In msg nelems", "In msg nelems"),
+    TraceColumn("out_count", "i64", "Out msg nelems", "Out msg nelems"),
+    TraceColumn("group_size", "i64", "Group size", "ranks in its process group"),
+    TraceColumn("process_group", "str", "Process Group Name", "Process Group Name"),
+    TraceColumn("group_ranks", "str", "Process Group Ranks", "Process Group Ranks", is_json=True),
+    TraceColumn("sequence", "i64", "Seq", "Seq: number of the collective in its group"),
 )
 
 TABLES: dict[str, tuple[TraceColumn, ...]] = {
@@ -83,39 +86,43 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("device", "i64", "device", "GPU number in the process"),
         TraceColumn("stream", "i64", "stream", "CUDA stream"),
         TraceColumn("bytes", "i64", "bytes", "of a copy or set"),
-        TraceColumn("bandwidth_bytes_per_s", "f64", "bandwidth_gb", "of a copy", 1e9),
-        TraceColumn("blocks_per_sm", "f64", "blocks_per_sm", "blocks per SM"),
-        TraceColumn("warps_per_sm", "f64", "warps_per_sm", "warps per SM"),
-        TraceColumn("occupancy_ratio", "f64", "occupancy", "est. achieved occupancy", 0.01),
-        TraceColumn("graph_node", "i64", "graph_node", "node of the CUDA graph that launched it"),
+        TraceColumn("bandwidth_bytes_per_s", "f64", "memory bandwidth (GB/s)", "of a copy", 1e9),
+        TraceColumn("blocks_per_sm", "f64", "blocks per SM", "blocks per SM"),
+        TraceColumn("warps_per_sm", "f64", "warps per SM", "warps per SM"),
+        TraceColumn(
+            "occupancy_ratio", "f64", "est. achieved occupancy %", "est. achieved occupancy", 0.01
+        ),
+        TraceColumn(
+            "graph_node", "i64", "graph node id", "node of the CUDA graph that launched it"
+        ),
         *_COLLECTIVE,
     ),
     RUNTIME: (*COMMON, _CORRELATION, _EXTERNAL),
     OPS: (
         *COMMON,
         _EXTERNAL,
-        TraceColumn("record_function_id", "i64", "record_function", "joins an execution trace"),
-        TraceColumn("sequence_number", "i64", "sequence_number", "joins forward and backward"),
-        TraceColumn("forward_tid", "i64", "forward_tid", "thread of the forward operator"),
-        TraceColumn("input_dims", "str", "input_dims", "shapes, as JSON"),
-        TraceColumn("input_types", "str", "input_types", "element types, as JSON"),
+        TraceColumn("record_function_id", "i64", "Record function id", "joins an execution trace"),
+        TraceColumn("sequence_number", "i64", "Sequence number", "joins forward and backward"),
+        TraceColumn("forward_tid", "i64", "Fwd thread id", "thread of the forward operator"),
+        TraceColumn("input_dims", "str", "Input Dims", "shapes, as JSON", is_json=True),
+        TraceColumn("input_types", "str", "Input type", "element types, as JSON", is_json=True),
         *_COLLECTIVE,
     ),
     ANNOTATIONS: (*COMMON, _EXTERNAL),
     PYTHON: (
         *COMMON,
-        TraceColumn("python_id", "i64", "python_id", "of this call"),
-        TraceColumn("parent_id", "i64", "python_parent", "python_id of the caller"),
-        TraceColumn("module_id", "i64", "python_module", "which instance of an nn.Module"),
+        TraceColumn("python_id", "i64", "Python id", "of this call"),
+        TraceColumn("parent_id", "i64", "Python parent id", "python_id of the caller"),
+        TraceColumn("module_id", "i64", "Python module id", "which instance of an nn.Module"),
     ),
     MEMORY: (
         *COMMON,
-        TraceColumn("bytes", "i64", "memory_bytes", "allocated; negative when freed"),
-        TraceColumn("address", "i64", "address", "of the block"),
-        TraceColumn("device_type", "i64", "device_type", "0 CPU, 1 CUDA"),
-        TraceColumn("device", "i64", "device_id", "device number; -1 for the CPU"),
-        TraceColumn("allocated_bytes", "i64", "total_allocated", "of that device after it"),
-        TraceColumn("reserved_bytes", "i64", "total_reserved", "of that device after it"),
+        TraceColumn("bytes", "i64", "Bytes", "allocated; negative when freed"),
+        TraceColumn("address", "i64", "Addr", "of the block"),
+        TraceColumn("device_type", "i64", "Device Type", "0 CPU, 1 CUDA"),
+        TraceColumn("device", "i64", "Device Id", "device number; -1 for the CPU"),
+        TraceColumn("allocated_bytes", "i64", "Total Allocated", "of that device after it"),
+        TraceColumn("reserved_bytes", "i64", "Total Reserved", "of that device after it"),
     ),
     SYNC: (
         *COMMON,
@@ -123,10 +130,14 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         _EXTERNAL,
         TraceColumn("device", "i64", "device", "GPU number in the process"),
         TraceColumn("stream", "i64", "stream", "that waits"),
-        TraceColumn("sync_kind", "str", "sync_kind", "cuda_sync_kind"),
+        TraceColumn("sync_kind", "str", "cuda_sync_kind", "cuda_sync_kind"),
         TraceColumn("wait_on_stream", "i64", "wait_on_stream", "stream that it waits for"),
-        TraceColumn("wait_on_event", "i64", "wait_on_event", "CUDA event that it waits for"),
-        TraceColumn("wait_on_correlation", "i64", "wait_on_correlation", "of its record call"),
+        TraceColumn(
+            "wait_on_event", "i64", "wait_on_cuda_event_id", "CUDA event that it waits for"
+        ),
+        TraceColumn(
+            "wait_on_correlation", "i64", "wait_on_cuda_event_record_corr_id", "of its record call"
+        ),
     ),
     LINKS: (
         *COMMON,

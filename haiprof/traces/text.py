@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +14,24 @@ from typing import Any
 import msgspec
 
 from haiprof.errors import TraceFormatError
+from haiprof.traces.scan import BOUNDARY, Found, depth, element, scrubbed
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18  # what its events become fits the second-level cache of a core
 EVENT_LIMIT_BYTES = 64 << 20  # no event and no metadata of a real trace comes near it
 _GZIP_RATIO_LIMIT = 200  # real traces shrink to a tenth or a thirtieth
 _GZIP_RATIO_FROM_BYTES = 256 << 20
-_READ_BYTES = 1 << 20
+_GZIP_READ_BYTES = 1 << 16
 
-_START = re.compile(rb'"traceEvents"\s*:\s*\[')
-_KEYS = rb'"(?:ph|name|cat|pid|tid|ts|dur|id|s|bp|args)"'
-BOUNDARY = re.compile(rb"\}(\s*,\s*)\{\s*" + _KEYS)
-_END = re.compile(rb"\}\s*\]")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_EVENTS_KEY_BYTES = 64  # it may stand across two blocks, with some white space
+_ARRAY, _NEITHER = re.compile(rb"\s*\[(?=\s*(?:[{\]]|\Z))"), re.compile(rb"\s*[^\s{]")
+_SEPARATOR = re.compile(rb"[\s,]*")
+_HINTS = (
+    (rb'"nodes"\s*:', "it is an execution trace (ExecutionTraceObserver), not a profiler's"),
+    (rb'"segments"\s*:|"device_traces"\s*:', "it is a memory snapshot, not a profiler's trace"),
+    (rb"", "expected a trace of torch.profiler (JSON, plain or gzip)"),
+)
 
 
 class TraceText:
@@ -36,127 +46,191 @@ class TraceText:
         self.metadata: dict[str, Any] = {}
         self.size_bytes = 0
         """Of the text, decompressed."""
-        self.truncated_bytes = 0
+        self.truncated_bytes: int | None = None
         """After the last whole event, where the file ends without closing its events."""
-        self.is_truncated = False
+        self.notes: list[str] = []
+        """What is wrong with the file beside its events, for people."""
+        self.is_last = False
+        """Whether the piece at hand is the last one."""
         self._separator = b""
-        self._trailer: bytes | None = None
+        self._unread = b""
+        self._trailer: list[bytes] | None = None
+        self._trailer_bytes = 0
 
     def pieces(self) -> Iterator[bytes]:
         """Events separated by commas, without the brackets of their array.
+
+        A piece begins at an event. It ends behind one, unless something inside an event looks like
+        the end of one: whoever decodes it says so with `unread`, and with `events_ended`.
 
         Raises:
             TraceFormatError: It is not a trace, cannot be read, or has no events array.
         """
         blocks = self._blocks()
-        buffer = self._begin(blocks)
+        waiting, wanted = [self._begin(blocks)], PIECE_BYTES
         for block in blocks:
             if self._trailer is not None:
-                self._trailer = _within_limit(self.path, self._trailer + block)
+                self._keep_trailer(block)
                 continue
-            buffer += block
-            if len(buffer) >= PIECE_BYTES:
-                cut = self._last_boundary(buffer)
-                if cut:
-                    yield buffer[:cut]
-                    buffer = buffer[cut:].lstrip(b" \t\r\n").removeprefix(b",")
-                else:
-                    _within_limit(self.path, buffer)
+            waiting.append(block)
+            if sum(map(len, waiting)) < wanted:
+                continue
+            buffer = b"".join(waiting)
+            cut = self._last_boundary(buffer)
+            if cut:
+                yield _after_separator(buffer[:cut])
+            waiting = self._rest(buffer[cut:])
+            rest_bytes = sum(map(len, waiting))
+            self._limit(rest_bytes)
+            wanted = max(PIECE_BYTES, 2 * rest_bytes)
         if self._trailer is None:
-            yield from self._end(buffer)
-        else:
-            self._add_metadata(self._trailer)
+            self.is_last = True
+            yield _after_separator(b"".join(waiting))
+        self._add_trailer()
+
+    def unread(self, rest: bytes) -> None:
+        """The end of the piece at hand is no whole event: it comes again with what follows it."""
+        self._unread = rest
 
     def events_ended(self, rest: bytes) -> None:
-        """Told by whoever decodes a piece that the array has closed within it.
+        """The array of events closes within the piece at hand.
 
         Args:
             rest: What follows its bracket in that piece.
         """
-        self._trailer = rest
+        self._trailer = [rest]
+
+    def _rest(self, buffer: bytes) -> list[bytes]:
+        """What the next piece begins with; all of it is metadata where the events have ended."""
+        if self._trailer is not None:
+            self._keep_trailer(buffer)
+            return []
+        rest, self._unread = self._unread, b""
+        return [rest, buffer] if rest else [buffer]
+
+    def _limit(self, waiting_bytes: int) -> None:
+        if waiting_bytes > EVENT_LIMIT_BYTES:
+            raise TraceFormatError(
+                f"{self.path}: {EVENT_LIMIT_BYTES >> 20} MiB without an end of an event: "
+                "not a trace, or damaged"
+            )
 
     def _begin(self, blocks: Iterator[bytes]) -> bytes:
         """Reads up to the first event; what stands before it is metadata."""
-        head = b""
+        head, searched, open_brackets, scanned = b"", 0, 0, 0
         for block in blocks:
-            head = _within_limit(self.path, head + block)
-            if head.lstrip()[:1] == b"[":
-                return head.lstrip()[1:]
-            for start in _START.finditer(head):
-                before = head[: start.start()] + b'"traceEvents":[]}'
-                metadata = _object(before)
-                if metadata is not None:
-                    self._take(metadata)
-                    return head[start.end() :]
+            head = head + block if head else block.removeprefix(_BYTE_ORDER_MARK)
+            self._limit(len(head))
+            array = _ARRAY.match(head)
+            if array:
+                return head[array.end() :]
+            if _NEITHER.match(head):
+                break
+            for key in _EVENTS_KEY.finditer(head, searched):
+                opened = depth(head, scanned, key.start())
+                if opened is None:
+                    continue  # within a string
+                open_brackets, scanned = open_brackets + opened, key.start()
+                if open_brackets == 1:
+                    self._add_metadata(head[: key.start()].strip().removeprefix(b"{"), "before")
+                    return head[key.end() :]
+            searched = max(0, len(head) - _EVENTS_KEY_BYTES)
+        raise self._no_events(head)
+
+    def _no_events(self, head: bytes) -> TraceFormatError:
         shown = f"{self.size_bytes} bytes, begins {head[:24]!r}" if head else "it is empty"
-        raise TraceFormatError(
-            f"{self.path}: no traceEvents in it: {shown}",
-            hint="expected a trace of torch.profiler (JSON, plain or gzip)",
-        )
+        why = "".join(f"; {note}" for note in self.notes)
+        hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
+        return TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
 
     def _last_boundary(self, buffer: bytes) -> int:
         """Behind the last event that another one follows; 0 where there is none."""
-        if not self._separator:
-            first = BOUNDARY.search(buffer)
-            self._separator = b"}" + first[1] + b"{" if first else b""
-        at = buffer.rfind(self._separator) if self._separator else -1
-        if at >= 0:
-            return at + 1
-        last = None
-        for last in BOUNDARY.finditer(buffer):  # noqa: B007 - the last one is wanted
-            pass
-        return last.start() + 1 if last else 0
+        end = len(buffer)
+        while self._separator and end > 0:
+            at = buffer.rfind(self._separator, 0, end)
+            if at < 0 or BOUNDARY.match(buffer, at):
+                end = at
+                break
+            end = at + len(self._separator) - 1
+        if 0 < end < len(buffer):
+            return end + 1
+        boundaries = list(BOUNDARY.finditer(buffer))
+        if boundaries:
+            self._separator = b"}" + boundaries[-1][1] + b"{"
+            return boundaries[-1].start() + 1
+        return _last_end(buffer)
 
-    def _end(self, buffer: bytes) -> Iterator[bytes]:
-        """The last events, and the metadata behind them."""
-        if buffer.lstrip()[:1] == b"]":
-            self._add_metadata(buffer.lstrip()[1:])
+    def _keep_trailer(self, block: bytes) -> None:
+        self._trailer_bytes += len(block)
+        if self._trailer is not None and self._trailer_bytes <= EVENT_LIMIT_BYTES:
+            self._trailer.append(block)
+
+    def _add_trailer(self) -> None:
+        """The metadata behind the events."""
+        rest = b"".join(self._trailer or []).strip()
+        if self._trailer_bytes > EVENT_LIMIT_BYTES:
+            self.notes.append(
+                f"{self._trailer_bytes >> 20} MiB of metadata behind the events were left out"
+            )
+        elif rest:
+            self._add_metadata(rest, "behind")
+
+    def _add_metadata(self, text: bytes, where: str) -> None:
+        """Keys and values as they stand before or behind the events, with stray commas."""
+        bare = text.strip().strip(b",")
+        for inside in (bare.removesuffix(b"}"), bare):
+            found = _object(b"{" + inside.strip().strip(b",") + b"}")
+            if found is not None:
+                break
+        else:
+            self.notes.append(f"the metadata {where} the events cannot be read")
             return
-        for end in _END.finditer(buffer):  # the first that fits: metadata has lists of objects too
-            rest = buffer[end.end() :]
-            if not rest.strip() or _object(_as_object(rest)) is not None:
-                self._add_metadata(rest)
-                yield buffer[: end.start() + 1]
-                return
-        self.is_truncated = True
-        cut = self._last_boundary(buffer)
-        self.truncated_bytes = len(buffer) - cut
-        if cut:
-            yield buffer[:cut]
-
-    def _add_metadata(self, rest: bytes) -> None:
-        self._take(_object(_as_object(rest)) or {})
-
-    def _take(self, metadata: dict[str, Any]) -> None:
-        self.metadata |= {k: v for k, v in metadata.items() if k != "traceEvents"}
+        if "traceEvents" in found:
+            self.notes.append("a second traceEvents was left out")
+        self.metadata |= {key: value for key, value in found.items() if key != "traceEvents"}
 
     def _blocks(self) -> Iterator[bytes]:
         """The file's text, decompressed."""
         try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):
+                kind = "a folder" if self.path.is_dir() else "no regular file"
+                raise TraceFormatError(f"{self.path}: it is {kind}")
             with open(self.path, "rb", buffering=0) as file:
-                first = file.read(_READ_BYTES)
-                packed = first[:2] == b"\x1f\x8b"
-                raw = _chain(first, iter(lambda: file.read(_READ_BYTES), b""))
+                packed = file.read(2) == b"\x1f\x8b"
+                file.seek(0)
+                size = _GZIP_READ_BYTES if packed else PIECE_BYTES
+                raw = iter(lambda: file.read(size), b"")
                 for block in self._gunzipped(raw) if packed else raw:
                     self.size_bytes += len(block)
                     yield block
-        except OSError as error:
-            raise TraceFormatError(f"{self.path}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise TraceFormatError(f"{self.path}: {reason or error}") from None
 
     def _gunzipped(self, raw: Iterator[bytes]) -> Iterator[bytes]:
+        """Up to where the data is damaged or ends."""
         unpacker, read_bytes = zlib.decompressobj(wbits=31), 0
         for block in raw:
             read_bytes += len(block)
             while block:
+                if unpacker.eof:
+                    block = block.lstrip(b"\x00")  # they fill up a tape
+                    if not block:
+                        break
+                    unpacker = zlib.decompressobj(wbits=31)
+                before = unpacker.copy()
                 try:
                     text = unpacker.decompress(block, PIECE_BYTES)
                 except zlib.error as error:
-                    raise TraceFormatError(f"{self.path}: damaged gzip data: {error}") from None
-                yield text
+                    yield _readable(before, block)
+                    self.notes.append(f"damaged gzip data ({error}): its readable part was kept")
+                    return
+                if text:
+                    yield text
                 self._check_ratio(read_bytes)
-                block = unpacker.unconsumed_tail
-                if unpacker.eof:
-                    block, unpacker = unpacker.unused_data, zlib.decompressobj(wbits=31)
+                block = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+        if not unpacker.eof:
+            self.notes.append("the gzip data ends early: its readable part was kept")
 
     def _check_ratio(self, read_bytes: int) -> None:
         grown = self.size_bytes > _GZIP_RATIO_FROM_BYTES
@@ -167,29 +241,36 @@ class TraceText:
             )
 
 
-def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    if first:
-        yield first
-    yield from rest
+def _readable(unpacker: Any, block: bytes) -> bytes:  # noqa: ANN401 - zlib does not name its type
+    """What comes before the damage in a block."""
+    text = []
+    with contextlib.suppress(zlib.error):
+        for at in range(len(block)):
+            text.append(unpacker.decompress(block[at : at + 1]))  # noqa: PERF401 - those so far
+    return b"".join(text)
 
 
-def _within_limit(path: Path, text: bytes) -> bytes:
-    if len(text) > EVENT_LIMIT_BYTES:
-        raise TraceFormatError(
-            f"{path}: {EVENT_LIMIT_BYTES >> 20} MiB without an end of an event: not a trace, "
-            "or damaged"
-        )
-    return text
+def _after_separator(piece: bytes) -> bytes:
+    between = _SEPARATOR.match(piece)
+    return piece[between.end() :] if between else piece
 
 
-def _as_object(rest: bytes) -> bytes:
-    """What follows the events, as an object of its own."""
-    return b"{" + rest.strip().removeprefix(b",").removesuffix(b"}") + b"}"
+def _last_end(buffer: bytes) -> int:
+    """Behind the last whole element of an array, or behind the array; 0 where there is none."""
+    end = 0
+    while True:
+        found = element(buffer, end)
+        if found.found in (Found.WHOLE, Found.ARRAY_END):
+            end = found.end
+        if found.found is not Found.WHOLE:
+            return end
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    for candidate in (text, scrubbed(text)):
+        try:
+            value = msgspec.json.decode(candidate)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            continue
+        return value if isinstance(value, dict) else None
+    return None

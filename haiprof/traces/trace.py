@@ -7,10 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from haiprof.traces.cache import TraceColumns, open_columns
 from haiprof.traces.load import LoadReport
+from haiprof.traces.ranks import rank_of
 from haiprof.traces.tables import (
     ANNOTATIONS,
     GPU,
@@ -21,10 +23,9 @@ from haiprof.traces.tables import (
     RUNTIME,
     SYNC,
 )
+from haiprof.traces.times import Ints
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
-# worker0_step_12.1694.pt.trace.json, rank-0.json, trace_rank_3.json.gz, host_123.rank7.json
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
 class Trace:
@@ -122,12 +123,8 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """From distributedInfo, else from the file's name; null where neither says."""
-        said = self.metadata.get("distributedInfo")
-        rank = said.get("rank") if isinstance(said, dict) else None
-        if type(rank) is int and rank >= 0:
-            return rank
-        return rank_in_name(self.path.name)
+        """From distributedInfo, the file's name or the run's manifest; null where none says."""
+        return rank_of(self.path, self.metadata)
 
     @property
     def world_size(self) -> int | None:
@@ -137,11 +134,27 @@ class Trace:
         return size if type(size) is int and size > 0 else None
 
     def _table(self, name: str) -> pl.DataFrame:
-        found = self.columns.table(name)
-        return found.sort("ts_ns", -pl.col("dur_ns"), "event", maintain_order=True)
+        return _by_start(self.columns.table(name))
 
 
-def rank_in_name(name: str) -> int | None:
-    """The rank that a file name states."""
-    found = _RANK_IN_NAME.search(name)
-    return int(found[1]) if found else None
+def _by_start(frame: pl.DataFrame) -> pl.DataFrame:
+    """By start, the longer first, else as in the file; one column after the other, for memory."""
+    order = _order(frame["ts_ns"].to_numpy(), frame["dur_ns"].to_numpy())
+    columns = frame.get_columns()
+    del frame
+    is_sorted = bool((np.diff(order) == 1).all())
+    for place, column in enumerate(columns):
+        one_piece = column.rechunk()
+        if not is_sorted and column.null_count() < len(column):
+            one_piece = one_piece.gather(order)
+        columns[place] = one_piece
+    return pl.DataFrame(columns)
+
+
+def _order(ts_ns: Ints, dur_ns: Ints) -> Ints:
+    order: Ints = np.argsort(ts_ns, kind="stable")
+    same = np.diff(ts_ns[order]) == 0
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((-dur_ns[rows], ts_ns[rows]))]
+    return order

@@ -1,0 +1,155 @@
+"""Start and duration of events in integer nanoseconds, exact for every stamp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+# Above this many us a float no longer holds a nanosecond: such a stamp is read as it is written.
+EXACT_ABOVE_US = float(1 << 42)
+TIME_LIMIT_NS = 1 << 61
+"""73 years before or after the clock's zero: beyond the Unix time of any trace."""
+DURATION_LIMIT_NS = 1 << 51
+"""26 days: no profiler window lasts that long. Corrupted CUPTI records have been seen with
+durations of 236 years (HTA PR 325)."""
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+_NEWLINE, _DOT = ord("\n"), ord(".")
+_DIGITS_LIMIT = 18  # of a number that surely fits 64 bits
+_POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
+
+
+def times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags] | None:
+    """Start and duration of each event in ns, and whether it has usable ones.
+
+    Args:
+        heads: `events.Head`.
+
+    Returns:
+        None where a stamp has more digits than a float holds to 1 ns: see `exact_times`.
+    """
+    durations = [head.dur for head in heads]
+    if None in durations:
+        durations = [0 if head.dur is None and head.ph != "X" else head.dur for head in heads]
+    start, dur = _from_numbers([head.ts for head in heads]), _from_numbers(durations)
+    return None if start is None or dur is None else _checked(start, dur)
+
+
+def exact_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
+    """The same of `events.ExactHead`, whose times are as they are written."""
+    durations = [bytes(head.dur) for head in heads]
+    if b"null" in durations:
+        durations = [
+            b"0" if dur == b"null" and head.ph != "X" else dur
+            for dur, head in zip(durations, heads, strict=True)
+        ]
+    return _checked(exact_ns([bytes(head.ts) for head in heads]), exact_ns(durations))
+
+
+def _checked(start: tuple[Ints, Flags], dur: tuple[Ints, Flags]) -> tuple[Ints, Ints, Flags]:
+    ts_ns, has_ts = start
+    dur_ns, has_dur = dur
+    return ts_ns, dur_ns, has_ts & has_dur & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
+
+
+def _from_numbers(us: list[Any]) -> tuple[Ints, Flags] | None:
+    """Times in ns, and which are usable; None where floats are too coarse for them."""
+    if None in us:
+        return _from_floats(us)
+    try:
+        values: Ints = pl.Series(us, dtype=pl.Int64).to_numpy()
+    except (TypeError, OverflowError):
+        return _from_floats(us)
+    limit = TIME_LIMIT_NS // 1000
+    good = (values < limit) & (values > -limit)
+    return (values if good.all() else np.where(good, values, 0)) * 1000, good
+
+
+def _from_floats(us: list[Any]) -> tuple[Ints, Flags] | None:
+    values = as_floats(us)
+    good = np.isfinite(values)
+    good[good] = np.abs(values[good]) < TIME_LIMIT_NS / 1000
+    values = np.where(good, values, 0.0)
+    if (np.abs(values) > EXACT_ABOVE_US).any():
+        return None
+    # Whole us and their fraction apart, so that neither loses digits.
+    whole = np.floor(values)
+    fraction: Ints = np.rint((values - whole) * 1000).astype(np.int64)
+    return whole.astype(np.int64) * 1000 + fraction, good
+
+
+def as_floats(values: list[Any]) -> Floats:
+    """Numbers, and texts of numbers; NaN for everything else."""
+    try:
+        return np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([_float(value) for value in values], dtype=np.float64)
+
+
+def _float(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def exact_ns(us: list[bytes]) -> tuple[Ints, Flags]:
+    """Times in ns of texts in us, and which are usable; none is rounded but below 1 ns.
+
+    Args:
+        us: JSON values, such as `1712170316123456.789`.
+    """
+    text = b"\n".join([*us, b""])
+    data = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(data == _NEWLINE)
+    if len(ends) != len(us):  # some value is a list or an object over several lines
+        return _one_by_one(us)
+    plain, fraction_digits = _plain(data, ends)
+    if not plain.all():
+        ns, good = exact_ns([each if fine else b"0" for each, fine in zip(us, plain, strict=True)])
+        odd = np.flatnonzero(~plain)
+        ns[odd], good[odd] = _one_by_one([us[at] for at in odd.tolist()])
+        return ns, good
+    digits = data[data != _DOT].tobytes()
+    values: Ints = np.fromstring(digits, dtype=np.int64, sep="\n")
+    ns = values * _POWERS[3 - fraction_digits]
+    return ns, values < TIME_LIMIT_NS // 1000 * 10**fraction_digits
+
+
+def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Flags, Ints]:
+    """Which lines are digits with at most three behind a dot, and how many those are."""
+    lengths = np.diff(ends, prepend=-1) - 1
+    dots = np.flatnonzero(data == _DOT)
+    line_of_dot = np.searchsorted(ends, dots)
+    fraction_digits = np.zeros(len(ends), dtype=np.int64)
+    fraction_digits[line_of_dot] = ends[line_of_dot] - dots - 1
+    plain = (lengths > 0) & (lengths <= _DIGITS_LIMIT) & (fraction_digits <= 3)
+    plain[line_of_dot[1:][line_of_dot[1:] == line_of_dot[:-1]]] = False
+    plain[line_of_dot[dots == (ends - lengths)[line_of_dot]]] = False  # nothing before the dot
+    is_other = ((data - ord("0")) > 9) & (data != _DOT) & (data != _NEWLINE)
+    plain[np.searchsorted(ends, np.flatnonzero(is_other))] = False
+    return plain, np.where(plain, fraction_digits, 0)
+
+
+def _one_by_one(us: list[bytes]) -> tuple[Ints, Flags]:
+    found = [_exact_ns(each) for each in us]
+    good = np.array([ns is not None for ns in found], dtype=bool)
+    return np.array([ns or 0 for ns in found], dtype=np.int64), good
+
+
+def _exact_ns(us: bytes) -> int | None:
+    text = us.strip(b'" ').decode("ascii", "replace")
+    try:
+        value = Decimal(text) * 1000
+        return int(value.to_integral_value()) if abs(value) < TIME_LIMIT_NS else None
+    except (InvalidOperation, ValueError, OverflowError):
+        return None
