@@ -93,7 +93,10 @@ def test_list_of_an_empty_folder_says_so(
     assert "no runs" in capsys.readouterr().out
 
 
-def test_verdict_save_writes_the_report(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_save_writes_the_report(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a file has a width of its own
     assert main(["verdict", str(run.root), "--save"]) == 0
     assert run.verdict_text.read_text().strip() == capsys.readouterr().out.strip()
     assert json.loads(run.verdict_json.read_text())["step_count"] == STEPS
