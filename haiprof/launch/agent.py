@@ -27,6 +27,7 @@ FIRST_SCAN_S = 0.5
 SCAN_GROWTH = 1.6
 MAX_SCAN_S = 60.0
 STOP_WAIT_S = 5.0
+SETTLE_S = 0.05
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Agent:
             return
         loop = SamplingLoop(self.run, self.host, self.options)
         self._thread = threading.Thread(
-            target=loop.run, args=(self._stop,), name="haiprof-sampler", daemon=True
+            target=self._sample, args=(loop,), name="haiprof-sampler", daemon=True
         )
         self._thread.start()
         if self.options.prometheus_port:
@@ -66,6 +67,11 @@ class Agent:
 
             self._scrape = Scrape(self.run, self.host, self.options, loop)
             self._scrape.start()
+
+    def _sample(self, loop: SamplingLoop) -> None:
+        """Body of the side thread; a command that ends at once is over before it is sampled."""
+        if not self._stop.wait(SETTLE_S):
+            loop.run(self._stop)
 
     def tick(self, job_pid: int) -> None:
         """Looks for ranks that never report in, at growing intervals."""

@@ -13,7 +13,6 @@ from haiprof.config import Options
 from haiprof.rundir.clock import ClockAnchor
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.writer import LineWriter
-from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import Clock, Node, Sampler
 from haiprof.samplers.ranks import RankReports
 from haiprof.samplers.stream import Stream
@@ -122,6 +121,8 @@ class SamplingLoop:
     def _chosen(self) -> Sequence[Sampler]:
         if self._samplers is not None:
             return self._samplers
+        from haiprof.samplers.registry import SAMPLERS  # takes a while: in this thread, not before
+
         chosen = [kind for kind in SAMPLERS if kind.recorder in self._options.recorder]
         return [kind.for_node(self._surroundings) for kind in chosen]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from haiprof.rundir.schema import Column, Table
-from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import ALL_METRICS, CounterState, Missing, Node, Sampler
+from haiprof.samplers.registry import SAMPLERS
 
 _NOTHING = "nothing of this source is here"
 

@@ -19,7 +19,6 @@ from haiprof.rundir.reader import read_json, read_lines, read_records
 from haiprof.rundir.schema import Table
 from haiprof.rundir.tables import COUNTER_TABLES
 from haiprof.rundir.tables.host import HOST
-from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import (
     ALL_METRICS,
     REASONS_PER_METRIC,
@@ -35,6 +34,7 @@ from haiprof.samplers.placement import PlacementSampler
 from haiprof.samplers.process import ProcessSampler
 from haiprof.samplers.procfs import read_process
 from haiprof.samplers.ranks import RankReports
+from haiprof.samplers.registry import SAMPLERS
 from haiprof.samplers.suspend import SuspendWatch, boot_ns
 from haiprof.units import NS_PER_S
 from tests.analysis.recorded import row_of, write_run

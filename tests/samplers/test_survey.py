@@ -8,10 +8,10 @@ import pytest
 
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import Column, Table
-from haiprof.samplers import SAMPLERS
 from haiprof.samplers.base import CounterState, Missing, Node, Unavailable
 from haiprof.samplers.gpu import GpuSampler
 from haiprof.samplers.host import HostSampler
+from haiprof.samplers.registry import SAMPLERS
 from haiprof.samplers.survey import counter_row, survey
 from haiprof.samplers.table import Entity, Reading, TableSampler
 from tests.fake_nvml import FakeGpu, FakeNvml
