@@ -27,11 +27,11 @@ from typing import Any
 import polars as pl
 
 from haiprof.errors import TraceFormatError
-from haiprof.traces.columns import joined, with_texts, without_empty
+from haiprof.traces.columns import by_start, finished, merged
 from haiprof.traces.load import LoadReport, read_trace
-from haiprof.traces.tables import TRACE_VERSION
+from haiprof.traces.tables import TABLES, TRACE_VERSION
 
-_PART_ROWS = 1 << 16
+_PART_ROWS = 1 << 15
 _SAMPLE_BYTES, _SAMPLE_COUNT = 4096, 64
 _META, _TEXTS = "trace.json", "texts"
 _BUILDING = ".building-"
@@ -56,31 +56,40 @@ class TraceColumns:
 
     def __init__(self, path: Path, key: str, content: dict[str, Any], source: Path | Parts) -> None:
         self._path, self._key, self._source = path, key, source
-        self._checksums: dict[str, list[int]] = content["checksums"]
+        self._parts: dict[str, list[list[Any]]] = content["parts"]
+        """Of each table: checksum and columns of each part."""
         self.metadata: dict[str, Any] = content["metadata"]
         told = content["report"]
         lists = {name: tuple(told[name]) for name in ("examples", "file_notes")}
         self.report = LoadReport(**{**told, **lists, "path": str(path)})
-        self._texts = pl.Enum(self._part(_TEXTS, 0)["text"])
+        self._texts = pl.Enum(self._part(_TEXTS, 0).frame()["text"])
 
     def table(self, name: str) -> pl.DataFrame:
-        """One table whole, in the file's order; columns in `tables.TABLES`, texts as an Enum.
+        """One table by start, the longer event first; columns in `tables.TABLES`, texts as Enum.
 
         Raises:
             TraceFormatError: The trace has changed since it was opened.
         """
-        return with_texts(name, joined(name, list(self._parts(name))), self._texts)
+        parts = [self._part_or_again(name, at) for at in range(len(self._parts.get(name, [])))]
+        if not parts:
+            return finished(name, pl.DataFrame(), self._texts)
+        ts_ns, dur_ns = _column(parts, "ts_ns"), _column(parts, "dur_ns")
+        order = by_start(ts_ns.to_numpy(), dur_ns.to_numpy())
+        del ts_ns, dur_ns
+        columns = [  # one after the other, for memory
+            _column(parts, column.name).gather(order)
+            for column in TABLES[name]
+            if any(part.holds(column.name) for part in parts)
+        ]
+        return finished(name, pl.DataFrame(columns), self._texts)
 
     def parts(self, name: str) -> Iterator[pl.DataFrame]:
-        """The same in pieces of bounded size."""
-        for part in self._parts(name):
-            yield with_texts(name, joined(name, [part]), self._texts)
+        """The same in the file's order, in pieces of bounded size."""
+        for number in range(len(self._parts.get(name, []))):
+            part = self._part_or_again(name, number)
+            yield finished(name, part.frame(), self._texts)
 
-    def _parts(self, name: str) -> Iterator[pl.DataFrame]:
-        for number in range(len(self._checksums.get(name, []))):
-            yield self._part_or_again(name, number)
-
-    def _part_or_again(self, name: str, number: int) -> pl.DataFrame:
+    def _part_or_again(self, name: str, number: int) -> _Part:
         for places in (cache_folders(self._path, self._key), []):
             try:
                 return self._part(name, number)
@@ -88,15 +97,16 @@ class TraceColumns:
                 self._build_again(places)
         return self._part(name, number)
 
-    def _part(self, name: str, number: int) -> pl.DataFrame:
+    def _part(self, name: str, number: int) -> _Part:
         """A part, if it is as it was written; a ValueError says that it is not."""
         if isinstance(self._source, Path):
             data = (self._source / _part_name(name, number)).read_bytes()
         else:
             data = self._source[name][number]
-        if zlib.crc32(data) != self._checksums[name][number]:
+        checksum, columns = self._parts[name][number]
+        if zlib.crc32(data) != checksum:
             raise ValueError(f"{name} {number} is damaged")
-        return pl.read_ipc(io.BytesIO(data))
+        return _Part(data, columns)
 
     def _build_again(self, places: list[Path]) -> None:
         """Somebody has removed or damaged the cache since it was opened."""
@@ -107,7 +117,7 @@ class TraceColumns:
         if isinstance(self._source, Path):
             shutil.rmtree(self._source, ignore_errors=True)
         again = _built(self._path, self._key, places)
-        self._source, self._checksums = again._source, again._checksums
+        self._source, self._parts = again._source, again._parts
 
 
 def open_columns(path: Path) -> TraceColumns:
@@ -239,9 +249,34 @@ def _write(path: Path, key: str, parts: _FolderParts | _MemoryParts) -> dict[str
             f"{path}: it changed while it was read", hint="wait until it is written"
         )
     report = replace(report, path="")
-    content = {"metadata": metadata, "report": asdict(report), "checksums": writer.checksums}
+    content = {"metadata": metadata, "report": asdict(report), "parts": writer.written}
     parts.finish(content)
     return content
+
+
+class _Part:
+    """Some rows of a table as they are stored."""
+
+    def __init__(self, data: bytes, columns: list[str]) -> None:
+        self._data = data
+        self._columns = columns
+
+    def holds(self, name: str) -> bool:
+        """Whether some row has a value in a column."""
+        return name in self._columns
+
+    def column(self, name: str) -> pl.DataFrame:
+        """One column; another one, for its height, where it is not held."""
+        return self.frame([name if self.holds(name) else "event"])
+
+    def frame(self, columns: list[str] | None = None) -> pl.DataFrame:
+        """Some columns, or all that are held."""
+        return pl.read_ipc_stream(io.BytesIO(self._data), columns=columns)
+
+
+def _column(parts: list[_Part], name: str) -> pl.Series:
+    """One column of all parts in one piece; null in those that hold nothing of it."""
+    return merged([part.column(name) for part in parts])[name].rechunk()
 
 
 def _part_name(name: str, number: int) -> str:
@@ -281,7 +316,7 @@ class _PartWriter:
         self._parts = parts
         self._waiting: dict[str, list[pl.DataFrame]] = {}
         self._rows: dict[str, int] = {}
-        self.checksums: dict[str, list[int]] = {}
+        self.written: dict[str, list[list[Any]]] = {}
 
     def add(self, table: str, frame: pl.DataFrame) -> None:
         """Takes some rows."""
@@ -299,12 +334,12 @@ class _PartWriter:
     def _flush(self, table: str) -> None:
         frames, self._waiting[table], self._rows[table] = self._waiting[table], [], 0
         if frames:
-            self._keep(table, without_empty(pl.concat(frames)))
+            self._keep(table, merged(frames))
 
     def _keep(self, name: str, frame: pl.DataFrame) -> None:
         buffer = io.BytesIO()
-        frame.write_ipc(buffer, compression="lz4")
+        frame.write_ipc_stream(buffer, compression="lz4")
         data = buffer.getvalue()
-        known = self.checksums.setdefault(name, [])
-        self._parts.keep(name, len(known), data)
-        known.append(zlib.crc32(data))
+        written = self.written.setdefault(name, [])
+        self._parts.keep(name, len(written), data)
+        written.append([zlib.crc32(data), frame.columns])

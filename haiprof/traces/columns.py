@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.errors import TraceFormatError
@@ -17,12 +19,12 @@ from haiprof.traces.events import NO_JSON, argument_names
 from haiprof.traces.tables import TABLES, TraceColumn
 from haiprof.traces.times import Ints, as_floats
 
-BATCH_ROWS = 1 << 13
+BATCH_ROWS = 1 << 11
 """Rows of a table that are kept as Python objects before they become a frame."""
 _NAME_LIMIT_BYTES = 1 << 30  # of all distinct texts of a file, with what keeps them
 _NAME_COST_BYTES = 300
 _UNKNOWN = (TypeError, OverflowError)  # what polars raises for a value that is not of a type
-_STORED = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}
+_STORED: dict[str, type[pl.DataType]] = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}
 
 Getter = Callable[[Sequence[Any]], list[Any]]
 
@@ -83,43 +85,52 @@ class _Column:
         self.is_own = column.field.startswith(".")
         names = [column.field[1:]] if self.is_own else argument_names(column)
         self._getters = [_getter(name) for name in names]
+        self._nothing = NO_JSON if column.is_json else None
+        self._missing_count = 0
+        """How many rows there are while none of them has a value."""
         self._values: list[Any] = []
 
     def add(self, rows: Sequence[Any], names: Names) -> None:
         """Takes the values of some rows."""
         values = self._getters[0](rows)
         for getter in self._getters[1:]:
-            if None in values:  # in an older spelling, perhaps
-                others = getter(rows)
+            others = getter(rows)
+            if others.count(None) < len(others):  # an older spelling
                 values = [b if a is None else a for a, b in zip(values, others, strict=True)]
+        # The first one first: comparing takes fifty times longer where a value is not None.
+        nothing = self._nothing
+        if values[0] is nothing and not self._values and values.count(nothing) == len(values):
+            self._missing_count += len(values)
+            return
+        if self._missing_count:
+            self._values, self._missing_count = [None] * self._missing_count, 0
         if self.column.type == "str":
-            if self.is_own and None in values:  # an event without a name has an empty one
-                values = ["" if value is None else value for value in values]
-            values = self._codes(values, names)
+            found = map(bytes, values) if self.column.is_json else values  # a Raw keeps its piece
+            values = list(map(names.__getitem__, found))
         self._values += values
 
-    def _codes(self, values: list[Any], names: Names) -> list[Any]:
-        nothing = NO_JSON if self.column.is_json else None
-        if values.count(nothing) == len(values):
-            return [None] * len(values)
-        if self.column.is_json:
-            values = [bytes(value) for value in values]  # a Raw keeps its whole piece alive
-        return list(map(names.__getitem__, values))
-
-    def take(self) -> pl.Series:
-        """The values so far, which are forgotten."""
+    def take(self) -> pl.Series | None:
+        """The values so far, which are forgotten; None where no row has one."""
+        name, kind = self.column.name, _STORED[self.column.type]
         values, self._values = self._values, []
-        if self.column.type == "f64":
-            return self._floats(values)
+        self._missing_count = 0
+        if not values:
+            return None
         try:
-            return pl.Series(self.column.name, values, dtype=_STORED[self.column.type])
+            found = pl.Series(name, values, dtype=kind)
         except _UNKNOWN:
-            return pl.Series(self.column.name, [_integer(v) for v in values], dtype=pl.Int64)
+            if kind == pl.Int64:
+                return pl.Series(name, [_integer(value) for value in values], dtype=kind)
+            found = pl.Series(name, as_floats(values))
+        return self._finite(found) if kind == pl.Float64 else found
 
-    def _floats(self, values: list[Any]) -> pl.Series:
-        floats = as_floats(values) * self.column.scale
-        known = np.where(np.isfinite(floats), floats, np.nan)
-        return pl.Series(self.column.name, known, dtype=pl.Float64, nan_to_null=True)
+    def _finite(self, found: pl.Series) -> pl.Series:
+        floats = found.to_numpy() * self.column.scale
+        finite = np.isfinite(floats)
+        if finite.all():
+            return pl.Series(found.name, floats, dtype=pl.Float64)
+        known = np.where(finite, floats, np.nan)
+        return pl.Series(found.name, known, dtype=pl.Float64, nan_to_null=True)
 
 
 def _integer(value: object) -> int | None:
@@ -132,6 +143,20 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and -(1 << 63) <= value < 1 << 63 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What every table has of its rows, as arrays."""
+
+    event: Ints
+    category: npt.NDArray[np.uint32]
+    """Codes of the texts."""
+    ts_ns: Ints
+    dur_ns: Ints
+
+
+_COMMON = {"event": pl.Int64, "category": pl.UInt32, "ts_ns": pl.Int64, "dur_ns": pl.Int64}
+
+
 class TableBatch:
     """Some rows of one table on their way from events to a frame.
 
@@ -142,20 +167,18 @@ class TableBatch:
     def __init__(self, table: str) -> None:
         self.table = table
         self.row_count = 0
-        self._columns = [_Column(column) for column in TABLES[table]
-                         if column.name not in ("event", "ts_ns", "dur_ns")]  # fmt: skip
-        self._common: list[tuple[Ints, Ints, Ints]] = []
+        self._columns = [_Column(each) for each in TABLES[table] if each.name not in _COMMON]
+        self._common: list[Common] = []
 
     def add(
-        self, heads: Sequence[Any], args: Sequence[Any], common: tuple[Ints, Ints, Ints],
-        names: Names,
+        self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
     ) -> None:  # fmt: skip
         """Takes rows.
 
         Args:
-            heads: Of this table only.
+            heads: Of this table only; at least one.
             args: Of the same events.
-            common: Place among the file's events, start and duration of the same events in ns.
+            common: Of the same events.
             names: Grows.
         """
         self.row_count += len(heads)
@@ -164,39 +187,54 @@ class TableBatch:
             column.add(heads if column.is_own else args, names)
 
     def take(self) -> pl.DataFrame:
-        """The rows so far, which are forgotten; texts are codes."""
-        arrays = [np.concatenate(parts) for parts in zip(*self._common, strict=True)]
-        self._common, self.row_count = [], 0
-        common = dict(zip(("event", "ts_ns", "dur_ns"), arrays, strict=True))
-        found = {name: pl.Series(name, values, dtype=pl.Int64) for name, values in common.items()}
-        found |= {own.column.name: own.take() for own in self._columns}
-        return pl.DataFrame([found[column.name] for column in TABLES[self.table]])
+        """The rows so far, which are forgotten; texts are codes.
+
+        Columns in which no row has a value are left out: see `joined`.
+        """
+        parts, self._common, self.row_count = self._common, [], 0
+        found = {
+            name: pl.Series(name, np.concatenate([getattr(part, name) for part in parts]), kind)
+            for name, kind in _COMMON.items()
+        }
+        own = {each.column.name: each.take() for each in self._columns}
+        found |= {name: values for name, values in own.items() if values is not None}
+        return pl.DataFrame(list(found.values()))
 
 
-def without_empty(part: pl.DataFrame) -> pl.DataFrame:
-    """Only the columns that hold something."""
-    return part.select(name for name in part.columns if part[name].null_count() < part.height)
+def merged(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Parts of a table as one frame with the columns that any of them has."""
+    return pl.concat(parts, how="diagonal", rechunk=True)
 
 
-def joined(table: str, parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """Parts of a table from `without_empty` as one frame with all columns; texts are codes."""
-    found = pl.concat(parts, how="diagonal") if parts else pl.DataFrame()
-    kinds = {column.name: _STORED[column.type] for column in TABLES[table]}
-    missing = [pl.lit(None, kind).alias(name) for name, kind in kinds.items()
-               if name not in found.columns]  # fmt: skip
-    return found.with_columns(missing).select(list(kinds)) if parts else pl.DataFrame(schema=kinds)
+def by_start(ts_ns: Ints, dur_ns: Ints) -> Ints:
+    """The order of events by their start, the longer one first, else as they stand in the file."""
+    order: Ints = np.argsort(ts_ns, kind="stable")
+    same = np.diff(ts_ns[order]) == 0
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((-dur_ns[rows], ts_ns[rows]))]
+    return order
 
 
-def with_texts(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
-    """A table with its texts in place of codes.
+def finished(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
+    """A table with all its columns, and with its texts in place of codes.
 
     Args:
         table: Its name in `TABLES`.
-        part: From `TableBatch.take`, or several of them joined.
+        part: From `TableBatch.take`, or several of them merged.
         texts: The names by code.
     """
-    coded = [column.name for column in TABLES[table] if _STORED[column.type] == pl.UInt32]
-    return part.with_columns(_as_text_of(name, texts) for name in coded)
+    kinds = {each.name: texts if each.type == "str" else _STORED[each.type]
+             for each in TABLES[table]}  # fmt: skip
+    coded = [name for name in part.columns if kinds[name] is texts]
+    known = part.with_columns(_as_text_of(name, texts) for name in coded)
+    # One for all columns of a type, since they share its memory.
+    nulls = {kind: pl.Series(dtype=kind).extend_constant(None, part.height)
+             for kind in set(kinds.values())}  # fmt: skip
+    return pl.DataFrame([
+        known[name] if name in part.columns else nulls[kind].alias(name)
+        for name, kind in kinds.items()
+    ])  # fmt: skip
 
 
 def _as_text_of(name: str, texts: pl.Enum) -> pl.Expr:

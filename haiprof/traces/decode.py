@@ -8,11 +8,17 @@ from typing import Any
 
 import msgspec
 
-from haiprof.traces.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS
+from haiprof.traces.events import (
+    ARGUMENTS,
+    EXACT_WHOLE,
+    HEADS,
+    JSON_KEYS,
+    TEXTS,
+    WHOLE,
+    Decoder,
+)
 from haiprof.traces.scan import BOUNDARY, Element, Found, element, scrubbed
 from haiprof.traces.text import TraceText
-
-Decoder = msgspec.json.Decoder[list[Any]]
 
 # A text that goes on for so long without an end of an event, though events seem to begin in it,
 # has lost a bracket or a quote.
@@ -41,6 +47,11 @@ class Damage:
         self.lost_count += 1
         if len(self.examples) < _EXAMPLES:
             self.examples.append(event[:_SHOWN_BYTES].decode("utf-8", "replace"))
+
+
+def decode_whole(piece: bytes, text: TraceText, *, exact: bool) -> list[Any] | None:
+    """The events of a piece with their arguments; None where one is not as profilers write it."""
+    return None if text.is_last else _decoded(piece, EXACT_WHOLE if exact else WHOLE)
 
 
 def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:

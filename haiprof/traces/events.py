@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Union
 
 import msgspec
 
-from haiprof.traces.tables import TABLES, TraceColumn
+from haiprof.traces.tables import (
+    LINKS,
+    MEMORY,
+    REDUNDANT_CATEGORIES,
+    TABLE_OF_CATEGORY,
+    TABLES,
+    TraceColumn,
+)
 
 Number = int | float | str | None
 Text = str | int | float | None
+Decoder = msgspec.json.Decoder[list[Any]]
 
 NO_JSON = msgspec.Raw(b"")
 """Where an event has no such argument."""
 _NO_ARGS = msgspec.Raw(b"{}")
 _NO_TIME = msgspec.Raw(b"null")
+_ZERO = msgspec.Raw(b"0")
+
+CATEGORIES = (*TABLE_OF_CATEGORY, *REDUNDANT_CATEGORIES)
+"""Those that are known; elsewhere a category is its place here."""
+OTHER_CATEGORY = len(CATEGORIES)
+"""Stands for all others."""
 
 
 class Head(msgspec.Struct, gc=False):
@@ -48,9 +62,9 @@ class ExactHead(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NO_ARGS
 
 
-HEADS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Head])
-EXACT_HEADS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[ExactHead])
-TEXTS: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[msgspec.Raw])
+HEADS: Decoder = msgspec.json.Decoder(list[Head])
+EXACT_HEADS: Decoder = msgspec.json.Decoder(list[ExactHead])
+TEXTS: Decoder = msgspec.json.Decoder(list[msgspec.Raw])
 """Events as they are written."""
 
 
@@ -60,20 +74,53 @@ def argument_names(column: TraceColumn) -> list[str]:
     return [f"{column.name}_{place}" for place, _ in enumerate(keys)]
 
 
-def _arguments(table: str) -> msgspec.json.Decoder[list[Any]]:
-    """A decoder for the arguments of one table's events: a struct with that table's fields."""
+def _arguments(table: str) -> type[msgspec.Struct]:
+    """The arguments of one table's events."""
     fields = []
     for column in TABLES[table]:
         kind: Any = Text if column.type == "str" else Number
         kind, default = (msgspec.Raw, NO_JSON) if column.is_json else (kind, None)
         for name, key in zip(argument_names(column), column.field.split("|"), strict=False):
             fields.append((name, kind, msgspec.field(name=key, default=default)))
-    struct = msgspec.defstruct(f"Args_{table}", fields, gc=False)
-    return msgspec.json.Decoder(list[struct])  # type: ignore[valid-type]
+    return msgspec.defstruct(f"Args_{table}", fields, gc=False, frozen=True)
 
 
-ARGUMENTS = {table: _arguments(table) for table in TABLES}
+_ARGUMENTS = {table: _arguments(table) for table in TABLES}
+ARGUMENTS: dict[str, Decoder] = {
+    table: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+    for table, kind in _ARGUMENTS.items()
+}
 """By table."""
+
+
+def _whole_event(category: str, *, exact: bool) -> type[msgspec.Struct]:
+    """An event of one category with its arguments, as profilers write it: nothing is forgiven."""
+    table = TABLE_OF_CATEGORY.get(category)
+    fields: list[tuple[Any, ...]] = []
+    if table is not None:
+        time, zero = (msgspec.Raw, _ZERO) if exact else (Number, 0)
+        phases: Any = {MEMORY: Literal["i", "I"], LINKS: Literal["s", "t", "f"]}.get(
+            table, Literal["X"]
+        )
+        arguments = _ARGUMENTS[table]
+        fields = [("ph", phases), ("name", str, ""), ("ts", time), ("pid", Number, None),
+                  ("tid", Number, None), ("args", arguments, arguments())]  # fmt: skip
+        fields += [("dur", time, zero)] if table in (MEMORY, LINKS) else [("dur", time)]
+        fields += [("id", Number, None)] if table == LINKS else []
+    return msgspec.defstruct("Event", fields, tag=category, tag_field="cat", gc=False, kw_only=True)
+
+
+_WHOLE = [_whole_event(category, exact=False) for category in CATEGORIES]
+_EXACT_WHOLE = [_whole_event(category, exact=True) for category in CATEGORIES]
+# Twice as fast as heads and arguments apart; one event that is not as it should be, or of another
+# category, and the whole piece has to be read as HEADS.
+WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_WHOLE)]])  # type: ignore[misc] # noqa: UP007
+EXACT_WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_EXACT_WHOLE)]])  # type: ignore[misc] # noqa: UP007
+CATEGORY_OF_TYPE = {
+    kind: place % OTHER_CATEGORY for place, kind in enumerate(_WHOLE + _EXACT_WHOLE)
+}
+"""Of an event from `WHOLE` or `EXACT_WHOLE`."""
+
 JSON_KEYS = {
     key
     for columns in TABLES.values()

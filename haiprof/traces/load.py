@@ -13,39 +13,42 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.errors import TraceFormatError
-from haiprof.traces.columns import BATCH_ROWS, Names, TableBatch
-from haiprof.traces.decode import Damage, arguments, decode
-from haiprof.traces.events import EXACT_HEADS, HEADS
+from haiprof.traces.columns import BATCH_ROWS, Common, Names, TableBatch
+from haiprof.traces.decode import Damage, arguments, decode, decode_whole
+from haiprof.traces.events import (
+    CATEGORIES,
+    CATEGORY_OF_TYPE,
+    EXACT_HEADS,
+    HEADS,
+    OTHER_CATEGORY,
+)
 from haiprof.traces.tables import MEMORY, REDUNDANT_CATEGORIES, TABLE_OF_CATEGORY, TABLES
 from haiprof.traces.text import TraceText
 from haiprof.traces.times import Flags, Ints, exact_times, times
 
 Sink = Callable[[str, pl.DataFrame], None]
-"""Takes a part of a table; texts are codes."""
+"""Takes a part of a table, as from `TableBatch.take`."""
 
 _MEMORY_NAME = "[memory]"  # before 2022 such events had no category
 # Halves of an event, whose duration would have to be put together. Kineto writes none.
 _HALF_PHASES = frozenset("BEben")
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
 
-# Categories as small numbers: those of a table, those that are redundant, and all others.
-_CATEGORIES = (*TABLE_OF_CATEGORY, *REDUNDANT_CATEGORIES)
-_OTHER = len(_CATEGORIES)
 _TABLE_NAMES = tuple(TABLES)
 _MEMORY = _TABLE_NAMES.index(MEMORY)
-_TABLE_OF_CODE = np.array(
+_TABLE_OF_CATEGORY = np.array(
     [_TABLE_NAMES.index(table) for table in TABLE_OF_CATEGORY.values()]
     + [-1] * (len(REDUNDANT_CATEGORIES) + 1),
     dtype=np.int8,
 )
 
 
-class _Codes(dict[Any, int]):
+class _Places(dict[Any, int]):
     def __missing__(self, category: object) -> int:
-        return _OTHER
+        return OTHER_CATEGORY
 
 
-_CODES = _Codes({category: code for code, category in enumerate(_CATEGORIES)})
+_PLACES = _Places({category: place for place, category in enumerate(CATEGORIES)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +105,12 @@ class LoadReport:
 class _Reading:
     """A file that is being read."""
 
+    text: TraceText
     names: Names
     sink: Sink
     damage: Damage = field(default_factory=Damage)
+    exact: bool = False
+    """Whether times are read as they are written, for their number of digits."""
     events: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     redundant: Counter[str] = field(default_factory=Counter)
@@ -128,91 +134,117 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
     Raises:
         TraceFormatError: It is not a trace or cannot be read.
     """
-    text, reading = TraceText(path), _Reading(Names(path), sink)
-    decoder = HEADS
-    for piece in text.pieces():
-        events = _sorted_out(decode(piece, text, reading.damage, decoder))
-        found = exact_times(events.own) if decoder is EXACT_HEADS else times(events.own)
+    reading = _Reading(TraceText(path), Names(path), sink)
+    name_codes = np.array([reading.names[name] for name in (*CATEGORIES, "")], dtype=np.uint32)
+    for piece in reading.text.pieces():
+        events = _events(piece, reading, reading.damage)
+        found = exact_times(events.own) if reading.exact else times(events.own)
         if found is None:
-            decoder = EXACT_HEADS
-            events = _sorted_out(decode(piece, text, Damage(), decoder))
+            reading.exact = True
+            events = _events(piece, reading, Damage())
             found = exact_times(events.own)
         _count(events, reading)
-        if events.own:
-            _add(events, found, reading)
-        reading.events += len(events.heads)
+        _add(events, found, name_codes, reading)
+        reading.events += len(events.categories)
     for batch in reading.batches:
         if batch.row_count:
             sink(batch.table, batch.take())
-    report = _report(text, reading)
+    report = _report(reading)
     _refuse_strangers(report)
-    return text.metadata, reading.names.texts(), report
+    return reading.text.metadata, reading.names.texts(), report
 
 
 @dataclass(frozen=True, slots=True)
 class _Events:
     """The events of one piece by what becomes of them."""
 
-    heads: list[Any]
-    codes: npt.NDArray[np.uint8]
-    """Of their categories."""
+    categories: npt.NDArray[np.uint8]
+    """Of all, as places in `CATEGORIES`."""
     others: list[Any]
     """Those that no table has and that are not redundant."""
     places: Ints
-    """Of those that a table has, among `heads`."""
+    """Of those that a table has, in the piece."""
     tables: npt.NDArray[np.int8]
     """Which, by place in `_TABLE_NAMES`."""
     own: list[Any]
     """Those themselves."""
+    with_args: bool
+    """Whether their arguments have been decoded with them."""
+
+
+def _events(piece: bytes, reading: _Reading, damage: Damage) -> _Events:
+    found = decode_whole(piece, reading.text, exact=reading.exact)
+    if found is None:
+        decoder = EXACT_HEADS if reading.exact else HEADS
+        return _sorted_out(decode(piece, reading.text, damage, decoder))
+    categories = np.frombuffer(bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, found))), np.uint8)
+    tables = _TABLE_OF_CATEGORY[categories]
+    places = np.flatnonzero(tables >= 0)
+    own = [found[at] for at in places.tolist()]
+    return _Events(categories, [], places, tables[places], own, with_args=True)
 
 
 def _sorted_out(heads: list[Any]) -> _Events:
-    codes = np.frombuffer(bytes(map(_CODES.__getitem__, [head.cat for head in heads])), np.uint8)
-    tables, others = _TABLE_OF_CODE[codes], []
-    for at in np.flatnonzero(codes == _OTHER).tolist():
-        if heads[at].name == _MEMORY_NAME:
+    categories = np.frombuffer(bytes([_PLACES[head.cat] for head in heads]), np.uint8)
+    tables, others = _TABLE_OF_CATEGORY[categories], []
+    for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
+        if heads[at].name == _MEMORY_NAME and not heads[at].cat:
             tables[at] = _MEMORY
         else:
             others.append(heads[at])
     places = np.flatnonzero(tables >= 0)
     own = [heads[at] for at in places.tolist()]
+    for head in own:
+        if head.name is None:
+            head.name = ""
     if not _HALF_PHASES.isdisjoint({head.ph for head in own}):
         others += [head for head in own if head.ph in _HALF_PHASES]
         places = places[[head.ph not in _HALF_PHASES for head in own]]
         own = [heads[at] for at in places.tolist()]
-    return _Events(heads, codes, others, places, tables[places], own)
+    return _Events(categories, others, places, tables[places], own, with_args=False)
 
 
 def _count(events: _Events, reading: _Reading) -> None:
     """What does not go into a table."""
-    for code, count in enumerate(np.bincount(events.codes, minlength=_OTHER).tolist()):
-        if count and code < _OTHER and _CATEGORIES[code] in REDUNDANT_CATEGORIES:
-            reading.redundant[_CATEGORIES[code]] += count
+    counts = np.bincount(events.categories, minlength=OTHER_CATEGORY + 1)
+    for category in REDUNDANT_CATEGORIES:
+        count = int(counts[_PLACES[category]])
+        if count:
+            reading.redundant[category] += count
     unused = reading.not_used
     for head in events.others:
         kind = f"{head.ph or '?'} {head.cat or ''}".rstrip()
         unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
 
 
-def _add(events: _Events, found: tuple[Ints, Ints, Flags], reading: _Reading) -> None:
+def _add(
+    events: _Events,
+    found: tuple[Ints, Ints, Flags],
+    name_codes: npt.NDArray[np.uint32],
+    reading: _Reading,
+) -> None:
     """What goes into tables."""
     ts_ns, dur_ns, good = found
-    reading.bad_time += int((~good).sum())
-    for number in np.unique(events.tables).tolist():
-        rows = np.flatnonzero((events.tables == number) & good)
-        if not len(rows):
+    reading.bad_time += len(good) - int(np.count_nonzero(good))
+    for number in np.flatnonzero(np.bincount(events.tables)).tolist():
+        batch, rows = reading.batches[number], np.flatnonzero((events.tables == number) & good)
+        own = [events.own[at] for at in rows.tolist()]
+        if not own:
             continue
-        own, batch = [events.own[at] for at in rows.tolist()], reading.batches[number]
-        args = arguments(batch.table, [head.args for head in own], reading.damage)
-        place = events.places[rows] + reading.events
-        batch.add(own, args, (place, ts_ns[rows], dur_ns[rows]), reading.names)
+        args = [event.args for event in own]
+        if not events.with_args:
+            args = arguments(batch.table, args, reading.damage)
+        places = events.places[rows]
+        category = name_codes[events.categories[places]]
+        common = Common(places + reading.events, category, ts_ns[rows], dur_ns[rows])
+        batch.add(own, args, common, reading.names)
         reading.kept[batch.table] += len(own)
         if batch.row_count >= BATCH_ROWS:
             reading.sink(batch.table, batch.take())
 
 
-def _report(text: TraceText, reading: _Reading) -> LoadReport:
-    damage = reading.damage
+def _report(reading: _Reading) -> LoadReport:
+    text, damage = reading.text, reading.damage
     return LoadReport(
         path=str(text.path),
         text_bytes=text.size_bytes,

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 _NEWLINE, _DOT = ord("\n"), ord(".")
-_DIGITS_LIMIT = 18  # of a number that surely fits 64 bits
+_DIGITS_LIMIT = 19  # of a number that fits 64 bits, unless it begins with a 9
 _POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
 
 
@@ -32,20 +32,21 @@ def times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags] | None:
     """Start and duration of each event in ns, and whether it has usable ones.
 
     Args:
-        heads: `events.Head`.
+        heads: `events.Head`, or whole events.
 
     Returns:
         None where a stamp has more digits than a float holds to 1 ns: see `exact_times`.
     """
-    durations = [head.dur for head in heads]
-    if None in durations:
+    start, durations = _from_numbers([head.ts for head in heads]), [head.dur for head in heads]
+    dur = _from_numbers(durations)
+    if dur is not None and not dur[1].all() and None in durations:
         durations = [0 if head.dur is None and head.ph != "X" else head.dur for head in heads]
-    start, dur = _from_numbers([head.ts for head in heads]), _from_numbers(durations)
+        dur = _from_numbers(durations)
     return None if start is None or dur is None else _checked(start, dur)
 
 
 def exact_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags]:
-    """The same of `events.ExactHead`, whose times are as they are written."""
+    """The same of events whose times are as they are written."""
     durations = [bytes(head.dur) for head in heads]
     if b"null" in durations:
         durations = [
@@ -63,12 +64,13 @@ def _checked(start: tuple[Ints, Flags], dur: tuple[Ints, Flags]) -> tuple[Ints, 
 
 def _from_numbers(us: list[Any]) -> tuple[Ints, Flags] | None:
     """Times in ns, and which are usable; None where floats are too coarse for them."""
-    if None in us:
-        return _from_floats(us)
     try:
-        values: Ints = pl.Series(us, dtype=pl.Int64).to_numpy()
+        whole = pl.Series(us, dtype=pl.Int64)
     except (TypeError, OverflowError):
         return _from_floats(us)
+    if whole.null_count():
+        return _from_floats(us)
+    values: Ints = whole.to_numpy()
     limit = TIME_LIMIT_NS // 1000
     good = (values < limit) & (values > -limit)
     return (values if good.all() else np.where(good, values, 0)) * 1000, good
@@ -132,7 +134,9 @@ def _plain(data: npt.NDArray[np.uint8], ends: Ints) -> tuple[Flags, Ints]:
     line_of_dot = np.searchsorted(ends, dots)
     fraction_digits = np.zeros(len(ends), dtype=np.int64)
     fraction_digits[line_of_dot] = ends[line_of_dot] - dots - 1
-    plain = (lengths > 0) & (lengths <= _DIGITS_LIMIT) & (fraction_digits <= 3)
+    digits = lengths - np.bincount(line_of_dot, minlength=len(ends))
+    plain = (digits > 0) & (digits <= _DIGITS_LIMIT) & (fraction_digits <= 3)
+    plain &= (digits < _DIGITS_LIMIT) | (data[ends - lengths] < ord("9"))
     plain[line_of_dot[1:][line_of_dot[1:] == line_of_dot[:-1]]] = False
     plain[line_of_dot[dots == (ends - lengths)[line_of_dot]]] = False  # nothing before the dot
     is_other = ((data - ord("0")) > 9) & (data != _DOT) & (data != _NEWLINE)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from haiprof.traces.cache import TraceColumns, open_columns
@@ -23,7 +22,6 @@ from haiprof.traces.tables import (
     RUNTIME,
     SYNC,
 )
-from haiprof.traces.times import Ints
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
 
@@ -134,27 +132,4 @@ class Trace:
         return size if type(size) is int and size > 0 else None
 
     def _table(self, name: str) -> pl.DataFrame:
-        return _by_start(self.columns.table(name))
-
-
-def _by_start(frame: pl.DataFrame) -> pl.DataFrame:
-    """By start, the longer first, else as in the file; one column after the other, for memory."""
-    order = _order(frame["ts_ns"].to_numpy(), frame["dur_ns"].to_numpy())
-    columns = frame.get_columns()
-    del frame
-    is_sorted = bool((np.diff(order) == 1).all())
-    for place, column in enumerate(columns):
-        one_piece = column.rechunk()
-        if not is_sorted and column.null_count() < len(column):
-            one_piece = one_piece.gather(order)
-        columns[place] = one_piece
-    return pl.DataFrame(columns)
-
-
-def _order(ts_ns: Ints, dur_ns: Ints) -> Ints:
-    order: Ints = np.argsort(ts_ns, kind="stable")
-    same = np.diff(ts_ns[order]) == 0
-    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
-    rows = order[tied]
-    order[tied] = rows[np.lexsort((-dur_ns[rows], ts_ns[rows]))]
-    return order
+        return self.columns.table(name)

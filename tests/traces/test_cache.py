@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> Path:
     """A trace in a folder that can be written."""
     path = tmp_path / "traces" / "rank0.json"
     path.parent.mkdir()
-    path.write_text(pretty([op("a"), kernel("k", bytes=9), op("b", ts=50)], schemaVersion=1))
+    path.write_text(pretty([op("a"), kernel("k", bytes=9), op("b", ts=150)], schemaVersion=1))
     return path
 
 
@@ -110,7 +110,7 @@ def test_damaged_cache_is_built_anew(trace: Path, damage: str) -> None:
     if damage == "meta":
         meta.write_text(meta.read_text()[:50])
     elif damage == "meta json":
-        meta.write_text(json.dumps({"metadata": {}, "checksums": {}}))
+        meta.write_text(json.dumps({"metadata": {}, "parts": {}}))
     elif damage == "cut part":
         part.write_bytes(data[:-9])
     elif damage == "bits":

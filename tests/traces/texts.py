@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.traces.columns import finished, merged
 from haiprof.traces.load import LoadReport, read_trace
 
 Event = dict[str, Any]
@@ -55,17 +56,17 @@ class Read:
         self.report: LoadReport = found[2]
 
     def table(self, name: str) -> pl.DataFrame:
-        """With codes for texts."""
-        return pl.concat(self._parts[name]) if name in self._parts else pl.DataFrame()
+        """In the file's order."""
+        parts = self._parts.get(name, [])
+        return finished(name, merged(parts) if parts else pl.DataFrame(), pl.Enum(self._texts))
 
     def column(self, table: str, name: str) -> list[Any]:
         """Values of a column."""
-        return self.table(table)[name].to_list() if table in self._parts else []
+        return self.table(table)[name].to_list()
 
     def texts(self, table: str, name: str = "name") -> list[str | None]:
         """Values of a text column."""
-        codes = self.column(table, name)
-        return [None if code is None else self._texts[code] for code in codes]
+        return self.table(table)[name].cast(pl.String).to_list()
 
 
 def read(path: Path, text: str | bytes) -> Read:
