@@ -1,0 +1,145 @@
+"""From a trace file to loaded frames: haiprof beside HTA, the JSON scanner and gunzip, on one core.
+
+    python -m venv /tmp/hta-venv && /tmp/hta-venv/bin/pip install traceinsight
+    python benchmarks/inflate.py TRACE /tmp/big 1 8
+    python benchmarks/trace_load.py --hta-python /tmp/hta-venv/bin/python /tmp/big/*.json TRACE...
+
+Every measurement is a fresh process on one core; haiprof's has no cache to begin with and writes
+one. HTA is timed by its `TraceAnalysis(trace_files=...)` alone, without its imports. Peak memory is
+what the process grew by. `computes` is the GPU time in which a kernel computes, by both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from compare import save
+
+OURS = """
+import json, resource, sys, time
+import polars
+from haiprof.analysis.trace.facade import TraceAnalysis
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+analysis = TraceAnalysis(sys.argv[1])
+trace = next(iter(analysis.traces.values()))
+rows = trace.gpu.height + trace.ops.height + trace.runtime.height
+loaded = time.perf_counter() - start
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+compute = analysis.temporal_breakdown()["compute_ns"].sum() / 1e3
+start = time.perf_counter()
+TraceAnalysis(sys.argv[1]).temporal_breakdown()
+warm = time.perf_counter() - start
+print(json.dumps({"s": loaded, "peak_bytes": grown * 1024, "compute_us": compute, "warm_s": warm,
+                  "text_bytes": trace.report.text_bytes, "events": trace.report.event_count}))
+"""
+HTA = """
+import json, resource, sys, time, warnings
+warnings.filterwarnings("ignore")
+from hta.trace_analysis import TraceAnalysis
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
+loaded = time.perf_counter() - start
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+try:
+    frame = analysis.get_temporal_breakdown(visualize=False)
+    compute = float(frame["compute_time(us)"].sum())
+except Exception as error:
+    compute = type(error).__name__
+print(json.dumps({"s": loaded, "peak_bytes": grown * 1024, "compute_us": compute}))
+"""
+SCAN = """
+import gzip, json, msgspec, sys, time, zlib
+start = time.perf_counter()
+data = open(sys.argv[1], "rb").read()
+if data[:2] == b"\\x1f\\x8b":
+    data = gzip.decompress(data)
+unpacked = time.perf_counter() - start
+start = time.perf_counter()
+msgspec.json.decode(data, type=msgspec.Raw)
+class Nothing(msgspec.Struct):
+    pass
+msgspec.json.decode(data, type=Nothing)
+print(json.dumps({"read_s": unpacked, "scan_s": time.perf_counter() - start}))
+"""
+
+
+def measured(python: str, code: str, trace: Path, home: Path) -> dict[str, object]:
+    """What one fresh process says, or why it failed."""
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        ["taskset", "-c", "0", python, "-c", code, str(trace)],
+        env={**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:120]}
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def row(trace: Path, hta_python: str | None) -> dict[str, object]:
+    """One trace by every reader; a link in an empty folder, so that no cache is found."""
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder) / "traces" / trace.name
+        link.parent.mkdir()
+        link.symlink_to(trace.resolve())
+        home = Path(folder) / "cache"
+        ours = measured(sys.executable, OURS, link, home)
+        theirs = (
+            measured(hta_python, HTA, trace.resolve(), home)
+            if hta_python
+            else {"error": "not asked"}
+        )
+        scan = measured(sys.executable, SCAN, trace, home)
+    name = f"{trace.parent.name}/{trace.name}"
+    return {"trace": name, "haiprof": ours, "hta": theirs, "scan": scan}
+
+
+def line(found: dict[str, dict]) -> str:
+    """One line of the table."""
+    ours, theirs, scan = found["haiprof"], found["hta"], found["scan"]
+    size = ours["text_bytes"]
+    cells = [f"{size / 1e6:.1f}", f"{ours['s']:.2f}", f"{size / 1e6 / ours['s']:.0f}"]
+    cells += [f"{ours['peak_bytes'] / size:.2f}", f"{ours['warm_s']:.3f}"]
+    if "error" in theirs:
+        cells += ["-", "-", "-", theirs["error"][:40]]
+    else:
+        compute = theirs["compute_us"]
+        shown = compute if isinstance(compute, str) else f"{compute:.0f}"
+        cells += [f"{theirs['s']:.2f}", f"{theirs['peak_bytes'] / size:.1f}"]
+        cells += [f"x{theirs['s'] / ours['s']:.1f}", f"{ours['compute_us']:.0f} / {shown}"]
+    cells += [f"{size / 1e6 / scan['scan_s']:.0f}", f"{size / 1e6 / scan['read_s']:.0f}"]
+    return f"| {found['trace'][-44:]} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Prints the table, one line per trace."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", type=Path, nargs="+")
+    parser.add_argument("--hta-python", help="a Python that has traceinsight")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(
+        "| trace | MB of JSON | haiprof s | MB/s | peak B/B | warm s | HTA s | peak B/B | ratio |"
+        " computes us, haiprof / HTA | scan MB/s | read MB/s |\n|" + "---|" * 12
+    )
+    results = []
+    for trace in options.traces:
+        results.append(row(trace, options.hta_python))
+        print(line(results[-1]), flush=True)  # type: ignore[arg-type]
+    if options.json:
+        save(options.json, {"results": results})
+
+
+if __name__ == "__main__":
+    main()
