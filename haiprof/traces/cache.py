@@ -74,10 +74,10 @@ class TraceColumns:
         if not parts:
             return finished(name, pl.DataFrame(), self._texts)
         ts_ns, dur_ns = _column(parts, "ts_ns"), _column(parts, "dur_ns")
-        order = by_start(ts_ns.to_numpy(), dur_ns.to_numpy())
+        order = pl.Series(by_start(ts_ns.to_numpy(), dur_ns.to_numpy()), dtype=pl.UInt32)
         del ts_ns, dur_ns
         columns = [  # one after the other, for memory
-            _column(parts, column.name).gather(order)
+            _column(parts, column.name)[order]
             for column in TABLES[name]
             if any(part.holds(column.name) for part in parts)
         ]
@@ -258,7 +258,7 @@ class _Part:
     """Some rows of a table as they are stored."""
 
     def __init__(self, data: bytes, columns: list[str]) -> None:
-        self._data = data
+        self._data = io.BytesIO(data)
         self._columns = columns
 
     def holds(self, name: str) -> bool:
@@ -271,7 +271,8 @@ class _Part:
 
     def frame(self, columns: list[str] | None = None) -> pl.DataFrame:
         """Some columns, or all that are held."""
-        return pl.read_ipc_stream(io.BytesIO(self._data), columns=columns)
+        self._data.seek(0)
+        return pl.read_ipc_stream(self._data, columns=columns)
 
 
 def _column(parts: list[_Part], name: str) -> pl.Series:

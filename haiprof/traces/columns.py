@@ -224,16 +224,14 @@ def finished(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
         part: From `TableBatch.take`, or several of them merged.
         texts: The names by code.
     """
-    kinds = {each.name: texts if each.type == "str" else _STORED[each.type]
-             for each in TABLES[table]}  # fmt: skip
-    coded = [name for name in part.columns if kinds[name] is texts]
+    coded = [each.name for each in TABLES[table] if each.type == "str" and each.name in part]
     known = part.with_columns(_as_text_of(name, texts) for name in coded)
     # One for all columns of a type, since they share its memory.
-    nulls = {kind: pl.Series(dtype=kind).extend_constant(None, part.height)
-             for kind in set(kinds.values())}  # fmt: skip
+    nulls = {kind: pl.Series(dtype=texts if kind == "str" else stored)
+             .extend_constant(None, part.height) for kind, stored in _STORED.items()}  # fmt: skip
     return pl.DataFrame([
-        known[name] if name in part.columns else nulls[kind].alias(name)
-        for name, kind in kinds.items()
+        known[each.name] if each.name in part else nulls[each.type].alias(each.name)
+        for each in TABLES[table]
     ])  # fmt: skip
 
 

@@ -78,14 +78,15 @@ class TraceText:
             buffer = b"".join(waiting)
             cut = self._last_boundary(buffer)
             if cut:
-                yield _after_separator(buffer[:cut])
+                yield buffer[_separator_end(buffer) : cut]
             waiting = self._rest(buffer[cut:])
             rest_bytes = sum(map(len, waiting))
             self._limit(rest_bytes)
             wanted = max(PIECE_BYTES, 2 * rest_bytes)
         if self._trailer is None:
             self.is_last = True
-            yield _after_separator(b"".join(waiting))
+            buffer = b"".join(waiting)
+            yield buffer[_separator_end(buffer) :]
         self._add_trailer()
 
     def unread(self, rest: bytes) -> None:
@@ -250,9 +251,9 @@ def _readable(unpacker: Any, block: bytes) -> bytes:  # noqa: ANN401 - zlib does
     return b"".join(text)
 
 
-def _after_separator(piece: bytes) -> bytes:
+def _separator_end(piece: bytes) -> int:
     between = _SEPARATOR.match(piece)
-    return piece[between.end() :] if between else piece
+    return between.end() if between else 0
 
 
 def _last_end(buffer: bytes) -> int:

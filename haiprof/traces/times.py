@@ -72,8 +72,10 @@ def _from_numbers(us: list[Any]) -> tuple[Ints, Flags] | None:
         return _from_floats(us)
     values: Ints = whole.to_numpy()
     limit = TIME_LIMIT_NS // 1000
+    if len(values) and -limit < values.min() and values.max() < limit:
+        return values * 1000, np.ones(len(values), dtype=bool)
     good = (values < limit) & (values > -limit)
-    return (values if good.all() else np.where(good, values, 0)) * 1000, good
+    return np.where(good, values, 0) * 1000, good
 
 
 def _from_floats(us: list[Any]) -> tuple[Ints, Flags] | None:
