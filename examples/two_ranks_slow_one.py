@@ -1,7 +1,8 @@
 """Trains on two ranks with DistributedDataParallel, one of which is slow in one phase.
 
 Shows: ranks side by side, and the slow one named. Each rank's own time in the slow phase tells them
-apart; the others lose the same time waiting in backward, where the gradients are averaged.
+apart; the others lose the same time waiting in backward, where the gradients are averaged. A rank
+that is slow inside backward is told by the times at which it begins to average.
 Expected verdict: uneven ranks, the slow rank and its phase. `--slow-ms 0` makes them even.
 
     haiprof torchrun --nproc-per-node 2 examples/two_ranks_slow_one.py --steps 200
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 FEATURES = 64
 CLASSES = 8
+PHASES = ("dataloader", "forward", "backward")
 
 
 class Waves(Dataset):
@@ -47,31 +49,36 @@ class Waves(Dataset):
 
 
 class Classifier(nn.Sequential):
-    """A perceptron whose forward can be made slow."""
+    """A perceptron whose forward or backward can be made slow."""
 
-    def __init__(self, *, sleep_s: float = 0.0) -> None:
+    def __init__(self, *, sleep_s: float = 0.0, backward_sleep_s: float = 0.0) -> None:
         super().__init__(
             nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(),
             nn.Linear(256, CLASSES),
         )  # fmt: skip
         self.sleep_s = sleep_s
+        self.backward_sleep_s = backward_sleep_s
 
     def forward(self, waves: Tensor) -> Tensor:
         """Waves (batch, FEATURES) to logits (batch, CLASSES)."""
         if self.sleep_s:
             time.sleep(self.sleep_s)
-        return super().forward(waves)
+        logits = super().forward(waves)
+        if self.backward_sleep_s:
+            logits.register_hook(lambda _: time.sleep(self.backward_sleep_s))
+        return logits
 
 
 def train(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[float]]:
     """Runs this rank's loop."""
     torch.manual_seed(options.seed)
     slow_s = options.slow_ms / 1e3 if dist.get_rank() == options.slow_rank else 0.0
-    slow_data, slow_forward = options.slow_phase == "dataloader", options.slow_phase == "forward"
-    waves = Waves(4096, sleep_s=slow_s / options.batch * slow_data)
+    slow = {phase: slow_s * (phase == options.slow_phase) for phase in PHASES}
+    waves = Waves(4096, sleep_s=slow["dataloader"] / options.batch)
     sampler = DistributedSampler(waves, seed=options.seed, drop_last=True)
     loader = DataLoader(waves, batch_size=options.batch, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(Classifier(sleep_s=slow_s * slow_forward).to(device))
+    classifier = Classifier(sleep_s=slow["forward"], backward_sleep_s=slow["backward"])
+    model = DistributedDataParallel(classifier.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     epoch = 0
@@ -105,7 +112,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--slow-ms", type=float, default=20.0, help="added to each step")
     parser.add_argument("--slow-rank", type=int, default=1)
-    parser.add_argument("--slow-phase", choices=("dataloader", "forward"), default="dataloader")
+    parser.add_argument("--slow-phase", choices=PHASES, default="dataloader")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write final weights and losses here")

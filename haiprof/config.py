@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from haiprof.errors import UsageError
+from haiprof.react_options import ReactOptions, parse_hang_limit, parse_slow_limit
+from haiprof.trace_options import TraceOptions, parse_steps
 
 USUAL_RECORDERS = ("phases", "host", "process", "gpu", "infiniband", "numa", "filesystem")
 # Hardware events of every thread of a rank make its context switches dearer, by an amount that
@@ -29,6 +31,9 @@ ENV_ACTIVE = "HAIPROF_ACTIVE_RUN"  # set in the job: the run directory that is b
 ENV_DEBUG = "HAIPROF_DEBUG"
 ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
+ENV_RENDEZVOUS = "HAIPROF_RENDEZVOUS"  # set by `haiprof submit`: where a job's nodes meet
+ENV_KINETO_DAEMON = "KINETO_USE_DAEMON"  # Kineto's own: a process asks a daemon for traces
+ENV_KINETO_FOLDER = "KINETO_IPC_SOCKET_DIR"  # Kineto's own: where the daemon's socket is
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
 _PORT_LIMIT = 65_535
@@ -36,15 +41,13 @@ _NAME_OK = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(TraceOptions, ReactOptions):
     """What a run records, and where it is written."""
 
     time_s: float = 0.0
     """Seconds to record, from the first training step after the warm-up; 0 is the whole run."""
     warmup_s: float = 0.0
     """Seconds from the first training step that are not recorded."""
-    trace: bool = False
-    """A torch.profiler window; not in this version."""
     recorder: tuple[str, ...] = USUAL_RECORDERS
     """Which recorders run."""
     interval_s: Mapping[str, float] = field(default_factory=dict)
@@ -63,8 +66,14 @@ class Options:
     """Length of a burst in seconds."""
     tensorboard: bool = False
     """Live scalars for TensorBoard beside the run."""
+    reach: str = ""
+    """HOST:PORT of the node that hands requests to nodes without a shared file system."""
+    reach_token: Path | None = None
+    """File with the token for that; null is reach.token in the log directory."""
     prometheus_port: int = 0
     """Port on the loopback interface at which Prometheus can scrape this node; 0 opens none."""
+    kineto: bool = False
+    """Let the job be traced through Kineto, beside Python (KINETO_USE_DAEMON)."""
     quiet: bool = False
     """Print neither the first line nor the verdict."""
 
@@ -82,11 +91,15 @@ class Options:
         self._check_burst()
         if not 0 <= self.prometheus_port <= _PORT_LIMIT:
             raise UsageError(f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none")
-        if self.trace:
+        if self.kineto and self.traces:
             raise UsageError(
-                "trace windows (--trace, profile.trace, HAIPROF_TRACE) are not in this version",
-                hint="leave the option out to record phases and counters",
+                "--kineto and --trace exclude each other: two profilers cannot share a process",
+                hint="with --kineto, traces are asked for while the job runs: haiprof trace-now",
             )
+        self.check_react()
+        self.check_trace(
+            time_s=self.time_s, warmup_s=self.warmup_s, phases="phases" in self.recorder
+        )
 
     def _check_burst(self) -> None:
         low, high = BURST_HZ_RANGE
@@ -104,12 +117,17 @@ class Options:
         """Seconds between two samples of one recorder."""
         return self.interval_s.get(recorder, DEFAULT_INTERVAL_S)
 
+    def boot_json(self) -> dict[str, object]:
+        """What the hook reads: the options, with the trace window worked out."""
+        trace = self.window(time_s=self.time_s, warmup_s=self.warmup_s)
+        return {**self.as_json(), "trace": trace}
+
     def as_json(self) -> dict[str, object]:
         """The options as plain JSON values, by their names on the command line."""
         return {
             "time": self.time_s,
             "warmup": self.warmup_s,
-            "trace": self.trace,
+            **self.trace_json(),
             "recorder": list(self.recorder),
             "interval": dict(self.interval_s),
             "log_dir": str(self.log_dir),
@@ -119,7 +137,11 @@ class Options:
             "burst_hz": self.burst_hz,
             "burst_time": self.burst_time_s,
             "tensorboard": self.tensorboard,
+            "reach": self.reach,
+            "reach_token": None if self.reach_token is None else str(self.reach_token),
             "prometheus_port": self.prometheus_port,
+            "kineto": self.kineto,
+            **self.react_json(),
             "quiet": self.quiet,
         }
 
@@ -136,6 +158,14 @@ def _switch(text: str) -> bool:
     if word in ("0", "false", "no", "off", ""):
         return False
     raise ValueError("expected 1 or 0")
+
+
+def _address(text: str) -> str:
+    """`HOST:PORT`; `PORT` alone is on the loopback interface."""
+    port = text.rpartition(":")[2]
+    if not port.isdigit() or not 0 < int(port) <= _PORT_LIMIT:
+        raise ValueError("expected HOST:PORT")
+    return text
 
 
 def _folder(text: str) -> Path:
@@ -177,7 +207,37 @@ OPTIONS = (
     OptionSpec("warmup", "warmup_s", _seconds, "HAIPROF_WARMUP", "SECONDS",
                "leave out this long, counted from the first training step"),
     OptionSpec("trace", "trace", _switch, "HAIPROF_TRACE", "",
-               "torch.profiler window (not in this version)"),
+               "trace some steps with torch.profiler on every rank"),
+    OptionSpec("steps", "steps", parse_steps, "HAIPROF_STEPS", "A:B",
+               "trace steps A to B-1; implies --trace"),
+    OptionSpec("trace-steps", "trace_steps", int, "HAIPROF_TRACE_STEPS", "N",
+               "trace N steps (default: 5)"),
+    OptionSpec("trace-stacks", "trace_stacks", _switch, "HAIPROF_TRACE_STACKS", "",
+               "with Python call stacks"),
+    OptionSpec("trace-shapes", "trace_shapes", _switch, "HAIPROF_TRACE_SHAPES", "",
+               "with the shapes of operators' inputs"),
+    OptionSpec("trace-memory", "trace_memory", _switch, "HAIPROF_TRACE_MEMORY", "",
+               "with allocations and releases"),
+    OptionSpec("trace-flops", "trace_flops", _switch, "HAIPROF_TRACE_FLOPS", "",
+               "with floating point operations, estimated"),
+    OptionSpec("trace-modules", "trace_modules", _switch, "HAIPROF_TRACE_MODULES", "",
+               "with the module that an operator belongs to"),
+    OptionSpec("trace-sync", "trace_sync", _switch, "HAIPROF_TRACE_SYNC", "",
+               "with CUDA synchronisation events"),
+    OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
+               "an execution trace of the same steps beside it; implies --trace"),
+    OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
+               "trace N windows (default: 1)"),
+    OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",
+               "from a window's start to the next one's (default: ten times its length)"),
+    OptionSpec("keep-slow", "keep_slow", _switch, "HAIPROF_KEEP_SLOW", "",
+               "trace a few steps again and again, keep what holds a slow one; implies --trace"),
+    OptionSpec("slow-ratio", "slow_ratio", float, "HAIPROF_SLOW_RATIO", "RATIO",
+               "slow is a step of RATIO times the normal one (default: 1.5)"),
+    OptionSpec("slow-cost", "slow_cost", float, "HAIPROF_SLOW_COST", "RATIO",
+               "share of the time that --keep-slow may cost (default: 0.05)"),
+    OptionSpec("trace-limit", "trace_limit_mb", float, "HAIPROF_TRACE_LIMIT", "MB",
+               "largest raw trace of a rank and window (default: 1000)"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
                f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
     OptionSpec("log-dir", "log_dir", _folder, "HAIPROF_LOG_DIR", "DIR",
@@ -194,8 +254,22 @@ OPTIONS = (
                "length of a burst (default: 5)"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
                "write live scalars for TensorBoard beside the run"),
+    OptionSpec("reach", "reach", _address, "HAIPROF_REACH", "HOST:PORT",
+               "requests reach nodes without a shared file system: the node that has HOST listens"),
+    OptionSpec("reach-token", "reach_token", _folder, "HAIPROF_REACH_TOKEN", "FILE",
+               "holds the token for that, for its owner alone (default: reach.token in log-dir)"),
     OptionSpec("prometheus-port", "prometheus_port", int, "HAIPROF_PROMETHEUS_PORT", "PORT",
                "serve counters live at 127.0.0.1:PORT for Prometheus (default: no port)"),
+    OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
+               "let trace-now reach the job through Kineto, beside Python (12 us per step)"),
+    OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
+               "by itself: snapshot of a hang (default), trace of slower steps, both, or off"),
+    OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",
+               "slower is a median step so far above the rank's usual one (default: 20%)"),
+    OptionSpec("hang-limit", "hang_limit", parse_hang_limit, "HAIPROF_HANG_LIMIT", "SECONDS|5x",
+               "a hang is so long without a step; 5x: of the longest so far, 300 s at least"),
+    OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
+               "react N times at the most, for each of the two reasons (default: 2)"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
                "print neither the first line nor the verdict"),
 )  # fmt: skip

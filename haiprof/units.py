@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 NS_PER_US = 1_000
@@ -54,3 +56,15 @@ def _three_digits(value: float) -> str:
     if size >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 0, 2-7`."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    said = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {said}" if len(set(ranks)) == 1 else f"ranks {said}"

@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import localtime, strftime
+from typing import cast
 
+import polars as pl
+
+from haiprof.analysis.backward_work import backward_work
 from haiprof.analysis.burst import burst_frame
-from haiprof.analysis.counters import counter_frame
-from haiprof.analysis.phases import phase_frame
-from haiprof.analysis.ranks import rank_frame, rank_notes
+from haiprof.analysis.counters import counter_frame, counter_notes
+from haiprof.analysis.lateness import arrivals, collective_frame, host_clocks, lateness
+from haiprof.analysis.loading import loading_frame
+from haiprof.analysis.phases import PHASE_SCHEMA, phase_frame
+from haiprof.analysis.rank_rows import RankRows, rank_rows
+from haiprof.analysis.ranks import rank_frame, rank_row
+from haiprof.analysis.reactions import reaction_frame, reactions
 from haiprof.analysis.run import RankFiles, RunFiles, node_notes, open_run
-from haiprof.analysis.segments import RankSegments, load_segments
-from haiprof.analysis.step_frame import step_frame
+from haiprof.analysis.segments import RankSegments, cut_segments, load_segments
+from haiprof.analysis.step_frame import STEP_SCHEMA, SharedColumns
+from haiprof.analysis.windows import Window, all_windows, recorded_windows, window_frame
 from haiprof.errors import RunFormatError
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import Manifest, read_manifest
+from haiprof.units import NS_PER_S
 
-if TYPE_CHECKING:
-    import polars as pl
+Key = tuple[int, int]
+"""Rank and attempt."""
+_KEPT_RECORDS = 1_500_000
+"""Spans of a run with more than these are read again when they are asked for: 0.1 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What was read of the ranks' spans."""
+
+    rows: Mapping[Key, RankRows]
+    kept: Mapping[Key, RankSegments] | None
+    """The spans themselves; null where they are too many."""
+    damaged: list[str]
+    """Why the other ranks have no steps."""
 
 
 class Analyzer:
-    """A recorded run as polars frames; files are read once, at the first question that needs them.
+    """A recorded run as polars frames; files are read at the first question that needs them.
+
+    Frames are of one moment, also of a job that still runs: spans that are too many for memory are
+    read again for `phases()`, but none that came later.
 
     Args:
         path: A run directory, or a log directory, of which the newest run is taken.
+        between: Only what happened from the first to the second Unix time in ns: steps that lie
+            whole in it, under the numbers that they have in the whole run. None takes all.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
         self.path = Path(path)
+        self.between = between
+
+    def last(self, seconds: float) -> Analyzer:
+        """The last seconds of what was recorded, up to the end of the last whole step."""
+        steps = self.steps()
+        end = (steps["start_ns"] + steps["step_ns"]).max()
+        until = end if isinstance(end, int) else 0
+        return Analyzer(self.run.root, between=(until - round(seconds * NS_PER_S), until))
 
     def steps(self) -> pl.DataFrame:
         """One row per rank and training step; columns in `haiprof.analysis.step_frame`.
@@ -43,6 +81,19 @@ class Analyzer:
     def phases(self) -> pl.DataFrame:
         """One row per span; columns in `haiprof.analysis.phases`."""
         return self._phases
+
+    def pauses(self) -> pl.DataFrame:
+        """Collector pauses and checkpoint saves, in the columns of `phases()`."""
+        frames = [rows.pauses for rows in self._rows.values()]
+        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+
+    def loading(self) -> pl.DataFrame:
+        """What starts of epochs cost each rank; columns in `haiprof.analysis.loading`."""
+        return loading_frame(rows.loading for rows in self._rows.values())
+
+    def backward_work(self) -> pl.DataFrame:
+        """What each rank itself does in backward; see `haiprof.analysis.backward_work`."""
+        return self._backward_work
 
     def counters(self) -> pl.DataFrame:
         """One row per sample and metric; columns in `haiprof.analysis.counters`."""
@@ -60,9 +111,39 @@ class Analyzer:
         """One row per rank and attempt; columns in `haiprof.analysis.ranks`."""
         return self._ranks
 
+    def collectives(self) -> pl.DataFrame:
+        """The last collectives of each rank; columns in `haiprof.analysis.lateness`."""
+        return self._collectives[0]
+
+    def lateness(self) -> pl.DataFrame:
+        """How late each rank begins its collectives; see `haiprof.analysis.lateness.lateness`."""
+        return self._lateness
+
+    def windows(self) -> pl.DataFrame:
+        """One row per rank and trace window; columns in `haiprof.analysis.windows`."""
+        offsets = {key: rows.wall_offset_ns for key, rows in self._rows.items()}
+        counts = {key: rows.step_count for key, rows in self._rows.items()}
+        windows = all_windows(self.files, self._recorded_windows, counts)
+        frame = window_frame(windows, offsets)
+        return self._within(frame) if self.between is not None else frame
+
+    def reactions(self) -> pl.DataFrame:
+        """What haiprof did by itself: hangs, slower steps; columns in `analysis.reactions`."""
+        frame = reaction_frame(reactions(self.files))
+        between = self.between
+        return frame if between is None else frame.filter(frame["noticed_ns"].is_between(*between))
+
     def notes(self) -> list[str]:
         """Everything that was cut, damaged or missing while reading."""
-        return [*self.files.notes, *self._rank_notes, *self._node_notes, *self._counters[1]]
+        part = [] if self.between is None else [_part_text(self.between)]
+        return [
+            *part,
+            *self.files.notes,
+            *self._rank_notes,
+            *self._node_notes,
+            *self._counter_notes,
+            *self._collectives[1],
+        ]
 
     def manifest(self) -> Manifest:
         """What was run, with which options, and how it ended.
@@ -85,6 +166,35 @@ class Analyzer:
 
         show.one_rank(self, rank)
 
+    def show_ranks(self) -> None:
+        """All ranks over time: a map in a notebook, tables in a terminal."""
+        from haiprof.report import show
+
+        show.ranks(self)
+
+    def show_comparison(self, baseline: str | Path) -> None:
+        """What changed against another run, a directory or `last-good`: as the others show."""
+        from haiprof.report import show
+
+        show.comparison(self, baseline)
+
+    def write_report(self, path: str | Path, *, baseline: str | Path | None = None) -> Path:
+        """Writes the report page, one file that opens anywhere; returns its path.
+
+        Args:
+            path: Where to.
+            baseline: Another run to compare with: a directory, or `last-good`.
+
+        Raises:
+            UsageError: The file cannot be written.
+            RunNotFoundError: There is no baseline.
+        """
+        from haiprof.report.site.content import page_content
+        from haiprof.report.site.render import write_report
+
+        compared = None if baseline is None else str(baseline)
+        return write_report(page_content(self, baseline=compared), Path(path))
+
     @property
     def run(self) -> RunPaths:
         """The run directory's paths."""
@@ -96,45 +206,118 @@ class Analyzer:
         return open_run(self.path)
 
     @cached_property
-    def _loaded(self) -> tuple[dict[tuple[int, int], RankSegments], list[str]]:
-        loaded = {(rank.rank, rank.attempt): _load(rank) for rank in self.files.ranks}
-        segments = {key: value for key, value in loaded.items() if not isinstance(value, str)}
-        return segments, [value for value in loaded.values() if isinstance(value, str)]
+    def _loaded(self) -> _Loaded:
+        """Ranks are read one by one, and their spans let go of where they are many."""
+        rows, damaged, shared = {}, [], SharedColumns()
+        kept: dict[Key, RankSegments] | None = {}
+        left = _KEPT_RECORDS
+        for files in self.files.ranks:
+            rank = _load(files)
+            if isinstance(rank, str):
+                damaged.append(rank)
+                continue
+            key = (files.rank, files.attempt)
+            own = [w for w in self._recorded_windows if (w.rank, w.attempt) == key]
+            rows[key] = rank_rows(rank, own, between=self.between, shared=shared)
+            left -= rank.record_count
+            if left < 0:
+                kept = None
+            if kept is not None:
+                kept[key] = rank
+        return _Loaded(rows=rows, kept=kept, damaged=damaged)
+
+    @property
+    def _rows(self) -> Mapping[Key, RankRows]:
+        return self._loaded.rows
+
+    def _segments(self) -> Iterator[RankSegments]:
+        """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
+        kept = self._loaded.kept
+        if kept is not None:
+            yield from kept.values()
+            return
+        for files in self.files.ranks:
+            rows = self._rows.get((files.rank, files.attempt))
+            rank = _load(files, limit=rows.record_count) if rows else ""
+            if not isinstance(rank, str):
+                yield rank
+
+    def _within(self, frame: pl.DataFrame, length: str | None = None) -> pl.DataFrame:
+        """Rows that begin in the time asked for, and end in it where `length` names a column."""
+        if self.between is None:
+            return frame
+        first, last = self.between
+        end = frame["start_ns"] + frame[length] if length else frame["start_ns"]
+        return frame.filter((frame["start_ns"] >= first) & (end <= last))
 
     @cached_property
     def _steps(self) -> pl.DataFrame:
-        return step_frame(list(self._loaded[0].values()))
+        frames = [rows.steps for rows in self._rows.values()]
+        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
+
+    @cached_property
+    def _recorded_windows(self) -> list[Window]:
+        return recorded_windows(self.files)
 
     @cached_property
     def _phases(self) -> pl.DataFrame:
-        return phase_frame(list(self._loaded[0].values()))
+        frames = [phase_frame(rank) for rank in self._segments()]
+        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+
+    @cached_property
+    def _backward_work(self) -> pl.DataFrame:
+        collectives, between = self.collectives(), self.between
+        if collectives.is_empty():
+            return backward_work([], collectives)
+        ranks = self._segments()
+        cut = ranks if between is None else (cut_segments(rank, between) for rank in ranks)
+        return backward_work(cast("Sequence[RankSegments]", cut), collectives)  # goes over it once
 
     @cached_property
     def _counters(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
-        return counter_frame(self.files)
+        return counter_frame(self.files, between=self.between)
+
+    @cached_property
+    def _counter_notes(self) -> tuple[str, ...]:
+        return counter_notes(self.files)
+
+    @cached_property
+    def _collectives(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
+        frame, notes = collective_frame(self.files)
+        if self.between is not None:
+            frame = frame.filter(frame["created_ns"].is_between(*self.between))
+        return frame, notes
+
+    @cached_property
+    def _lateness(self) -> pl.DataFrame:
+        collectives = self.collectives()
+        return lateness(arrivals(collectives, host_clocks(collectives)), self.steps())
 
     @cached_property
     def _ranks(self) -> pl.DataFrame:
-        return rank_frame(self.files.ranks, self._loaded[0])
+        """Of all ranks, also those whose spans cannot be read."""
+        found = ((files, self._rows.get((files.rank, files.attempt))) for files in self.files.ranks)
+        return rank_frame(rank_row(f, None) if rows is None else rows.rank for f, rows in found)
 
     @cached_property
     def _rank_notes(self) -> list[str]:
-        segments, damaged = self._loaded
-        own = [
-            f"rank {rank.rank}: {note}"
-            for rank in self.files.ranks
-            for note in rank_notes(rank, segments.get((rank.rank, rank.attempt)))
-        ]
-        return damaged + own
+        rows = self._ranks.select("rank", "notes").rows()
+        own = [f"rank {rank}: {note}" for rank, notes in rows for note in notes]
+        return self._loaded.damaged + own
 
     @cached_property
     def _node_notes(self) -> list[str]:
         return [f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)]
 
 
-def _load(rank: RankFiles) -> RankSegments | str:
+def _part_text(between: tuple[int, int]) -> str:
+    first, last = (strftime("%H:%M:%S", localtime(time / NS_PER_S)) for time in between)
+    return f"only what was recorded from {first} to {last} was looked at"
+
+
+def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:
     """The rank's steps, or why there are none."""
     try:
-        return load_segments(rank)
+        return load_segments(rank, limit=limit)
     except RunFormatError as error:
         return f"rank {rank.rank}: {error}"

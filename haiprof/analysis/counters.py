@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Metric:
+class Metric:
     """One metric at every record."""
 
     name: str
@@ -90,9 +90,47 @@ class _Metric:
     flags: Flags
     """Places in `FLAGS`."""
 
+    @property
+    def shown(self) -> npt.NDArray[np.bool_]:
+        """Where there is a value, or something that took it away."""
+        return np.isfinite(self.values) | (self.flags > _WRAP)
 
-def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMetrics:
+    """The metrics of one source of one node."""
+
+    source: str
+    time_ns: Ints
+    """Unix time of each record; they stand by entity, and then by time."""
+    owner: Ints
+    """Place of each record's entity in the lists."""
+    entities: Sequence[str | None]
+    """Names of the entities; null for the node."""
+    ranks: Sequence[int | None]
+    """Whose they are, where one rank owns them."""
+    gpus: Sequence[int | None]
+    """NVML index."""
+    metrics: Sequence[Metric]
+
+
+def counter_frame(
+    run: RunFiles,
+    *,
+    between: tuple[int, int] | None = None,
+    hosts: Collection[str] | None = None,
+    metrics: Collection[tuple[str, str]] | None = None,
+    first: int = 0,
+) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Counters of all nodes by time, and notes on files that could not be read.
+
+    Args:
+        run: What was recorded.
+        between: Only samples from the first to the second Unix time in ns; rates are those of the
+            whole recording. None takes all.
+        hosts: Only these nodes; None takes all.
+        metrics: Only these, as (source, metric); None takes all.
+        first: Negative reads so many records of each file alone, its last ones.
 
     Returns:
         `time_ns` (Unix time), `host`, `source` (the record file's name, such as `host`, `process`
@@ -107,58 +145,119 @@ def counter_frame(run: RunFiles) -> tuple[pl.DataFrame, tuple[str, ...]]:
         its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
         (it has stopped at its highest value: `value` is null).
     """
-    found, notes = counter_records(run)
-    frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
-    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-        frames += [_of_source(run, node, records) for node, records in found]
-    return pl.concat(frames).sort("time_ns", maintain_order=True), notes
+    sources = None if metrics is None else {source for source, _ in metrics}
+    frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], list[str]()
+    for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
+        notes += [records] if isinstance(records, str) else records.notes
+        if not isinstance(records, str):
+            frames.append(_of_source(node, source_metrics(run, node, records, metrics), between))
+    return pl.concat(frames).sort("time_ns", maintain_order=True), tuple(notes)
 
 
 def counter_records(
     run: RunFiles,
+    *,
+    hosts: Collection[str] | None = None,
+    sources: Collection[str] | None = None,
+    first: int = 0,
 ) -> tuple[list[tuple[NodeFiles, RecordFile]], tuple[str, ...]]:
-    """Every record file of every node that can be read, and notes on what could not."""
-    found, notes = [], []
+    """Every record file of these nodes (None: of all) that can be read, and notes on the others."""
+    found = list(record_files(run, hosts=hosts, sources=sources, first=first))
+    records = [(node, one) for node, one in found if not isinstance(one, str)]
+    return records, _notes_of(one for _, one in found)
+
+
+def counter_notes(run: RunFiles) -> tuple[str, ...]:
+    """Notes on all record files of all nodes, of which only the beginnings are read."""
+    return _notes_of(one for _, one in record_files(run, limit=0))
+
+
+def _notes_of(found: Iterable[RecordFile | str]) -> tuple[str, ...]:
+    return tuple(note for one in found for note in ((one,) if isinstance(one, str) else one.notes))
+
+
+def record_files(
+    run: RunFiles,
+    *,
+    hosts: Collection[str] | None = None,
+    sources: Collection[str] | None = None,
+    first: int = 0,
+    limit: int | None = None,
+) -> Iterator[tuple[NodeFiles, RecordFile | str]]:
+    """Record files of these nodes (None: of all) one by one, or why one cannot be read."""
     for node in run.nodes:
+        if hosts is not None and node.host not in hosts:
+            continue
         for table in COUNTER_TABLES:
             path = node.paths.records(table.name)
-            if not os.path.lexists(path):
+            if (sources is not None and table.name not in sources) or not os.path.lexists(path):
                 continue
             try:
-                records = read_table(path, table)
+                yield node, read_table(path, table, first=first, limit=limit)
             except RunFormatError as error:
-                notes.append(str(error))
-                continue
-            notes += records.notes
-            found.append((node, records))
-    return found, tuple(notes)
+                yield node, str(error)
 
 
-def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> pl.DataFrame:
-    """One source of one node, one row per value."""
+def source_metrics(
+    run: RunFiles,
+    node: NodeFiles,
+    records: RecordFile,
+    chosen: Collection[tuple[str, str]] | None = None,
+) -> SourceMetrics:
+    """The metrics of one record file.
+
+    Args:
+        run: What was recorded.
+        node: Whose records they are.
+        records: One of its files.
+        chosen: Only these, as (source, metric); None takes all.
+    """
     samples = samples_of(records)
     entities = entities_of(node, records)
+    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
+        metrics = list(_metrics(records, samples, _names_of(records.table, chosen)))
     names = {key: entity_name(entity) or None for key, entity in entities.items()}
     ranks = ranks_of(run, node, records, entities)
     gpu = _column_names(records, "key") == ["gpu"]
-    metrics = list(_metrics(records, samples))
-    shown = [np.flatnonzero(np.isfinite(m.values) | (m.flags > _WRAP)) for m in metrics]
+    return SourceMetrics(
+        source=records.table,
+        time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
+        owner=samples.owner,
+        entities=[names.get(key) for key in samples.keys],
+        ranks=[ranks.get(key) for key in samples.keys],
+        gpus=[key[0] if gpu else None for key in samples.keys],
+        metrics=metrics,
+    )
+
+
+def _names_of(source: str, chosen: Collection[tuple[str, str]] | None) -> set[str] | None:
+    return None if chosen is None else {name for of, name in chosen if of == source}
+
+
+def _of_source(
+    node: NodeFiles, found: SourceMetrics, between: tuple[int, int] | None
+) -> pl.DataFrame:
+    """One source of one node, one row per value."""
+    first, last = between or (-(1 << 62), 1 << 62)
+    wanted = (found.time_ns >= first) & (found.time_ns <= last)
+    metrics = found.metrics
+    shown = [np.flatnonzero(metric.shown & wanted) for metric in metrics]
     if not metrics or not sum(map(len, shown)):
         return pl.DataFrame(schema=COUNTER_SCHEMA)
     rows = np.concatenate(shown)
-    owner = samples.owner[rows]
+    owner = found.owner[rows]
     which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
     values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
     flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
     taken = partial(_taken, dtype=pl.String)
     return pl.DataFrame(
         {
-            "time_ns": samples.time_ns[rows] + (records.clock.wall_ns - records.clock.mono_ns),
-            "host": pl.repeat(node.host, len(rows), eager=True),
-            "source": pl.repeat(records.table, len(rows), eager=True),
-            "entity": taken([names.get(key) for key in samples.keys], owner),
-            "rank": _taken([ranks.get(key) for key in samples.keys], owner, dtype=pl.Int64),
-            "gpu": _taken([key[0] if gpu else None for key in samples.keys], owner, dtype=pl.Int64),
+            "time_ns": found.time_ns[rows],
+            "host": pl.Series([node.host]).new_from_index(0, len(rows)),
+            "source": pl.Series([found.source]).new_from_index(0, len(rows)),
+            "entity": taken(found.entities, owner),
+            "rank": _taken(found.ranks, owner, dtype=pl.Int64),
+            "gpu": _taken(found.gpus, owner, dtype=pl.Int64),
             "metric": taken([m.name for m in metrics], which),
             "unit": taken([m.unit for m in metrics], which),
             "value": pl.Series(values, dtype=pl.Float64).fill_nan(None),
@@ -193,9 +292,29 @@ def samples_of(records: RecordFile) -> Samples:
         time_ns=time,
         keys=[tuple(int(key[at]) for key in keys) for at in heads],
         owner=np.cumsum(first) - 1,
-        columns={name: values[order] for name, values in columns.items()},
+        columns=_Ordered(columns, order),
         follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
     )
+
+
+class _Ordered(Mapping[str, npt.NDArray[Any]]):
+    """Columns in an order, each put into it when it is asked for: most are not."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[Any]], order: Ints) -> None:
+        self._columns, self._order = columns, order
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        ordered: npt.NDArray[Any] = self._columns[name][self._order]
+        return ordered
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 def _as_numbers(values: npt.NDArray[Any]) -> Floats:
@@ -206,30 +325,37 @@ def _as_numbers(values: npt.NDArray[Any]) -> Floats:
     return numbers
 
 
-def _metrics(records: RecordFile, samples: Samples) -> Iterator[_Metric]:
-    """Every column that is one."""
+def _metrics(
+    records: RecordFile, samples: Samples, wanted: Collection[str] | None
+) -> Iterator[Metric]:
+    """Every column that is one, or those of these names."""
     elapsed = np.append(np.nan, np.diff(samples.time_ns))[: len(samples.time_ns)]
     none = np.zeros(len(samples.time_ns), dtype=np.int8)
     for name, _, unit, kind in records.columns:
-        values = samples.columns[name]
         end = schema.counter_end(kind)
         if kind == "gauge":
-            yield _Metric(name=name, unit=unit, values=_as_numbers(values), flags=none)
+            if wanted is None or name in wanted:
+                values = _as_numbers(samples.columns[name])
+                yield Metric(name=name, unit=unit, values=values, flags=none)
         elif end is not None and name not in _CPU_STATES:
-            growth, flags = _growth(values, samples.follows, *end)
             events = samples.columns.get(_NS_OF_EVENTS.get(name, ""))
+            metric, rate_unit = (name, unit) if events is not None else _rate_of(name, unit)
+            if wanted is not None and metric not in wanted:
+                continue
+            growth, flags = _growth(samples.columns[name], samples.follows, *end)
             if events is None:
-                yield replace(_rate(name, unit, growth, elapsed), flags=flags)
+                values = growth / (elapsed if unit == "ns" else elapsed / NS_PER_S)
             else:
-                count, _ = _growth(events, samples.follows, 64, False)
-                yield _Metric(name=name, unit=unit, values=growth / count, flags=flags)
+                values = growth / _growth(events, samples.follows, 64, False)[0]
+            yield Metric(name=metric, unit=rate_unit, values=values, flags=flags)
     for name, (part, whole) in _RATIOS.items():
-        if part in samples.columns and whole in samples.columns:
+        known = part in samples.columns and whole in samples.columns
+        if known and (wanted is None or name in wanted):
             part_growth, flags = _growth(samples.columns[part], samples.follows, 64, False)
             whole_growth, _ = _growth(samples.columns[whole], samples.follows, 64, False)
-            yield _Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
+            yield Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
-        yield from _cpu_shares(samples)
+        yield from (m for m in _cpu_shares(samples) if wanted is None or m.name in wanted)
 
 
 def _growth(
@@ -266,16 +392,14 @@ def _growth(
     return numbers, flags
 
 
-def _rate(name: str, unit: str, growth: Floats, elapsed_ns: Floats) -> _Metric:
-    flags = np.zeros(len(growth), dtype=np.int8)
+def _rate_of(name: str, unit: str) -> tuple[str, str]:
+    """What a counter's growth over time is called, and its unit."""
     if unit == "ns":
-        metric, rate_unit = _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
-        return _Metric(name=metric, unit=rate_unit, values=growth / elapsed_ns, flags=flags)
-    rates = growth / (elapsed_ns / NS_PER_S)
-    return _Metric(name=f"{name}_per_s", unit=f"{unit}/s", values=rates, flags=flags)
+        return _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
+    return f"{name}_per_s", f"{unit}/s"
 
 
-def _cpu_shares(samples: Samples) -> Iterator[_Metric]:
+def _cpu_shares(samples: Samples) -> Iterator[Metric]:
     """Shares of all CPUs' time: of each state, and of those at work together.
 
     No share is known where one of the states was set back.
@@ -286,7 +410,7 @@ def _cpu_shares(samples: Samples) -> Iterator[_Metric]:
     growth = {name: values for name, (values, _) in grown.items()}
     whole = np.nansum(list(growth.values()), axis=0)  # not every state is there everywhere
     whole[(whole <= 0) | (flags > 0)] = np.nan
-    share = partial(_Metric, unit="ratio", flags=flags)
+    share = partial(Metric, unit="ratio", flags=flags)
     for name, values in growth.items():
         yield share(name=f"{name.removesuffix('_ns')}_ratio", values=values / whole)
     busy = np.nansum([growth[name] for name in _CPU_BUSY], axis=0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import polars as pl
 
-from haiprof.analysis.nesting import Codes, Ints
+from haiprof.analysis.nesting import Bools, Codes, Ints
 from haiprof.analysis.segments import RankSegments
 from haiprof.analysis.steps import SPAN_PHASES
 from haiprof.rundir import schema
@@ -27,8 +25,8 @@ _OPTIMIZER_KINDS = (schema.OPTIMIZER, schema.SCALER)
 _NAME_COUNT = schema.TAG_MASK + 1
 
 
-def phase_frame(segments: Sequence[RankSegments]) -> pl.DataFrame:
-    """Spans of all ranks, by rank, attempt and start.
+def phase_frame(rank: RankSegments) -> pl.DataFrame:
+    """Spans of one rank, by start.
 
     Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
     left out: their time is the outer one's.
@@ -39,18 +37,15 @@ def phase_frame(segments: Sequence[RankSegments]) -> pl.DataFrame:
         `eval_dataloader`, `gc`, `save`), `name` (module or optimizer, null where there is none),
         `start_ns` (Unix time), `duration_ns`, `self_ns` (without the spans inside).
     """
-    frames = [frame for rank in segments for frame in (_spans(rank), _events(rank))]
-    joined = pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames])
-    return joined.sort("rank", "attempt", "start_ns", maintain_order=True)
+    return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
 
 
 def _spans(rank: RankSegments) -> pl.DataFrame:
     nested = rank.found.nested
     spans = nested.spans
-    step = pl.Series(rank.found.step)
     return _frame(
         rank,
-        step=pl.select(pl.when(step >= 0).then(step)).to_series(),
+        step=_where(rank.found.step >= 0, rank.found.step),
         phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
         name=_names(rank, spans.kind, spans.tag),
         start=spans.start_ns,
@@ -59,8 +54,11 @@ def _spans(rank: RankSegments) -> pl.DataFrame:
     )
 
 
-def _events(rank: RankSegments) -> pl.DataFrame:
+def pause_frame(rank: RankSegments) -> pl.DataFrame:
+    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
     events, steps = rank.events, rank.found.steps
+    if not len(events.kind):
+        return pl.DataFrame(schema=PHASE_SCHEMA)
     duration = events.end_ns - events.start_ns
     place = np.searchsorted(steps.start_ns, events.start_ns, side="right") - 1
     inside = (place >= 0) & (events.start_ns < np.append(steps.end_ns, 0)[place])
@@ -68,13 +66,19 @@ def _events(rank: RankSegments) -> pl.DataFrame:
     phase = np.where(events.kind == schema.GC, GC_PHASE, SAVE_PHASE)
     return _frame(
         rank,
-        step=pl.select(pl.when(pl.Series(inside)).then(pl.Series(place))).to_series(),
+        step=_where(inside, place),
         phase=pl.Series(phase, dtype=pl.String),
         name=pl.Series([None] * len(place), dtype=pl.String),
         start=events.start_ns,
         duration=duration,
         own=duration,
     )
+
+
+def _where(known: Bools, values: Ints) -> pl.Series:
+    """Null elsewhere."""
+    missing = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
+    return pl.Series(values, dtype=pl.Int64).zip_with(pl.Series(known), missing)
 
 
 def _in_evaluation(rank: RankSegments, time: Ints) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,11 @@ RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 
 
-def rank_frame(
-    ranks: Sequence[RankFiles], segments: Mapping[tuple[int, int], RankSegments]
-) -> pl.DataFrame:
+def rank_frame(rows: Iterable[Mapping[str, object]]) -> pl.DataFrame:
     """Ranks of the run, by rank and attempt.
 
     Args:
-        ranks: All rank folders.
-        segments: Those whose spans could be read, by (rank, attempt).
+        rows: From `rank_row`.
 
     Returns:
         `rank`, `attempt`, `host`, `pid`, `local_rank`, `world_size`, `python`, `torch`, `device`,
@@ -53,11 +50,11 @@ def rank_frame(
         (Unix time), `recording_ended` (`time`, `exit`; null: killed, or still running),
         `cost_ns_per_step`, `cost_ratio` (haiprof's own time in the job, measured), `notes`.
     """
-    rows = [_row(rank, segments.get((rank.rank, rank.attempt))) for rank in ranks]
-    return pl.DataFrame(rows, schema=RANK_SCHEMA, orient="row")
+    return pl.DataFrame(list(rows), schema=RANK_SCHEMA, orient="row")
 
 
-def _row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
+def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
+    """The row of one rank; without segments where its spans cannot be read."""
     report = files.report
     row: dict[str, object] = {"rank": files.rank, "attempt": files.attempt}
     row.update({n: integer(report.get(n)) for n in ("pid", "local_rank", "world_size")})
@@ -69,7 +66,7 @@ def _row(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
     row.update(_recording(files, segments))
     row.update(_cost(files, segments))
-    row["notes"] = list(rank_notes(files, segments))
+    row["notes"] = list(_rank_notes(files, segments))
     return row
 
 
@@ -127,7 +124,7 @@ def _inner_calls(files: RankFiles, segments: RankSegments) -> int:
     return sum(int(roots[t]) * ((inner.get(t) or 1) - 1) for t in np.flatnonzero(roots).tolist())
 
 
-def rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
+def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, ...]:
     """Everything that a reader of this rank's numbers should know."""
     notes = list(files.notes)
     if segments is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from haiprof.errors import RunFormatError
 from haiprof.rundir.reader import RecordFile, read_records
@@ -24,13 +25,19 @@ def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
     return {name: table[name] for name, _, _, _ in records.columns}
 
 
-def read_table(path: Path, table: Table) -> RecordFile:
+def read_table(path: Path, table: Table, *, first: int = 0, limit: int | None = None) -> RecordFile:
     """Reads a record file that must hold the columns of one table.
+
+    Args:
+        path: The file.
+        table: What it must hold.
+        first: See `rundir.reader.read_records`.
+        limit: The same.
 
     Raises:
         RunFormatError: It cannot be read, or holds something else.
     """
-    records = read_records(path)
+    records = read_records(path, first=first, limit=limit)
     have = {(name, kind) for name, kind, _, _ in records.columns}
     lacking = [c.name for c in table.columns if (c.name, c.type) not in have]
     if records.table != table.name or lacking:
@@ -58,3 +65,9 @@ def number(value: object) -> float | None:
 def text(value: object) -> str | None:
     """A JSON value as text that can be encoded; null for anything else."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def median(values: pl.Series) -> float | None:
+    """Median without nulls; null where nothing is left."""
+    value = values.median()
+    return float(value) if isinstance(value, (int, float)) else None

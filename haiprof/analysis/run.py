@@ -85,7 +85,18 @@ def node_notes(node: NodeFiles) -> list[str]:
             " after it are too early by as much"
             for gap in gaps
         ),
+        *(_suspended_text(line) for line in node.of_type("job_suspended")),
     ]
+
+
+def _suspended_text(line: Mapping[str, Any]) -> str:
+    gap = duration_text(integer(line.get("gap_ns")))
+    if line.get("seen") is True:
+        return f"the job was suspended for {gap}: its ranks were stopped by a signal"
+    return (
+        f"the launcher did not run for {gap}: the job was suspended (Ctrl-Z, SIGSTOP), or the node "
+        "had no time for it"
+    )
 
 
 def open_run(path: Path) -> RunFiles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from haiprof.analysis.device import Floats, device_ns
 from haiprof.analysis.nesting import Bools, Spans, kind_table
 from haiprof.analysis.records import read_table, record_columns
 from haiprof.analysis.run import RankFiles
-from haiprof.analysis.spans import read_spans
+from haiprof.analysis.spans import spans_of
 from haiprof.analysis.steps import PHASES, Segmentation, segment
 from haiprof.errors import RunFormatError
 from haiprof.rundir import schema
@@ -25,6 +25,8 @@ class RankSegments:
     """One rank of the run with its steps."""
 
     files: RankFiles
+    record_count: int
+    """Records that its spans were read from."""
     found: Segmentation
     events: Spans
     """Garbage collector pauses and checkpoint saves."""
@@ -38,13 +40,20 @@ class RankSegments:
     """What was left out of the spans and device records."""
 
 
-def load_segments(files: RankFiles) -> RankSegments:
+def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments:
     """Reads and cuts the spans of one rank.
+
+    Args:
+        files: The rank.
+        limit: So many records of its spans at most, the first ones: what there was at an earlier
+            time. None reads all.
 
     Raises:
         RunFormatError: The rank's spans cannot be read.
     """
-    spans, clock, notes = read_spans(files.paths.phases)
+    records = read_table(files.paths.phases, schema.PHASES, limit=limit)
+    spans, notes = spans_of(records)
+    clock = records.clock
     found = segment(spans, families=files.families())
     crossing = found.nested.overlapping_count
     if crossing:
@@ -52,12 +61,36 @@ def load_segments(files: RankFiles) -> RankSegments:
     device, damaged = _device(files.paths, found)
     return RankSegments(
         files=files,
+        record_count=records.count,
         found=found,
         events=spans.take(_EVENTS[spans.kind]),
         wall_offset_ns=clock.wall_ns - clock.mono_ns,
         device_ns=device,
         seen=_phases_seen(found),
         notes=notes + damaged,
+    )
+
+
+def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
+    """The same rank with those steps alone that lie whole in a time, counted from 0 anew.
+
+    Args:
+        rank: With all its steps.
+        between: First and last Unix time in ns.
+    """
+    first, last = (time - rank.wall_offset_ns for time in between)
+    steps = rank.found.steps
+    inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
+    begin, end = (steps.start_ns[inside[0]], steps.end_ns[inside[-1]]) if len(inside) else (0, -1)
+    spans, events = rank.found.nested.spans, rank.events
+    kept = spans.take((spans.start_ns >= begin) & (spans.end_ns <= end))
+    found = segment(kept, families=rank.files.families())
+    return replace(
+        rank,
+        found=found,
+        events=events.take((events.start_ns >= begin) & (events.end_ns <= end)),
+        device_ns=None,
+        seen=_phases_seen(found),
     )
 
 

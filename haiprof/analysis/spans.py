@@ -10,15 +10,26 @@ from haiprof.analysis.nesting import Spans
 from haiprof.analysis.records import read_table, record_columns
 from haiprof.rundir import schema
 from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.reader import RecordFile
 
 
-def read_spans(path: Path) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
+def read_spans(path: Path, *, first: int = 0) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
     """Reads the spans of one rank, with the anchor of their clock and notes on what was left out.
+
+    Args:
+        path: The rank's phases.rec.
+        first: See `rundir.reader.read_records`.
 
     Raises:
         RunFormatError: The file cannot be read at all.
     """
-    records = read_table(path, schema.PHASES)
+    records = read_table(path, schema.PHASES, first=first)
+    spans, notes = spans_of(records)
+    return spans, records.clock, notes
+
+
+def spans_of(records: RecordFile) -> tuple[Spans, tuple[str, ...]]:
+    """The sound spans of a phases.rec, and notes on what was left out."""
     columns = record_columns(records)
     spans = unpack(columns["start"], columns["end"])
     known = np.zeros(1 << schema.TAG_BITS, dtype=np.bool_)
@@ -26,9 +37,9 @@ def read_spans(path: Path) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
     sound = known[spans.kind] & (spans.start_ns >= 0) & (spans.end_ns >= spans.start_ns)
     notes = records.notes
     if not sound.all():
-        notes += (f"{path}: {int((~sound).sum())} damaged spans left out",)
+        notes += (f"{records.path}: {int((~sound).sum())} damaged spans left out",)
         spans = spans.take(sound)
-    return spans, records.clock, notes
+    return spans, notes
 
 
 def unpack(start: np.ndarray, end: np.ndarray) -> Spans:

@@ -9,20 +9,38 @@ from collections.abc import Callable, Sequence
 
 import typer
 
+from haiprof.cli.attach import attach
+from haiprof.cli.chakra import chakra
+from haiprof.cli.compare import compare
+from haiprof.cli.diagnose import diagnose
 from haiprof.cli.doctor import doctor
 from haiprof.cli.export import export
+from haiprof.cli.functions import functions
+from haiprof.cli.kineto_agent import kineto_agent
+from haiprof.cli.link import link
 from haiprof.cli.list import list_runs
+from haiprof.cli.merge import merge
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.output import say, show_error
 from haiprof.cli.overview import overview
+from haiprof.cli.perfetto import perfetto
+from haiprof.cli.ps import ps
 from haiprof.cli.query import query
 from haiprof.cli.rank import rank
+from haiprof.cli.report import report
 from haiprof.cli.scalars import scalars
+from haiprof.cli.snapshot import snapshot
+from haiprof.cli.submit import submit
+from haiprof.cli.tensorboard import tensorboard
+from haiprof.cli.top import top
 from haiprof.cli.trace_critical_path import critical_path
 from haiprof.cli.trace_diff import trace_diff
 from haiprof.cli.trace_memory import memory_timeline
+from haiprof.cli.trace_now import trace_now
 from haiprof.cli.trace_report import trace_report
 from haiprof.cli.verdict import verdict
+from haiprof.cli.view import view
+from haiprof.cli.what_if import what_if
 from haiprof.config import ENV_DEBUG
 from haiprof.errors import HaiprofError, UsageError
 
@@ -31,14 +49,32 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "rank": rank,
     "list": list_runs,
     "verdict": verdict,
+    "report": report,
+    "view": view,
+    "diagnose": diagnose,
     "scalars": scalars,
+    "tensorboard": tensorboard,
+    "perfetto": perfetto,
     "doctor": doctor,
     "export": export,
     "trace-report": trace_report,
+    "functions": functions,
+    "merge": merge,
+    "link": link,
+    "chakra": chakra,
     "query": query,
+    "compare": compare,
     "trace-diff": trace_diff,
+    "what-if": what_if,
     "critical-path": critical_path,
     "memory-timeline": memory_timeline,
+    "ps": ps,
+    "top": top,
+    "attach": attach,
+    "snapshot": snapshot,
+    "trace-now": trace_now,
+    "kineto-agent": kineto_agent,
+    "submit": submit,
 }
 # What the parser raises for a command line it cannot take; typer carries click or its own copy.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -70,6 +106,10 @@ def run_command(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()
+    except SystemExit as error:  # with which click and rich answer a pipe without a reader
+        if isinstance(error.__context__, BrokenPipeError):
+            return _reader_gone()
+        raise
     except Exception as error:  # noqa: BLE001 - a defect of ours: one line, as every error
         return show_error(_defect(error))
     return status if isinstance(status, int) else 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 
 import haiprof
-from haiprof.config import INTERVAL_HELP, OPTIONS
+from haiprof.config import INTERVAL_HELP, OPTIONS, OptionSpec
+from haiprof.trace_options import TraceOptions
 
 _USAGE = """\
 haiprof finds out why a PyTorch training job is slow, without a changed line of user code.
@@ -21,6 +22,13 @@ Usage: put haiprof in front of any training command
   haiprof -- any command --time 5                  from -- on everything is the command's own
 
 Options, before the script or (those marked *) after it:
+"""
+
+_TRACE = """\
+
+Tracing: torch.profiler records some steps of every rank, whole, into traces/ of the run:
+  haiprof --steps 100:105 --trace-stacks train.py  the five steps 100 to 104, with Python stacks
+  haiprof train.py --trace --warmup 120 --time 15  the steps from 120 s to 135 s of training
 """
 
 _REST = """\
@@ -41,19 +49,23 @@ def help_text(commands: dict[str, str], after_script: tuple[str, ...]) -> str:
         commands: One line per command, by name.
         after_script: Options that are taken after the script, too.
     """
-    rows = [
-        (f"--{s.name} {s.metavar}".rstrip() + ("*" if s.name in after_script else ""), s.help)
-        for s in OPTIONS
-    ]
+    tracing = [spec for spec in OPTIONS if spec.field in TraceOptions.__dataclass_fields__]
+    rows = [_row(spec, after_script) for spec in OPTIONS if spec not in tracing]
     rows.append(("--interval.NAME SECONDS*", INTERVAL_HELP))
     rows.append(("--options profile.NAME=VALUE*", "any of these, as the published tool takes them"))
     shown = [tuple(line.split(": ", 1)) for line in commands.values()]
-    return _USAGE + _table(rows) + _REST + _table([(left, right) for left, right in shown])
+    sections = _USAGE + _table(rows) + _TRACE + _table([_row(s, after_script) for s in tracing])
+    return sections + _REST + _table([(left, right) for left, right in shown])
 
 
 def version_text() -> str:
     """Versions of haiprof and Python in one line."""
     return f"haiprof {haiprof.__version__} (Python {platform.python_version()})\n"
+
+
+def _row(spec: OptionSpec, after_script: tuple[str, ...]) -> tuple[str, str]:
+    mark = "*" if spec.name in after_script else ""
+    return f"--{spec.name} {spec.metavar}".rstrip() + mark, spec.help
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

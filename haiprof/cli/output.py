@@ -73,9 +73,11 @@ def show_error(error: HaiprofError) -> int:
     """
     if os.environ.get(ENV_DEBUG) == "1":
         raise error
-    say(f"error: {' '.join(str(error).split())}", sys.stderr)
+    from haiprof.report.text import printable  # names of files and traces are whatever they are
+
+    say(f"error: {printable(str(error))}", sys.stderr)
     if error.hint:
-        say(f"hint: {error.hint}", sys.stderr)
+        say(f"hint: {printable(error.hint)}", sys.stderr)
     return error.exit_code
 
 

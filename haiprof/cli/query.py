@@ -10,7 +10,7 @@ import typer
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Waiting
+from haiprof.cli.trace_arguments import Waiting, Window
 from haiprof.errors import UsageError
 
 Target = Annotated[
@@ -33,6 +33,7 @@ def query(
     target: Target,
     sql: Sql = None,
     schema: Schema = False,
+    window: Window = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -40,7 +41,7 @@ def query(
 
     Traces have the tables gpu, runtime, ops, annotations, python, memory, sync,
     links and profiler_steps, all with a column rank; a run has steps, phases,
-    counters and ranks. Times are in ns. The dialect is that of polars: joins,
+    counters, ranks, windows and reactions. Times are in ns. The dialect is polars': joins,
     group by, window functions, with.
 
     For example:
@@ -64,7 +65,7 @@ def query(
         )
     output = Output(json=as_json)
     with Waiting(quiet=as_json):
-        tables = sql_tables(target)
+        tables = sql_tables(target, window=window)
         if sql is None:
             output.show(lambda _: schema_view(tables), schema_data(tables))
             return

@@ -11,6 +11,7 @@ from haiprof.errors import RunNotFoundError
 
 if TYPE_CHECKING:
     from haiprof.analysis.analyzer import Analyzer
+    from haiprof.rundir.layout import RunPaths
 
 
 def default_log_dir() -> Path:
@@ -47,3 +48,30 @@ def open_target(path: Path | None) -> Analyzer:
             hint="name a run directory, or record a run: haiprof train.py",
         )
     return Analyzer(log_dir)
+
+
+def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
+    """What a viewer shows: the run, and where its traces are; no run where only traces are named.
+
+    Args:
+        path: A run or log directory, a trace, or a folder of traces; None takes the default log
+            directory.
+
+    Raises:
+        RunNotFoundError: There is nothing.
+    """
+    from haiprof.rundir.layout import RunPaths
+    from haiprof.rundir.manifest import newest_run
+
+    target = path or default_log_dir()
+    if path is not None and not path.exists():
+        raise RunNotFoundError(f"{path}: no such file or folder")
+    if target.is_file():
+        return None, target
+    try:
+        run = RunPaths(newest_run(target))
+    except RunNotFoundError:
+        if path is None:
+            raise
+        return None, path
+    return run, run.root

@@ -17,6 +17,8 @@ from haiprof.errors import UsageError
 if TYPE_CHECKING:
     from haiprof.analysis.trace.pool import Pool
 
+_RANK_LIMIT = 1 << 20
+
 Traces = Annotated[
     Path,
     typer.Argument(
@@ -26,6 +28,16 @@ Traces = Annotated[
         show_default=False,
     ),
 ]
+CsvFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        metavar="DIR",
+        help="Write each table whole as CSV into this folder.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
 StepRange = Annotated[
     str | None,
     typer.Option(
@@ -39,18 +51,48 @@ Rank = Annotated[
     int | None,
     typer.Option("--rank", metavar="R", min=0, help="Only this rank.", show_default=False),
 ]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        metavar="W",
+        help="Of a run with several trace windows: this one, by start, from 0; not the last.",
+        show_default=False,
+    ),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
         metavar="ADDRESS",
-        help="Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786. "
-        "Left out: in processes of this machine.",
+        help="Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786, or of "
+        "Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,memory=8GB. Left out: in processes "
+        "of this machine.",
         show_default=False,
     ),
 ]
 _QUIET_S = 2.0
 _EVERY_S = 10.0
+
+
+def parse_ranks(text: str | None) -> frozenset[int] | None:
+    """`0,3-5` as ranks; None for all.
+
+    Raises:
+        UsageError: Something else.
+    """
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"--ranks {text}: expected numbers and ranges", hint="--ranks 0,3-5")
+        low, high = int(first), int(last) if dash else int(first)
+        if low > high or high >= _RANK_LIMIT:
+            raise UsageError(f"--ranks {text}: no rank in {part.strip()}", hint="--ranks 0,3-5")
+        found |= set(range(low, high + 1))
+    return frozenset(found)
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:

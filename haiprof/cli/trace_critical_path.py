@@ -9,7 +9,7 @@ import typer
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, StepRange, Traces, Waiting, parse_steps
+from haiprof.cli.trace_arguments import Rank, StepRange, Traces, Waiting, Window, parse_steps
 from haiprof.errors import UsageError
 
 Annotation = Annotated[
@@ -42,6 +42,7 @@ def critical_path(
     annotation: Annotation = None,
     instance: Instance = 0,
     overlay: Overlay = None,
+    window: Window = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a step's time consists of: work of the host, of the GPU, and delays.
@@ -60,13 +61,13 @@ def critical_path(
     from haiprof.analysis.trace.facade import TraceAnalysis
     from haiprof.report.critical_path_view import critical_path_data, critical_path_view
 
-    window = parse_steps(steps)
-    if window is not None and annotation is not None:
+    chosen = parse_steps(steps)
+    if chosen is not None and annotation is not None:
         raise UsageError("critical-path: --steps and --annotation are two windows; give one")
     output = Output(json=as_json)
-    analysis = TraceAnalysis(traces)
+    analysis = TraceAnalysis(traces, window=window)
     with Waiting(quiet=as_json):
-        path = analysis.critical_path(rank, steps=window, annotation=annotation, instance=instance)
+        path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
             output.hint(f"wrote {written}")

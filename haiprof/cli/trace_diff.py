@@ -15,6 +15,9 @@ from haiprof.errors import MissingDataError, UsageError
 SLOWER = 10
 """Exit status of `--fail-if-slower`; no error of haiprof has it."""
 
+_LEAST_PERCENT = 1.0
+"""Below it a number without % is more likely a ratio: no comparison shows so little."""
+
 Control = Annotated[
     Path, typer.Argument(metavar="CONTROL", help="Traces from before.", show_default=False)
 ]
@@ -105,4 +108,9 @@ def parse_percent(text: str | None) -> float | None:
         value = -1.0
     if not 0 <= value < 1000:
         raise UsageError(f"--fail-if-slower {text}: expected percent", hint="--fail-if-slower 5%")
+    if 0 < value < _LEAST_PERCENT and not text.endswith("%"):
+        raise UsageError(
+            f"--fail-if-slower {text}: {text} percent, or {100 * value:g}?",
+            hint=f"--fail-if-slower {100 * value:g}%",
+        )
     return value / 100

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, Traces, Waiting
+from haiprof.cli.trace_arguments import Rank, Traces, Waiting, Window
 
 
-def memory_timeline(traces: Traces, rank: Rank = None, as_json: AsJson = False) -> None:
+def memory_timeline(
+    traces: Traces, rank: Rank = None, window: Window = None, as_json: AsJson = False
+) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
     From traces that were recorded with profile_memory=True.
@@ -25,5 +27,5 @@ def memory_timeline(traces: Traces, rank: Rank = None, as_json: AsJson = False) 
 
     output = Output(json=as_json)
     with Waiting(quiet=as_json):
-        answers = memory_answers(TraceAnalysis(traces), rank)
+        answers = memory_answers(TraceAnalysis(traces, window=window), rank)
     output.show(lambda _: memory_view(answers), answers.as_json())

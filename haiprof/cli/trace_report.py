@@ -12,34 +12,40 @@ from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import (
     Cluster,
+    CsvFolder,
+    Force,
     Rank,
     StepRange,
     Traces,
     Waiting,
+    Window,
     parse_cluster,
     parse_steps,
 )
+from haiprof.errors import UsageError
 
-CsvFolder = Annotated[
+Reduce = Annotated[
     Path | None,
     typer.Option(
-        "--csv",
+        "--reduce",
         metavar="DIR",
-        help="Write each table whole as CSV into this folder.",
+        help="Show nothing: write a small summary of each trace into this folder. "
+        "trace-report DIR then gives the same report without the traces.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
 
 
 def trace_report(
     traces: Traces,
     steps: StepRange = None,
     rank: Rank = None,
+    window: Window = None,
     cluster: Cluster = None,
     as_json: AsJson = False,
     csv: CsvFolder = None,
     force: Force = False,
+    reduce: Reduce = None,
 ) -> None:
     """Show what traces of torch.profiler say: GPU time, steps, kernels, launches.
 
@@ -58,18 +64,35 @@ def trace_report(
       haiprof trace-report traces/ --json | jq '.tables.temporal[].idle_ratio'
 
       haiprof trace-report /shared/traces --cluster tcp://head:8786
+
+      haiprof trace-report /local/traces --reduce /shared/job    on each node; then
+
+      haiprof trace-report /shared/job
     """
-    from haiprof.analysis.trace.report import standard_report
+    from haiprof.analysis.trace.report import reduce_traces, standard_report
     from haiprof.report.trace_view import trace_view
 
     output = Output(json=as_json)
-    window, pool = parse_steps(steps), parse_cluster(cluster)
+    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    if reduce is not None:
+        if rank is not None or csv is not None or as_json:
+            raise UsageError("trace-report: --reduce goes with --steps, --window and --cluster")
+        with Waiting(quiet=False) as waiting:
+            made = reduce_traces(
+                traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
+            )
+        output.hint(f"wrote {len(made)} summaries to {reduce}")
+        output.hint(f"next: haiprof trace-report {shlex.quote(str(reduce))}")
+        return
     with Waiting(quiet=as_json) as waiting:
-        report = standard_report(traces, steps=window, rank=rank, pool=pool, progress=waiting)
+        report = standard_report(
+            traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
+        )
     if csv is not None:
         from haiprof.report.exports.tables import write_tables
 
         written = write_tables(report.tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
     output.show(lambda _: trace_view(report), report.as_json())
-    output.hint(f"next: haiprof query {shlex.quote(str(traces))} --schema")
+    if not report.reduced:
+        output.hint(f"next: haiprof query {shlex.quote(str(traces))} --schema")

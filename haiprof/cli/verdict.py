@@ -10,6 +10,7 @@ import typer
 from haiprof.cli.arguments import AsJson, RunDir
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
+from haiprof.errors import UsageError
 
 Save = Annotated[
     bool, typer.Option("--save", help="Also write report/verdict.json and .txt into the run.")
@@ -19,10 +20,22 @@ SvgFile = Annotated[
     typer.Option("--svg", metavar="FILE", help="Write the card as a picture.", show_default=False),
 ]
 
+Last = Annotated[
+    float | None,
+    typer.Option(
+        "--last",
+        metavar="SECONDS",
+        min=0.1,
+        help="Only the last seconds of what was recorded.",
+        show_default=False,
+    ),
+]
+
 
 def verdict(
-    directory: RunDir = None, as_json: AsJson = False, save: Save = False, svg: SvgFile = None
-) -> None:
+    directory: RunDir = None, as_json: AsJson = False, save: Save = False, svg: SvgFile = None,
+    last: Last = None,
+) -> None:  # fmt: skip
     """Show what makes the job slow, the numbers that prove it, what to do, and how sure that is.
 
     Also: what could not be measured and why, and what haiprof itself cost.
@@ -33,18 +46,25 @@ def verdict(
 
       haiprof verdict haiprof-logs/train-...      that run, also while it runs
 
+      haiprof verdict --last 60                   of its last minute alone
+
       haiprof verdict --svg card.svg              the card as a picture
 
       haiprof verdict --json | jq '.findings[0].remedy'
     """
+    from haiprof.analysis.trace.pool import SMALL_BYTES
     from haiprof.diagnosis.engine import diagnose
     from haiprof.report.card import verdict_card
     from haiprof.report.export import save_card_svg, save_verdict
     from haiprof.report.run_header import manifest_or_none, run_header
 
+    if last is not None and save:
+        raise UsageError("--save keeps the verdict of a whole run: not together with --last")
     analyzer = open_target(directory)
+    analyzer = analyzer if last is None else analyzer.last(last)
     output = Output(json=as_json)
-    found = diagnose(analyzer)
+    # The launcher saves the verdict while a job ends: it does not wait for large traces there.
+    found = diagnose(analyzer, trace_limit_bytes=SMALL_BYTES if save else None)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     if save:
         save_verdict(found, header, analyzer.run)

@@ -18,6 +18,12 @@ from haiprof.diagnosis.thresholds import (
 NO_PLACEMENT = "no placement of a rank was recorded"
 NO_WAIT = "no waiting for cores of a rank was recorded"
 _NAMED_RANKS = 8
+SLOWED_ALIKE = (
+    "jitter/all_phases",
+    "step_time_drift/sudden_all_phases",
+    "step_time_drift/gradual_all_phases",
+)
+"""What missing cores or memory would bring about: no phase in particular becomes slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

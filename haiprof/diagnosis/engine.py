@@ -8,61 +8,77 @@ from haiprof.analysis.analyzer import Analyzer
 from haiprof.analysis.phases import GC_PHASE, SAVE_PHASE
 from haiprof.analysis.records import number
 from haiprof.analysis.step_frame import STEP_PHASES
+from haiprof.diagnosis.causes import in_order
 from haiprof.diagnosis.facts import Facts, gather_facts, median, middle_split
-from haiprof.diagnosis.finding import SEVERITIES, Abstention, Finding
+from haiprof.diagnosis.finding import Abstention, Finding
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
+from haiprof.diagnosis.reacted import reacted_lines
 from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.traced import traced_lines
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
 
-_BALANCED = "balanced: no rule fired"
+_BALANCED = "nothing wrong found"
 
 
-def diagnose(analyzer: Analyzer) -> Verdict:
+def diagnose(
+    analyzer: Analyzer, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
+) -> Verdict:
     """Judges a run.
+
+    Args:
+        analyzer: Of the run.
+        trace_limit_bytes: Traces that are larger in sum are not read; None reads all.
+        since_ns: Only steps that began at or after this Unix time are judged; None judges all but
+            the first ones.
 
     Raises:
         RunNotFoundError: There is no run.
         RunFormatError: It is of another version, or nothing in it can be read.
     """
-    facts = gather_facts(analyzer)
-    findings, abstained = _judge(facts)
+    facts = gather_facts(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
+    findings, abstained, checked = _judge(facts)
     manifest = analyzer.files.manifest
     run = str(analyzer.run.root)
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=_headline(analyzer, facts, findings),
+        headline=_headline(analyzer, facts, findings, len(checked)),
         split=middle_split(facts.steps) if facts.steps.height else dict.fromkeys(STEP_PHASES),
         step_ns=median(facts.steps["step_ns"]),
         step_count=facts.step_count,
         ranks=facts.world,
         findings=findings,
         abstained=abstained,
+        checked=checked,
         not_measured=not_measured(analyzer, facts),
         evaluation_ns=_largest(facts.ranks["eval_ns"]),
-        events=_events(analyzer.phases()),
+        events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
         notes=tuple(analyzer.notes()),
+        traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
+        reactions=reacted_lines(facts.reactions, analyzer.run),
     )
 
 
-def _judge(facts: Facts) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...]]:
-    """Findings in order of weight, and the rules that could not be judged."""
+def _judge(
+    facts: Facts,
+) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Findings in order, the rules that could not be judged, and those that found nothing."""
     if not facts.steps.height:
-        return (), tuple((rule.__name__, "no steps") for rule in RULES)
-    judged = [rule(facts) for rule in RULES]
-    findings = [judgement for judgement in judged if isinstance(judgement, Finding)]
-    abstained = [(x.rule, x.why) for x in judged if isinstance(x, Abstention)]
-    findings.sort(key=lambda f: (SEVERITIES.index(f.severity), -f.confidence))
-    return tuple(findings), tuple(abstained)
+        return (), tuple((rule.__name__, "no steps") for rule in RULES), ()
+    judged = [(rule.__name__, rule(facts)) for rule in RULES]
+    findings = [judgement for _, judgement in judged if isinstance(judgement, Finding)]
+    abstained = [(x.rule, x.why) for _, x in judged if isinstance(x, Abstention)]
+    checked = [name for name, judgement in judged if judgement is None]
+    return in_order(findings), tuple(abstained), tuple(checked)
 
 
-def _headline(analyzer: Analyzer, facts: Facts, findings: tuple[Finding, ...]) -> str:
+def _headline(analyzer: Analyzer, facts: Facts, findings: tuple[Finding, ...], checked: int) -> str:
     if not facts.step_count:
         return f"no training steps: {why_no_steps(analyzer, facts)[0]}"
-    return findings[0].title if findings else _BALANCED
+    return findings[0].title if findings else f"{_BALANCED}: {checked} causes were checked"
 
 
 def _events(phases: pl.DataFrame) -> dict[str, Events]:

@@ -12,8 +12,18 @@ import polars as pl
 from haiprof.analysis.analyzer import Analyzer
 from haiprof.analysis.phases import SAVE_PHASE
 from haiprof.analysis.placement import Placement, placements
+from haiprof.analysis.reactions import Reaction, reactions
+from haiprof.analysis.records import median as median
 from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.thresholds import BLOCK_COUNT, DEVICE_COVERAGE_RATIO, warm_up_steps
+from haiprof.diagnosis.counted import Counted, count
+from haiprof.diagnosis.thresholds import (
+    BLOCK_COUNT,
+    DEVICE_COVERAGE_RATIO,
+    UNTRACED_MIN_RATIO,
+    warm_up_steps,
+)
+from haiprof.diagnosis.told import Told, told
+from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.units import NS_PER_S
 
 Floats = npt.NDArray[np.float64]
@@ -64,57 +74,135 @@ class Facts:
     """Time in training steps of the rank that has most of it."""
     save_ns: float
     """Time in checkpoint saves while judged steps ran, all ranks together."""
+    counted: Counted
+    """More counters of ranks and nodes."""
+    pauses: pl.DataFrame
+    """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
+    loading: pl.DataFrame
+    """What starts of epochs cost; columns of `analysis.loading`."""
+    told: Told
+    """What ranks said of their loaders, compilations and allocators."""
+    backward_work: pl.DataFrame
+    """What ranks themselves do in backward; columns of `analysis.backward_work`."""
+    lateness: pl.DataFrame
+    """How late ranks begin their collectives; columns of `analysis.lateness`."""
+    traces: TracedWindow
+    """What the run's traces say of a window of steps, or why they say nothing."""
+    reactions: tuple[Reaction, ...]
+    """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
     sharded: bool
     """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
+
+    by_rank: Mapping[int, pl.DataFrame]
+    """Steps of each rank, in order."""
 
     @property
     def world(self) -> tuple[int, ...]:
         """Ranks that have steps."""
-        return tuple(self.steps["rank"].unique().sort().to_list())
+        return tuple(self.by_rank)
 
     def of_rank(self, rank: int) -> pl.DataFrame:
         """Steps of one rank, in order."""
-        return self.steps.filter(pl.col("rank") == rank)
+        return self.by_rank[rank]
+
+    @property
+    def window_ns(self) -> tuple[int, int]:
+        """Unix time of the first judged step's begin and of the last one's end."""
+        ends = self.steps["start_ns"] + self.steps["step_ns"]
+        return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
-def gather_facts(analyzer: Analyzer) -> Facts:
-    """Facts from the frames of a run."""
-    steps = analyzer.steps()
-    last = steps.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
-    judged = [
-        frame.slice(warm_up_steps(frame.height))
-        for frame in last.partition_by("rank", maintain_order=True)
-    ]
-    warm = pl.concat([last.clear(), *judged])
-    counters = analyzer.counters()
+def gather_facts(
+    analyzer: Analyzer, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
+) -> Facts:
+    """Facts from the frames of a run, and from its traces up to a size."""
+    steps = _needed(analyzer.steps())
+    restarted = bool((steps["attempt"] > 0).any())
+    parts = _by_rank(_last_attempts(steps) if restarted else steps)
+    since = None if since_ns is None else pl.col("start_ns") >= since_ns
+    judged = {
+        rank: judged_steps(part) if since is None else part.filter(since)
+        for rank, part in parts.items()
+    }
+    by_rank = {rank: part for rank, part in judged.items() if part.height}
+    spans = _spans_of(by_rank)
+    windows = _windows(spans, analyzer.ranks())
+    pauses = _last_attempts(analyzer.pauses())
+    counted = count(analyzer.files, spans.drop("attempt"), windows)
     return Facts(
-        steps=warm,
+        steps=pl.concat([steps.clear(), *by_rank.values()]),
+        by_rank=by_rank,
         step_count=steps.height,
-        first_steps=last.filter(pl.col("step") == 0),
+        first_steps=pl.concat([steps.clear(), *(_first_step(part) for part in parts.values())]),
         ranks=analyzer.ranks(),
-        gpu_use=_medians(counters, warm, "gpu", "utilization_ratio"),
-        main_cores=_medians(counters, warm, "process", "cpu_main_cores"),
-        busy_cores=_medians(counters, warm, "process", "cpu_cores"),
-        core_waits=_medians(counters, warm, "process", "run_queue_wait_ratio"),
-        process_counts=_medians(counters, warm, "process", "process_count"),
+        gpu_use=counted.of("utilization_ratio"),
+        main_cores=counted.of("cpu_main_cores"),
+        busy_cores=counted.of("cpu_cores"),
+        core_waits=counted.of("run_queue_wait_ratio"),
+        process_counts=counted.of("process_count"),
+        counted=counted,
         placements=placements(analyzer.files),
-        node_cpus=_node_cpus(counters, _windows(warm, analyzer.ranks())),
-        training_ns=_largest_sum(last),
-        save_ns=_save_ns(analyzer.phases(), warm),
+        node_cpus=_node_cpus(counted, windows),
+        training_ns=float(max((part["step_ns"].sum() for part in parts.values()), default=0)),
+        save_ns=_save_ns(pauses, spans),
+        pauses=_within(pauses, spans),
+        loading=_last_attempts(analyzer.loading()),
+        told=told(analyzer.files),
+        backward_work=analyzer.backward_work(),
+        lateness=analyzer.lateness(),
+        traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
+        reactions=tuple(reactions(analyzer.files)),
         sharded=_is_sharded(analyzer),
     )
 
 
-def _largest_sum(steps: pl.DataFrame) -> float:
-    sums = steps.group_by("rank").agg(pl.col("step_ns").sum())["step_ns"]
-    return float(max(sums.to_list(), default=0))
+def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one attempt of one rank without its first, slower ones and without traced ones.
+
+    Where nearly every step was traced, all of them are judged.
+    """
+    settled = steps.slice(warm_up_steps(steps.height))
+    if not settled["traced"].any():
+        return settled  # a slice, which copies nothing
+    untraced = settled.filter(~pl.col("traced").fill_null(value=False))
+    return untraced if untraced.height > UNTRACED_MIN_RATIO * settled.height else settled
 
 
-def _save_ns(phases: pl.DataFrame, steps: pl.DataFrame) -> float:
+def _needed(steps: pl.DataFrame) -> pl.DataFrame:
+    """Without columns that no rule reads."""
+    return steps.drop("skipped", "boundary", "confidence", "optimizer_step_count")
+
+
+def _first_step(steps: pl.DataFrame) -> pl.DataFrame:
+    """Of one rank in order: its first step, where that is among them."""
+    return steps.head(1 if steps.height and steps["step"][0] == 0 else 0)
+
+
+def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
+    """Slices, which copy nothing: the steps stand rank by rank."""
+    lengths = steps.select(pl.col("rank").rle()).unnest("rank")
+    found, first = {}, 0
+    for length, rank in lengths.rows():
+        found[int(rank)] = steps.slice(first, length)
+        first += length
+    return dict(sorted(found.items()))
+
+
+def _last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
+    return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+
+
+def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Pauses that began while their rank's steps ran."""
+    inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
+    return pauses.join(spans.drop("attempt"), on="rank").filter(inside).drop("begin", "end")
+
+
+def _save_ns(phases: pl.DataFrame, spans: pl.DataFrame) -> float:
     """Saves that began in one of the steps' spans of time."""
-    if not steps.height:
+    if not spans.height:
         return 0.0
-    begin = steps["start_ns"].min()
+    begin = spans["begin"].min()
     saves = phases.filter((pl.col("phase") == SAVE_PHASE) & (pl.col("start_ns") >= pl.lit(begin)))
     return float(saves["duration_ns"].sum())
 
@@ -125,40 +213,33 @@ def _is_sharded(analyzer: Analyzer) -> bool:
     return any(name.startswith(_SHARDED_NAMES) for name in names)
 
 
-def _medians(
-    counters: pl.DataFrame, steps: pl.DataFrame, source: str, metric: str
-) -> dict[int, float]:
-    """Median of a rank's metric while its judged steps ran."""
-    ends = pl.col("start_ns") + pl.col("step_ns")
-    window = steps.group_by("rank").agg(begin=pl.col("start_ns").min(), end=ends.max())
-    chosen = counters.filter((pl.col("source") == source) & (pl.col("metric") == metric))
-    inside = chosen.join(window, on="rank").filter(
-        pl.col("time_ns").is_between(pl.col("begin"), pl.col("end"))
+def _spans_of(by_rank: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
+    """`rank`, `attempt`, and `begin` and `end` of the rank's steps."""
+    rows = [
+        (
+            rank,
+            steps["attempt"][0],
+            steps["start_ns"].min(),
+            (steps["start_ns"] + steps["step_ns"]).max(),
+        )
+        for rank, steps in by_rank.items()
+    ]
+    return pl.DataFrame(
+        rows, schema=dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64), orient="row"
     )
-    rows = inside.group_by("rank").agg(pl.col("value").median()).sort("rank").rows()
-    return {rank: float(value) for rank, value in rows if value is not None}
 
 
-def _windows(steps: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+def _windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """Per host: begin and end of its ranks' judged steps."""
     hosts = ranks.select("rank", "attempt", "host").drop_nulls()
-    ends = pl.col("start_ns") + pl.col("step_ns")
-    joined = steps.join(hosts, on=["rank", "attempt"])
-    return joined.group_by("host").agg(begin=pl.col("start_ns").min(), end=ends.max())
+    known = spans.join(hosts, on=["rank", "attempt"])
+    return known.group_by("host").agg(pl.col("begin").min(), pl.col("end").max()).sort("host")
 
 
-def _node_cpus(counters: pl.DataFrame, windows: pl.DataFrame) -> dict[str, NodeCpu]:
+def _node_cpus(counted: Counted, windows: pl.DataFrame) -> dict[str, NodeCpu]:
     """Counters of the host and of the job's cgroup in these windows."""
-    chosen = counters.filter(pl.col("source").is_in(["host", "cgroup"]))
-    inside = chosen.join(windows, on="host").filter(
-        pl.col("time_ns").is_between(pl.col("begin"), pl.col("end"))
-    )
-    means = inside.group_by("host", "entity", "metric").agg(pl.col("value").mean()).rows()
-    by_entity: dict[str, dict[str | None, dict[str, float | None]]] = {}
-    for host, entity, metric, value in means:
-        by_entity.setdefault(host, {}).setdefault(entity, {})[metric] = value
     return {
-        host: _node_cpu(list(by_entity.get(host, {}).values()), (end - begin) / NS_PER_S)
+        host: _node_cpu(list(counted.nodes.get(host, {}).values()), (end - begin) / NS_PER_S)
         for host, begin, end in windows.rows()
     }
 
@@ -192,9 +273,53 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
     return throttled / periods if periods and throttled is not None else None
 
 
-def median(values: pl.Series) -> float | None:
-    """Median without nulls; null where nothing is left."""
-    value = values.median()
+def own_backward_ns(facts: Facts, backward_ns: float, clock: str) -> float | None:
+    """Of a rank's backward its own work per step, the typical rank's; null where not known.
+
+    Args:
+        facts: The run.
+        backward_ns: Median time in backward per step.
+        clock: `host` or `device`, of `backward_ns`.
+    """
+    if len(facts.world) < 2:
+        return backward_ns
+    known = facts.backward_work.sort("own_ns")["own_ns"]
+    if known.is_empty() or clock != "host":
+        return None
+    return min(float(known[(len(known) - 1) // 2]) * _passes(facts), backward_ns)
+
+
+def after_gradients_ns(facts: Facts) -> float:
+    """Of a step's backward what comes after its last collective began, without waiting for ranks.
+
+    0 where that is not known: for one rank it is part of its own work.
+    """
+    known = facts.backward_work["after_ns"].drop_nulls()
+    return float(known[0]) * _passes(facts) if len(known) and len(facts.world) > 1 else 0.0
+
+
+def _passes(facts: Facts) -> float:
+    """Backward passes of a step."""
+    return median(facts.steps["micro_step_count"]) or 1.0
+
+
+def phase_medians(facts: Facts, *phases: str) -> tuple[str, tuple[float, ...]] | None:
+    """Medians over the steps that have all of these phases; null where there are none.
+
+    Returns:
+        The clock, of all phases the same one (`common_clock`); and ns per phase, then per step.
+    """
+    clock = common_clock(facts.steps, phases)
+    names = [f"{phase}_{clock}_ns" for phase in phases]
+    steps = facts.steps.select(*names, "step_ns").drop_nulls(names)
+    values = [median(steps[name]) for name in (*names, "step_ns")]
+    known = tuple(value for value in values if value is not None)
+    return (clock, known) if len(known) == len(values) and known[-1] else None
+
+
+def mean(values: pl.Series) -> float | None:
+    """Mean without nulls; null where nothing is left."""
+    value = values.mean()
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -231,6 +356,7 @@ def middle_split(steps: pl.DataFrame) -> dict[str, float | None]:
 
     Medians of phases do not add up to the median step; these nearly do.
     """
+    steps = steps.select("step_ns", *(f"{phase}_host_ns" for phase in STEP_PHASES))
     low, high = steps["step_ns"].quantile(0.25, "lower"), steps["step_ns"].quantile(0.75, "higher")
     middle = steps.filter(pl.col("step_ns").is_between(pl.lit(low), pl.lit(high)))
     means = {phase: middle[f"{phase}_host_ns"].mean() for phase in STEP_PHASES}

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Severity = Literal["critical", "warning", "info"]
+Scope = Literal["run", "window"]
+SCOPES: tuple[Scope, ...] = ("run", "window")
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
@@ -18,7 +20,7 @@ class Evidence:
     value: float | None
     """In base units; null where it is not known."""
     unit: str
-    """ns, ratio, cores, count, bytes, or empty for a plain factor."""
+    """ns, ratio, cores, count, bytes, bytes/s, or empty for a plain factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,14 @@ class Finding:
     """What could not be measured and would make it surer."""
     rank: int | None = None
     """The rank it is about; null where it is about all."""
+    scope: Scope = "run"
+    """What proves it: all steps of the run, or the few of a traced window."""
+    cause: str | None = None
+    """Slug of why, where the rule tells several causes apart (`epoch_restart`)."""
+    explains: tuple[str, ...] = ()
+    """Rules, or `rule/cause`, whose findings are consequences of this one: they come after it."""
+    explained_by: str | None = None
+    """The rule whose finding is the cause of this one; set when all rules have been asked."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -11,6 +11,9 @@ WARM_UP_MAX_STEPS = 10
 WARM_UP_MIN_TOTAL = 10
 """With fewer steps than this all of them are judged. Own choice."""
 
+UNTRACED_MIN_RATIO = 0.10
+"""With a smaller share of steps outside of trace windows, traced ones count too. Own choice."""
+
 DATALOADER_WARNING_RATIO = 0.10
 DATALOADER_CRITICAL_RATIO = 0.20
 """TraceML INPUT_BOUND: 10 % of the step is a warning, 20 % critical (diagnostics/DIAGNOSIS.md)."""
@@ -53,17 +56,16 @@ CPU_BUSY_CORES = 0.6
 CPU_FULL_CORES = 0.9
 """One Python thread at its limit, as its launches are serial."""
 
-DRIFT_RATIO = 0.10
-"""Last third against first third of the steps. PerfTracker triggers at 20 %; with a test, less is
-sure enough."""
+DRIFT_RATIO = 0.20
+"""Last third against first third of the steps. PerfTracker's trigger, as of haiprof's reactions:
+machines by themselves are a tenth faster at one time than at another."""
+DRIFT_MAIN_RATIO = 0.50
+"""A phase that is long because it grew: the growth makes this share of it. Own choice."""
 DRIFT_P_VALUE = 0.01
 """Mann-Whitney U, one-sided: a conventional level."""
 DRIFT_MIN_STEPS = 30
 """Ten steps in each third: below that the normal approximation of U is poor (Mann & Whitney 1947
 give tables up to 8)."""
-
-DRIFT_SMOOTH_PARTS = 20
-"""The moving median that dates the drift covers this part of the steps. Own choice."""
 
 RANK_EXCESS_WARNING_RATIO = 0.10
 RANK_EXCESS_CRITICAL_RATIO = 0.20
@@ -95,6 +97,167 @@ PAGES_ELSEWHERE_RATIO = 0.50
 """Most of a rank's memory on nodes other than its cores'. Own choice."""
 PAGES_MIN_COUNT = 64
 """Sampled pages below which their share says nothing. Own choice."""
+
+FAR_MAD_FACTOR = 5.0
+"""A rank is far from the others where its distance is above the median plus this many MADs; a
+single feature from more than 8 ranks by sqrt(log n / log 8) times as many, as extremes grow.
+EROICA (arXiv 2506.08528), as read in ../shared/research/peers.md 1.4."""
+FAR_MIN_RANKS = 4
+"""Of fewer ranks none is called abnormal: of two either could be, and the MAD of three is one
+difference. Own choice."""
+FAR_MIN_DIFFERENCE_RATIO = 0.10
+"""And it must differ by a tenth, which MADs of nearly equal ranks do not see to: TraceML's
+straggler warning (rank-straggler-policy.md)."""
+ABNORMAL_RATIO = 0.01
+"""PerfTracker: memory operations, runtime calls and Python functions with a bottleneck ratio above
+1 % are abnormal (seed 001). What stays below on all ranks is not compared either."""
+LAST_RATIO = 0.50
+"""A rank that is far from the others and in collectives for less than half their time came after
+them. Own choice."""
+SAME_COUNT_RATIO = 0.10
+"""Kernels whose counts differ by more than this did other work: their cost is not compared. Own
+choice."""
+
+EXPOSED_WARNING_RATIO = 0.10
+EXPOSED_CRITICAL_RATIO = 0.20
+"""Communication that nothing hides, of the window: TraceML's 10 % and 20 % for what a step should
+not hold (diagnostics/DIAGNOSIS.md)."""
+WAITING_RATIO = 0.50
+"""Most of the time in collectives is waiting: then a late rank is the cause. Own choice."""
+SYNC_IDLE_RATIO = 0.10
+"""GPU idle around synchronising calls: TraceML's warning again."""
+SHORT_LAUNCH_RATIO = 0.50
+"""Half of the kernels are HTA's short kernels (get_cuda_kernel_launch_stats). Own choice."""
+TENSOR_CORE_CAPABILITY = (7, 0)
+TF32_CAPABILITY = (8, 0)
+"""Volta has the first tensor cores, Ampere TF32 (CUDA C++ Programming Guide, compute
+capabilities)."""
+TENSOR_CORE_OFF_RATIO = 0.20
+"""Of computing time. An A100 does 19.5 TFLOPS in FP32 and 156 in TF32 (its datasheet): a fifth
+would shrink to a fortieth. Own choice."""
+SMALL_KERNEL_NS = 10_000
+"""About twice what launching takes (3 to 7 us in the traces at hand). Own choice."""
+SMALL_OCCUPANCY_RATIO = 0.25
+"""NVIDIA's CUDA C++ Best Practices Guide, occupancy: low occupancy interferes with hiding memory
+latency, and more than needed does not help; it names no number. Own choice."""
+
+COMPARE_MIN_STEPS = 20
+"""Steps of each run after warm-up; TraceML's twenty for something critical."""
+COMPARE_MIN_EFFECTIVE = 5
+"""Independent steps that tell as much. With fewer, an interval from them holds the true value too
+seldom (tests/analysis/test_bootstrap.py simulates it). Own choice."""
+COMPARE_RUN_RATIO = 0.005
+"""At the least; more where parts of the runs differ by more (`bootstrap.segment_spread`). Two runs
+of the same code on a quiet machine differ by about so much (standard deviation of one): memory
+layout, clocks, placement. Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
+2013: what varies between executions must be counted, and a single one cannot show it; Mytkowicz
+et al. 2009 found layout alone to move programs by some percent. The number is our own choice."""
+COMPARE_P_VALUE = 0.05
+"""Of a phase or a counter, for all of them together (Benjamini and Hochberg)."""
+COMPARE_COUNTER_RATIO = 0.10
+"""A counter that changed by less is not shown: memory in use, say, is never twice the same. Own
+choice."""
+COMPARE_LOAD_RATIO = 0.10
+"""Share of the nodes' cores that other programs used in the slower run, from which on it is asked
+what that may explain, however much they used in the other one; a change of that share by as much is
+said where nothing is asked. TraceML's 10 % of what a step should not hold."""
+COMPARE_SHARED_CORE_RATIO = 0.50
+"""A busy neighbour on the same physical core makes work on it take up to half again as long: two
+hyperthreads do about 1.3 times the work of one (Marr et al., Hyper-Threading Technology
+Architecture and Microarchitecture, 2002)."""
+COMPARE_DRIFT_RATIO = 0.02
+"""Last third of a run against its first, from which on it is said. Own choice."""
+COMPARE_WAIT_RATIO = 0.50
+"""Waiting for a core is named where it makes this share of the difference. Own choice."""
+COMPARE_MAX_RANKS = 32
+"""Of more ranks only those that changed most are named with an interval. Own choice."""
+
+BACKWARD_FORWARD_RATIO = 6.0
+"""Backward to forward: three times the usual 2 (see FORWARD_BACKWARD_RATIO), as the forward's bound
+is three times the usual half. Recomputing all of forward makes it 3 (Chen et al. 2016)."""
+BACKWARD_STEP_RATIO = 0.30
+"""As FORWARD_STEP_RATIO."""
+OPTIMIZER_MODEL_RATIO = 1.0
+"""Optimizer to forward and backward together. An update touches each parameter once, forward and
+backward at least three times for every sample (Kaplan et al. 2020). Own choice."""
+OPTIMIZER_STEP_RATIO = 0.30
+"""As FORWARD_STEP_RATIO."""
+
+FIRST_BATCH_RATIO = 0.10
+"""Of the recorded training time: TraceML's 10 % for waiting for input."""
+EPOCH_MAIN_RATIO = 0.50
+BURST_MAIN_RATIO = 0.80
+BURST_RARE_RATIO = 0.50
+"""Waiting is concentrated where 80 % of it (TraceML's coverage) lies in fewer than half as many
+steps as bursts of W workers would give, which is one in W. Own choice."""
+LOADER_IDLE_RATIO = 0.50
+"""Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
+which training waits for them. Own choice."""
+FREE_CORES = 0.5
+"""Cores are full where less than half of what one more worker needs is free: with half a core it
+still adds half a worker's batches. Own choice."""
+
+PAUSE_WARNING_RATIO = 0.05
+PAUSE_CRITICAL_RATIO = 0.20
+"""Collector pauses of all ranks together, of the time in steps: half of TraceML's 10 %, as they are
+easy to remove. torchtitan (issue 148) found 1.5 % worth it. Own choice."""
+SAVE_WARNING_RATIO = 0.10
+SAVE_CRITICAL_RATIO = 0.20
+"""TraceML's 10 % and 20 % for what a step should not hold."""
+
+SPIKE_RATIO = 1.5
+"""A step this much longer than the steps around it is a spike: `--slow-ratio`'s default."""
+SPIKE_WINDOW_STEPS = 21
+"""Steps around it, of which the median is taken: ten before and ten after. Own choice."""
+SPIKE_MIN_COUNT = 3
+"""Fewer are accidents. Own choice."""
+JITTER_WARNING_RATIO = 0.10
+JITTER_CRITICAL_RATIO = 0.20
+"""What spikes take beyond the usual step, of the time: TraceML's 10 % and 20 %."""
+
+TREND_P_VALUE = 0.01
+"""Mann-Kendall, one-sided: a conventional level."""
+TREND_MIN_POINTS = 8
+"""Kendall's normal approximation is good from 8 points on (Kendall 1975)."""
+CREEP_RATIO = 0.10
+"""Growth of memory while steps ran, of what it was at the beginning. Own choice: less could be a
+cache that fills."""
+CREEP_LAST_RATIO = 0.20
+"""The last third must hold this share of the growth, where steady growth gives a third: what fills
+and stays is no leak. Own choice."""
+PRESSURE_RATIO = 0.10
+"""Time in which some task waited for memory (Linux Documentation/accounting/psi.rst). oomd's
+documented default for killing is 60 % (systemd oomd.conf, DefaultMemoryPressureLimit); a tenth of
+the time is TraceML's share for a warning."""
+AVAILABLE_RATIO = 0.10
+"""Free memory below which earlyoom begins to act by default (its README, -m 10)."""
+ALLOCATOR_RETRY_MIN_COUNT = 2
+"""One retry may be the first large batch; more are a state. Own choice."""
+
+COMPILE_WARNING_RATIO = 0.10
+COMPILE_CRITICAL_RATIO = 0.20
+"""Compiling after warm-up, of the time: TraceML's shares again."""
+COMPILE_MIN_COUNT = 3
+"""One or two compilations late in a run are a new shape or an evaluation. Own choice."""
+
+IMBALANCE_MAIN_RATIO = 0.80
+"""A rank that is the slowest in this share of the steps is the slow one itself: TraceML's
+coverage."""
+STEADY_QUANTILE = 0.25
+STEADY_RATIO = 0.50
+"""A slow rank is slow in three of four steps, by half of its typical excess and more; work that
+differs by turns is not. Own choice."""
+IMBALANCE_TURN_RATIO = 0.10
+"""Taking turns: at least two ranks are the slowest in a tenth of the steps each. Own choice."""
+HARDWARE_DIFFERENCE_RATIO = 0.15
+"""A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
+CORE_WAIT_WARNING_RATIO."""
+DISPATCH_RATIO = 0.50
+"""Most of a window is spent in and between operators too short to compute much. Own choice."""
+MAIN_CORE_FULL = 0.90
+OTHER_THREADS_RATIO = 0.10
+"""One thread does the work where it fills a core and the others use a tenth of theirs. Own
+choice."""
 
 
 def warm_up_steps(count: int) -> int:

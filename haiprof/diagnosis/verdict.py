@@ -39,7 +39,7 @@ class Verdict:
     name: str
     """The job's name."""
     headline: str
-    """One line: the first finding, that no rule fired, or that there is nothing to judge."""
+    """One line: the first finding, that there is none, or that there is nothing to judge."""
     split: Mapping[str, float | None]
     """Host time in ns per phase of a middle step; null where a phase is not measured."""
     step_ns: float | None
@@ -49,7 +49,7 @@ class Verdict:
     ranks: tuple[int, ...]
     """Ranks that have steps."""
     findings: tuple[Finding, ...]
-    """Critical ones first, then by confidence."""
+    """The weightiest first, each right before what it explains."""
     abstained: tuple[tuple[str, str], ...]
     """(rule, why it could not be judged)."""
     not_measured: tuple[tuple[str, str], ...]
@@ -63,6 +63,12 @@ class Verdict:
     """What to run next."""
     notes: tuple[str, ...]
     """What was damaged or left out while reading."""
+    checked: tuple[str, ...] = ()
+    """Rules that had their data and found nothing."""
+    traces: tuple[str, ...] = ()
+    """What was traced, and why the rest was not; empty where no trace was asked for."""
+    reactions: tuple[str, ...] = ()
+    """What haiprof noticed while the job ran, and did by itself."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""

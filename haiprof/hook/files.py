@@ -8,7 +8,9 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from haiprof.hook.identity import claim_folder, rank_and_world, report_in
+from haiprof.hook.collectives import FlightRecorder
+from haiprof.hook.identity import claim_folder, environment_line, rank_and_world, report_in
+from haiprof.hook.side_facts import SideFacts
 from haiprof.rundir.clock import ClockAnchor
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.schema import DEVICE, PHASES
@@ -36,10 +38,15 @@ class RankFiles:
             self._paths.phases, PHASES, clock=self._clock, extra={"rank": rank}
         )
         self._device: RecordWriter | None = None
+        self.attempt = attempt
+        self.rank = rank
+        self.collectives: FlightRecorder | None = FlightRecorder(self._paths, self._clock)
         report_in(
             self._paths, rank=rank, attempt=attempt, clock=self._clock,
             facts={**facts, "phases": dict(phases)},
         )  # fmt: skip
+        self.note(environment_line())
+        self._side_facts: SideFacts | None = SideFacts()
         self.event_count = 0
         self.drain_cpu_ns = 0
         self.event_ns = 0.0
@@ -76,9 +83,48 @@ class RankFiles:
                 "dropped_bytes": sum(w.dropped_bytes for w in writers),
             }
         )
+        self._note_side_facts(allocator=True)
+
+    def _note_side_facts(self, *, allocator: bool = False) -> None:
+        """What torch counts; where reading it fails, it is not read again."""
+        facts = self._side_facts
+        if facts is None:
+            return
+        try:
+            line = facts.allocator_line() if allocator else facts.compile_line()
+        except Exception as error:
+            self._side_facts = None
+            line = {"type": "side_facts_failed", "reason": f"{type(error).__name__}: {error}"}
+        if line is not None:
+            self.note(line)
+
+    def beat(self) -> None:
+        """Notes compilations and how far collectives have come; what fails is left alone."""
+        self._note_side_facts()
+        if self.collectives is not None:
+            try:
+                self.collectives.beat()
+            except Exception as error:
+                self._lose_collectives(error)
+
+    def keep_collectives(self) -> None:
+        """Writes the last collectives down, at the end of the recording."""
+        if self.collectives is not None:
+            try:
+                self.collectives.dump()
+            except Exception as error:
+                self._lose_collectives(error)
+
+    def _lose_collectives(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.note({"type": "collectives_failed", "reason": reason})
+        self.collectives = None
 
     def close(self) -> None:
         """Closes all files."""
+        if self.collectives is not None:
+            with contextlib.suppress(OSError):
+                self.collectives.close()
         for writer in (self._phases, self._device, self._events):
             if writer is not None:
                 with contextlib.suppress(OSError):  # the job has closed all descriptors

@@ -6,11 +6,13 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from haiprof.rundir.clock import ClockAnchor
+from haiprof.rundir.environment import installed_packages, named_variables
 from haiprof.rundir.layout import RankPaths, RunPaths
 from haiprof.rundir.schema import SCHEMA_VERSION
 from haiprof.rundir.writer import write_json
@@ -29,6 +31,16 @@ def rank_and_world() -> tuple[int, int]:
     rank = _integer(_RANK_VARIABLES)
     world = _integer(_WORLD_VARIABLES)
     return rank or 0, world or 1
+
+
+def restart() -> int:
+    """How often torchrun has started this rank again."""
+    return _integer(("TORCHELASTIC_RESTART_COUNT",)) or 0
+
+
+def local_rank() -> int | None:
+    """This process's number on its node, where its launcher tells."""
+    return _integer(_LOCAL_RANK_VARIABLES)
 
 
 def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
@@ -63,8 +75,8 @@ def report_in(
             "version": SCHEMA_VERSION,
             "rank": rank,
             "attempt": attempt,
-            "restart": _integer(("TORCHELASTIC_RESTART_COUNT",)) or 0,
-            "local_rank": _integer(_LOCAL_RANK_VARIABLES),
+            "restart": restart(),
+            "local_rank": local_rank(),
             "world_size": world,
             "pid": os.getpid(),
             "ppid": os.getppid(),
@@ -83,11 +95,36 @@ def torch_facts() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
+    facts["operator_threads"] = torch.get_num_threads()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         facts["device"] = "cuda"
-        uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        uuid = getattr(properties, "uuid", None)
         facts["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"
+        facts["gpu_name"] = str(properties.name)
     return facts
+
+
+def environment_line() -> dict[str, Any]:
+    """What this process runs with; versions are read from what torch has loaded, and from names.
+
+    The first process of a node lists its packages, the others leave it at the digest.
+    """
+    import hashlib
+
+    packages = installed_packages(list(sys.path))
+    text = "\n".join(f"{name} {version}" for name, version in packages.items())
+    version = sys.modules.get("torch.version")
+    return {
+        "type": "environment",
+        "time_ns": time.perf_counter_ns(),
+        "variables": named_variables(os.environ),
+        "packages": packages if not local_rank() else None,
+        "packages_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+        **{
+            f"torch_{name}": getattr(version, name, None) for name in ("cuda", "hip", "git_version")
+        },
+    }
 
 
 def _integer(variables: tuple[str, ...]) -> int | None:

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from haiprof.hook import patches
 from haiprof.hook.device import DeviceTimer
 from haiprof.hook.imports import ImportWatch
+from haiprof.hook.loaders import described, wrap_iter
 from haiprof.hook.recorder import Recorder
 from haiprof.hook.roots import Registry, RootDescriber, describe_optimizer
 from haiprof.rundir.schema import DATA_ITER, SAVE, SCALER
@@ -23,12 +24,16 @@ _LATE_SAVES = (
 )
 
 
-_INERT_HOOKS: list[Any] = []
+_OPTIMIZER_HOOKS: list[Any] = []
+_OPTIMIZER_STATES: list[patches.State] = []  # of the installation whose hooks these are
+_STAYING: dict[tuple[str, str], patches.Staying] = {}
 _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State.takes_over,
-    patches.State.begin,
+    patches.State._begin,
+    patches.State.open,
     patches.State.end,
     patches.State.end_step,
+    patches._Both.__call__,
     Registry.add,
     RootDescriber.__call__,
     Recorder.overflow,
@@ -36,6 +41,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     Recorder.arm,
     DeviceTimer.begin,
     patches._compiler_is_tracing,
+    described,
 )
 
 
@@ -113,6 +119,7 @@ class Installer:
         original = Module.__call__
         wrapper = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
         self._replace(Module, "__call__", wrapper)
+        _tell_dynamo(original, wrapper)
         self._undo.append(lambda: _tell_dynamo(wrapper, original))
 
     def _backward(self) -> None:
@@ -131,11 +138,23 @@ class Installer:
         _skip_frame(before, below=True)
         _skip_frame(after, below=True)
         # They stay in, inert: taking them out would change a dictionary that a step under way
-        # iterates over, and on whose length Dynamo guards.
-        while _INERT_HOOKS:  # of an earlier installation in this process: tests, benchmarks
-            _INERT_HOOKS.pop().remove()
-        _INERT_HOOKS.append(optimizer.register_optimizer_step_pre_hook(before))
-        _INERT_HOOKS.append(optimizer.register_optimizer_step_post_hook(after))
+        # iterates over, and on whose length Dynamo guards. A later installation takes their places.
+        places = [handle.hooks_dict_ref() for handle in _OPTIMIZER_HOOKS]
+        if places and all(h.id in p for h, p in zip(_OPTIMIZER_HOOKS, places, strict=True)):
+            for handle, place, hook in zip(_OPTIMIZER_HOOKS, places, (before, after), strict=True):
+                place[handle.id] = hook
+            for before_us in _OPTIMIZER_STATES:
+                before_us.successor = self.state
+                self.state.steps_before += before_us.steps_of_job()
+                self.state.counts_all = before_us.counts_all
+            _OPTIMIZER_STATES[:] = [self.state]
+            return
+        _OPTIMIZER_HOOKS[:] = [
+            optimizer.register_optimizer_step_pre_hook(before),
+            optimizer.register_optimizer_step_post_hook(after),
+        ]
+        self.state.counts_all = self.state.idle != patches.WAITING
+        _OPTIMIZER_STATES[:] = [self.state]
 
     def _dataloader(self) -> None:
         from torch.utils.data import dataloader
@@ -143,7 +162,9 @@ class Installer:
         base = dataloader._BaseDataLoaderIter
         self._replace(base, "__next__", patches.wrap_next(base.__next__, self.state))
         loader = dataloader.DataLoader
-        self._replace(loader, "__iter__", patches.wrap_span(loader.__iter__, self.state, DATA_ITER))
+        told = wrap_iter(loader.__iter__, self.recorder)
+        _skip_frame(told)
+        self._replace(loader, "__iter__", patches.wrap_span(told, self.state, DATA_ITER))
 
     def _scaler(self) -> None:
         from torch.amp.grad_scaler import GradScaler
@@ -159,9 +180,10 @@ class Installer:
         import torch
         import torch.serialization
 
-        wrapper = patches.wrap_span(torch.serialization.save, self.state, SAVE)
-        self._replace(torch.serialization, "save", wrapper, stays=True)
-        self._replace(torch, "save", wrapper, stays=True)
+        original = torch.serialization.save
+        function = self._stay(torch.serialization, "save")
+        if torch.save is original:
+            torch.save = function
         for module, names in _LATE_SAVES:
             self._imports.after(module, self._late(names))
 
@@ -169,8 +191,7 @@ class Installer:
         def patch(module: Any) -> None:
             for name in names:
                 if hasattr(module, name):
-                    wrapper = patches.wrap_span(getattr(module, name), self.state, SAVE)
-                    self._replace(module, name, wrapper, stays=True)
+                    self._stay(module, name)
 
         return patch
 
@@ -180,16 +201,28 @@ class Installer:
 
     # -- tools --------------------------------------------------------------------------------
 
-    def _replace(self, holder: Any, name: str, wrapper: Any, *, stays: bool = False) -> None:
-        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited).
-
-        A module's function `stays` replaced, inert: one that the job holds, such as torch.save,
-        can be pickled only while the module's attribute is the same object.
-        """
+    def _stay(self, module: Any, name: str) -> Any:
+        """Replaces a module's function for good, or takes the place of an earlier installation."""
+        key = (module.__name__, name)
+        staying = _STAYING.get(key)
+        if staying is None:
+            staying = _STAYING[key] = patches.Staying(getattr(module, name))
+            _skip_frame(staying.function)
+            setattr(module, name, staying.function)
+        wrapper = patches.wrap_span(staying.original, self.state, SAVE)
         _skip_frame(wrapper)
-        if stays:
-            setattr(holder, name, wrapper)
-            return
+        staying.current = wrapper
+
+        def undo() -> None:
+            if staying.current is wrapper:
+                staying.current = staying.original
+
+        self._undo.append(undo)
+        return staying.function
+
+    def _replace(self, holder: Any, name: str, wrapper: Any) -> None:
+        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
+        _skip_frame(wrapper)
         own = name in vars(holder)
         original = getattr(holder, name)
         setattr(holder, name, wrapper)
@@ -232,6 +265,7 @@ class _Target:
     """Stands for a module while a wrapper is timed."""
 
     training = True
+    _parameters: ClassVar[dict[str, Any]] = {}  # read by torch.profiler where it records modules
 
 
 def _nothing(target: Any) -> None:
@@ -276,8 +310,9 @@ def _skip_frame(function: Any, *, below: bool = False) -> None:
         return  # older torch: the wrapper's own test for tracing has to do
 
 
-def _tell_dynamo(wrapper: Any, original: Any) -> None:
-    """Dynamo remembers `Module.__call__` to tell patched modules; it must not remember ours."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is not None and getattr(utils, "unpatched_nn_module_call", None) is wrapper:
-        setattr(utils, "unpatched_nn_module_call", original)  # noqa: B010
+def _tell_dynamo(before: Any, now: Any) -> None:
+    """Dynamo remembers `Module.__call__` to tell patched modules: ours is not one of those."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "unpatched_nn_module_call", None) is before:
+            setattr(module, "unpatched_nn_module_call", now)  # noqa: B010

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from haiprof.hook.device import DeviceTimer
 from haiprof.hook.recorder import UNARMED_LIMIT_WORDS, Recorder
@@ -25,14 +25,13 @@ from haiprof.rundir.schema import (
     BACKWARD,
     DATA,
     DATA_END,
-    DATA_ITER,
     EVAL,
     FORWARD,
     FORWARD_EVAL,
     GC,
     NOGRAD,
     OPTIMIZER,
-    SCALER,
+    SAVE,
     TAG_BITS,
     TAG_MASK,
 )
@@ -42,6 +41,7 @@ OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after 
 CALIBRATION_CALLS = 41
 CALIBRATION_EVICT_BYTES = 1 << 20
 CLOSED = -1
+WAITING = -2
 _NO_BACKWARD = (BACKWARD, CLOSED)
 
 _now = time.perf_counter_ns
@@ -52,16 +52,22 @@ class State:
     """What the wrappers share: the owner thread, and whether a span is open in it."""
 
     __slots__ = (
+        "begin",
         "busy",
+        "counts_all",
         "device",
         "find_device",
         "idle",
         "is_tracing",
         "loading",
+        "optimizer_count",
         "owner",
         "owner_seen_ns",
         "recorder",
         "slow",
+        "steps_before",
+        "successor",
+        "watch",
     )
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
@@ -70,27 +76,68 @@ class State:
         self.owner = threading.main_thread().ident or 0
         self.owner_seen_ns = 0
         self.idle = 0
-        """What `busy` returns to after a span: 0, or CLOSED once the hooks are out."""
+        """What `busy` returns to after a span: 0, WAITING, or CLOSED once the hooks are out."""
         self.busy = 0
         """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
+        self.optimizer_count = 0
+        """Optimizer steps of the owner thread so far, whether recorded or not; once the hooks are
+        out, of any thread, until another installation takes their places."""
+        self.steps_before = 0
+        """Those of this process before these hooks were put in, as far as hooks saw them."""
+        self.counts_all = True
+        """Whether these are all: hooks were in from the start."""
+        self.successor: State | None = None
+        """What that installation's wrappers share."""
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = _no_device
         self.slow = True
-        """Whether a span needs more than two times: until the recorder is armed, with a GPU."""
+        """Whether a span needs more than two times: until the recorder is armed, with a GPU, and
+        while a trace window is planned."""
+        self.watch: Watch | None = None
+        self.begin: Callable[..., Callable[[], None] | None] = self._begin
+        """The rarer part of a span's start: of (kind, target); see `_begin`."""
 
     def restart(self) -> None:
         """In a forked child: its only thread may train, and the parent's device is not its own."""
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
+            self.optimizer_count = self.steps_before = 0
+            if self.watch is not None:
+                self.watch.forked()
 
-    def begin(self, kind: int) -> Callable[[], None] | None:
-        """The rarer part of a span's start: its mark on the device."""
+    def steps_so_far(self) -> int:
+        """Optimizer steps since these hooks were put in, whatever took their places since."""
+        later = 0 if self.successor is None else self.successor.steps_so_far()
+        return self.optimizer_count + later
+
+    def steps_of_job(self) -> int:
+        """Optimizer steps since the first hooks were put into this process.
+
+        Where these were in from the start, it is the same on all ranks between two steps.
+        """
+        return self.steps_before + self.optimizer_count
+
+    def lean(self, begin: Callable[[int, Any], Callable[[], None] | None] | None) -> None:
+        """A watch that does little at a span's start is called at once, where nothing else is due.
+
+        Args:
+            begin: In place of the watch's own; null for the usual way.
+        """
+        alone = begin is not None and self.device is None and self.recorder.armed
+        self.begin = begin if alone and begin is not None else self._begin
+
+    def _begin(self, kind: int, target: Any = None) -> Callable[[], None] | None:
+        """A span's mark on the device, and what a watch does."""
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
-        self.slow = self.device is not None or not self.recorder.armed
-        return self.device.begin(kind) if self.device is not None else None
+        watched = self.watch.begin(kind, target) if self.watch is not None else None
+        self.slow = self.device is not None or self.watch is not None or not self.recorder.armed
+        mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
+        if watched is None or mark is None:
+            return mark or watched
+        return _Both(mark, watched)
 
     def end(self, mark: Callable[[], None] | None) -> None:
         """The rarer part of a span's end; a process that never trains must not fill memory."""
@@ -106,11 +153,24 @@ class State:
         if self.device is not None:
             self.device.close(end_ns)
 
+    def wait_for_boundary(self) -> None:
+        """Put in while the job trains: begins between two steps, not inside a module's call."""
+        self.idle = self.busy = WAITING
+        self.loading = True
+
+    def open(self) -> None:
+        """No module's call is under way in this thread: spans begin here."""
+        if self.idle == WAITING:
+            self.owner = _ident()
+            self.idle = self.busy = 0
+            self.loading = False
+
     def close(self) -> None:
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
         self.idle = self.busy = CLOSED
         self.loading = True
-        self.device = None
+        self.device = self.watch = None
+        self.begin = self._begin
 
     def takes_over(self, now_ns: int) -> bool:
         """Whether another thread that trains becomes the owner: the owner has been silent long."""
@@ -118,6 +178,30 @@ class State:
             return False
         self.owner = _ident()
         return True
+
+
+class Watch(Protocol):
+    """Follows the spans of the training thread as they begin and end."""
+
+    def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
+        """A span begins; what it returns is called when the span ends."""
+
+    def forked(self) -> None:
+        """This is a forked child now."""
+
+
+class _Both:
+    """Two things to do at a span's end."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._first = first
+        self._second = second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()
 
 
 def wrap_module_call(
@@ -144,7 +228,7 @@ def wrap_module_call(
                 if codes and _ident() == state.owner:
                     found = codes[is_grad_enabled()][self.training]
                     if state.slow:
-                        mark = state.begin(found & TAG_MASK)
+                        mark = state.begin(found & TAG_MASK, self)
                     start = _now()
                     code = found
             except Exception as error:
@@ -186,6 +270,11 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
         outer = state.busy
         if outer in _NO_BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
             return original(*args, **kwargs)
+        if outer == WAITING:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                state.open()
         ours, start = False, 0
         mark = None
         try:
@@ -196,8 +285,9 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
                 if _ident() == state.owner:
                     state.owner_seen_ns = start
                     if state.slow:
-                        recorder.arm()
-                        mark = state.begin(BACKWARD)
+                        if not recorder.armed:
+                            recorder.arm()
+                        mark = state.begin(BACKWARD, None)
                     ours = True
             except Exception as error:
                 ours = False
@@ -232,13 +322,20 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal start, mark
-        if is_tracing() or state.idle:  # in this order: a compiler would guard on what it reads
+        if is_tracing():  # first: a compiler would guard on what it reads after it
+            return
+        if state.idle:
+            if state.idle == CLOSED:
+                state.optimizer_count += 1
+            else:
+                state.steps_before += 1
+            state.open()
             return
         try:
             if _ident() != state.owner and not state.takes_over(_now()):
                 return
             if state.slow:
-                mark = state.begin(OPTIMIZER)
+                mark = state.begin(OPTIMIZER, optimizer)
             start = _now()
         except Exception as error:
             recorder.fault("optimizer", error)
@@ -251,8 +348,10 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
             end, began, start = _now(), start, 0
             put((began, end, entries.get(id(optimizer)) or optimizers.add(optimizer)))
             state.owner_seen_ns = end
+            state.optimizer_count += 1
             if state.slow:
-                recorder.arm()
+                if not recorder.armed:
+                    recorder.arm()
                 state.end_step(mark, end)
                 mark = None
         except Exception as error:
@@ -265,7 +364,6 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
 def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
     """Times a plain call of the training thread: GradScaler.step, saves, DataLoader.__iter__."""
     put, recorder = state.recorder.words.extend, state.recorder
-    on_device = kind in (SCALER, DATA_ITER)
 
     @functools.wraps(original)
     def spanned(*args: Any, **kwargs: Any) -> Any:
@@ -276,8 +374,8 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
         try:
             try:
                 if _ident() == state.owner:
-                    if on_device and state.slow:
-                        mark = state.begin(kind)
+                    if state.slow:
+                        mark = state.begin(kind, args[0] if args else None)
                     start = _now()
             except Exception as error:
                 start = 0
@@ -295,6 +393,24 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
     return spanned
 
 
+class Staying:
+    """A module's function that is replaced once and for good: what it calls comes and goes.
+
+    One that the job holds, such as torch.save, can be pickled only while the module's attribute is
+    the same object.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.current = original
+
+        @functools.wraps(original)
+        def stays(*args: Any, **kwargs: Any) -> Any:
+            return self.current(*args, **kwargs)
+
+        self.function = stays
+
+
 def wrap_next(original: Callable[..., Any], state: State) -> Any:
     """Times the training thread's wait for a batch; the end of an epoch is a kind of its own."""
     put, recorder = state.recorder.words.extend, state.recorder
@@ -309,7 +425,7 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
             try:
                 if _ident() == state.owner:
                     if state.slow:
-                        mark = state.begin(DATA)
+                        mark = state.begin(DATA, self)
                     start = _now()
             except Exception as error:
                 start = 0
@@ -366,11 +482,23 @@ def _compiler_is_tracing() -> bool:
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
-def install(recorder: Recorder) -> None:
-    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured."""
+def install(recorder: Recorder, *, late: bool = False) -> State:
+    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured.
+
+    Args:
+        recorder: Takes the spans.
+        late: The job trains already: nothing is taken before a place between two steps.
+
+    Returns:
+        What the wrappers share.
+    """
     from haiprof.hook.installer import Installer
 
-    Installer(recorder).install()
+    installer = Installer(recorder)
+    if late:
+        installer.state.wait_for_boundary()
+    installer.install()
+    return installer.state
 
 
 def uncollected(callback: Any) -> None:

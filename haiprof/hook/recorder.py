@@ -11,13 +11,19 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from haiprof.hook.answers import handlers
+from haiprof.hook.commands import Commands
 from haiprof.hook.files import RankFiles
 from haiprof.hook.identity import torch_facts
+from haiprof.hook.threads import start_deaf_thread
 from haiprof.hook.window import Window
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.schema import PHASES, TAG_BITS, TAG_MASK
+from haiprof.rundir.schema import OPTIMIZER, PHASES, TAG_BITS, TAG_MASK
+
+if TYPE_CHECKING:
+    from haiprof.hook.patches import State
 
 DRAIN_INTERVAL_S = 1.0
 COST_EVERY_DRAINS = 10
@@ -50,6 +56,18 @@ class Recorder:
         self.uninstall: Callable[[], None] = _nothing
         self.forked: Callable[[], None] = _nothing
         self.calibrate: Callable[[], tuple[float, float]] = _no_calibration
+        self.held: Callable[[], bool] = _not_held
+        """Whether the hooks must stay in after the recording's time: for a trace window."""
+        self.puts_off: Callable[[], bool] = _not_held
+        """Whether a trace window that runs takes the hooks out, at the job's next span."""
+        self.ending: Callable[[], None] = _nothing
+        """Ends a trace window before the files are closed."""
+        self.state: State | None = None
+        """What the wrappers share; null until they are installed."""
+        self.step_ns = 0
+        """Mean time between two optimizer steps in the last second; 0 while it is not known."""
+        self._over = False
+        self.commands: Commands | None = None
         self._files: RankFiles | None = None
         self._start_noted = False
         self._window = Window(time_s=time_s, warmup_s=warmup_s)
@@ -67,6 +85,11 @@ class Recorder:
         run = RunPaths(Path(config["run_dir"]))
         return cls(run, time_s=float(config["time"]), warmup_s=float(config["warmup"]))
 
+    @property
+    def attempt(self) -> int | None:
+        """Which process of its rank this is; null until its folder is claimed."""
+        return None if self._files is None else self._files.attempt
+
     def arm(self) -> None:
         """Starts the thread; called on the training thread at its first backward or step."""
         if self.armed or self.closed:
@@ -77,22 +100,23 @@ class Recorder:
             from multiprocessing.util import Finalize
 
             Finalize(None, self.finish, exitpriority=0)  # such processes end without atexit
-        _thread.start_new_thread(self._loop, ())
+        start_deaf_thread(self._loop)
 
     def overflow(self) -> None:
         """Many spans and still no training: an evaluation is recorded, a worker is left alone."""
-        if self._is_child():
+        if self.is_child():
             del self.words[:]
         else:
             self.arm()
 
-    def _is_child(self) -> bool:
+    def is_child(self) -> bool:
         """Whether this may be a worker of a rank: such a process is recorded only if it trains."""
         return self._was_forked or _has_parent()
 
     def finish(self) -> None:
         """Writes what is left; at exit of the process."""
-        if not self.closed and not self.armed and (self._is_child() or not self.words):
+        self.ending()
+        if not self.closed and not self.armed and (self.is_child() or not self.words):
             self._close(None)
         if not self._lock.acquire(timeout=EXIT_WAIT_S):
             return  # the thread is stuck in a write; the file keeps its whole records
@@ -151,17 +175,21 @@ class Recorder:
         if self._files is None:  # once, and so not a part of the cost per step
             self._files = RankFiles(self.run, self.phases, self._facts)
             self._files.event_ns, self._files.module_call_ns = self.calibrate()
+            self._listen(self._files)
         files = self._files
         began = time.thread_time_ns()
         batch = self._take()
-        kept, over = self._window.cut(batch, _now())
+        kept = array("q")
+        if not self._over:
+            kept, self._over = self._window.cut(batch, _now())
         self._note_start(files)
         for line in _taken(self.lines):
             files.note(line)
         records = _taken(self.device_records)
         files.write(kept, records if self._start_noted else [])
+        files.beat()
         files.drain_cpu_ns += time.thread_time_ns() - began
-        if over:
+        if self._over and not self.held():
             self._end("time")
 
     def _take(self) -> array[int]:
@@ -171,6 +199,7 @@ class Recorder:
         del self.words[:count]
         packed = array("q", bytes(count // WORDS_PER_SPAN * PHASES.record_bytes))
         codes = words[2::3]
+        self._note_pace(words[1::3], codes)
         packed[::2] = array(
             "q", [t << TAG_BITS | c & TAG_MASK for t, c in zip(words[::3], codes, strict=True)]
         )
@@ -178,6 +207,11 @@ class Recorder:
             "q", [t << TAG_BITS | c >> TAG_BITS for t, c in zip(words[1::3], codes, strict=True)]
         )
         return packed
+
+    def _note_pace(self, ends: list[int], codes: list[int]) -> None:
+        steps = [end for end, code in zip(ends, codes, strict=True) if code & TAG_MASK == OPTIMIZER]
+        if len(steps) > 1:
+            self.step_ns = (steps[-1] - steps[0]) // (len(steps) - 1)
 
     def _note_start(self, files: RankFiles) -> None:
         window = self._window
@@ -209,7 +243,8 @@ class Recorder:
         """Takes the hooks out, on whichever thread this happens."""
         self.closed = True
         self._last_line = last_line
-        self.uninstall()
+        if not self.puts_off():
+            self.uninstall()
         self.words.clear()
 
     def _close_files(self) -> None:
@@ -217,16 +252,53 @@ class Recorder:
         files, self._files = self._files, None
         if files is None:
             return
+        files.keep_collectives()
         if self._last_line is not None:
             files.note(self._last_line)
         files.close()
 
+    def _listen(self, files: RankFiles) -> None:
+        """Starts answering requests: goes on after the recording, until the process ends."""
+        answers = {
+            **handlers(lambda: files.collectives, self.progress),
+            "trace": self._trace,
+            "activate": self._activate,
+        }
+        self.commands = Commands(self.run, answers, self.lines.append)
+        self.commands.start({"rank": files.rank, "attempt": files.attempt})
+
+    def progress(self) -> dict[str, Any]:
+        """What is known of the steps at this moment."""
+        state = self.state
+        return {
+            "recording": not self.closed,
+            "step": None if state is None else state.steps_so_far(),
+            "step_ns": self.step_ns or None,
+            "job_step": None if state is None else state.steps_of_job(),
+            "counts_all": state is not None and state.counts_all,
+        }
+
+    def _trace(self, request_id: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Plans a trace window that was asked for while the job runs."""
+        from haiprof.hook.trace.request import plan_request
+
+        return plan_request(request_id, arguments, recorder=self)
+
+    def _activate(self, _: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Records again, into another run directory, once this recording has ended."""
+        from haiprof.hook.again import activate_request
+
+        return activate_request(arguments, recorder=self)
+
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's is written, and it must train to arm."""
+        if self.commands is not None:
+            self.commands.forget()
+            self.commands = None
         files, self._files = self._files, None
         if files is not None:
             files.close()
-        self._start_noted = False
+        self._start_noted = self._over = False
         self._lock = _thread.allocate_lock()
         self._wake = _thread.allocate_lock()
         self._was_forked = True
@@ -285,6 +357,10 @@ def _has_parent() -> bool:
 
 def _nothing() -> None:
     """What there is to do before anything is installed."""
+
+
+def _not_held() -> bool:
+    return False
 
 
 def _no_calibration() -> tuple[float, float]:

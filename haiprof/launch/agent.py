@@ -6,12 +6,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from haiprof.config import Options
-from haiprof.errors import RunFormatError
+from haiprof.errors import HaiprofError, RunFormatError
+from haiprof.launch.relay import LiveRank, Relay
+from haiprof.launch.say import say
 from haiprof.rundir.clock import ClockAnchor
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.reader import read_json, read_lines
@@ -22,12 +25,16 @@ from haiprof.samplers.unreported import Unreported, find_unreported
 
 if TYPE_CHECKING:
     from haiprof.launch.scrape import Scrape
+    from haiprof.samplers.training import Process
 
 FIRST_SCAN_S = 0.5
 SCAN_GROWTH = 1.6
 MAX_SCAN_S = 60.0
 STOP_WAIT_S = 5.0
 SETTLE_S = 0.05
+REACH_AGAIN_S = 2.0
+"""The controller, which may write the token, starts at about the same time."""
+TOKEN_NAME = "reach.token"
 
 
 @dataclass
@@ -48,15 +55,19 @@ class Agent:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _scrape: Scrape | None = None
+    _relay: Relay | None = None
+    _reach_at: float | None = None
     _scan_at: float = 0.0
     _scan_gap_s: float = FIRST_SCAN_S
     _started_s: float = field(default_factory=time.monotonic)
+    _job_pid: int = 0
 
     def start(self) -> None:
         """Starts sampling, unless another launcher on this node already does."""
         self.elected = self._elect()
         if not self.elected:
             return
+        self._start_relay()
         loop = SamplingLoop(self.run, self.host, self.options)
         self._thread = threading.Thread(
             target=self._sample, args=(loop,), name="haiprof-sampler", daemon=True
@@ -73,8 +84,35 @@ class Agent:
         if not self._stop.wait(SETTLE_S):
             loop.run(self._stop)
 
+    def serve(self) -> None:
+        """Passes requests to the ranks and their replies back; as long as the job runs."""
+        if self._relay is None:
+            return
+        if self._reach_at is not None and time.monotonic() >= self._reach_at:
+            self._reach(self._relay)
+        self._relay.tick()
+
+    def live_ranks(self) -> list[LiveRank]:
+        """The ranks of this node that can be asked."""
+        return [] if self._relay is None else self._relay.live_ranks()
+
+    def ask_steps(self, pids: Collection[int]) -> None:
+        """Asks processes of ranks how many optimizer steps there were; see `Relay.ask_steps`."""
+        if self._relay is not None:
+            self._relay.ask_steps(pids)
+
+    def starting(self) -> list[Process]:
+        """Processes that have loaded torch and haiprof's hook, and have not begun to train."""
+        from haiprof.samplers.training import ranks_below
+
+        if "phases" not in self.options.recorder:
+            return []  # nobody reports in
+        known = self._reported_pids() | self.unreported.keys()
+        return [p for p in ranks_below(self._job_pid) if p.pid not in known]
+
     def tick(self, job_pid: int) -> None:
         """Looks for ranks that never report in, at growing intervals."""
+        self._job_pid = job_pid
         now = time.monotonic()
         if now < self._scan_at:
             return
@@ -83,6 +121,40 @@ class Agent:
         found = find_unreported(job_pid, self._reported_pids(), self.run.boot)
         ended = {pid: p for pid, p in self.unreported.items() if not Path(f"/proc/{pid}").exists()}
         self.unreported = {**ended, **{process.pid: process for process in found}}
+
+    def _start_relay(self) -> None:
+        """Listens for the ranks; without a socket the job is recorded, and cannot be asked."""
+        relay = Relay(self.run, self.host)
+        try:
+            relay.start()
+        except OSError as error:
+            writer = LineWriter(self.run.node(self.host).events)
+            writer.append({"type": "control", "state": "unavailable", "reason": str(error)})
+            writer.close()
+        else:
+            self._relay = relay
+            if self.options.reach:
+                self._reach(relay)
+
+    def _reach(self, relay: Relay) -> None:
+        """Joins the agents of nodes that do not share this run directory, now or later."""
+        from haiprof.launch.reach.controller import Controller
+        from haiprof.launch.reach.join import join
+
+        options = self.options
+        token_file = options.reach_token or options.log_dir / TOKEN_NAME
+        again, self._reach_at = self._reach_at is not None, None
+        try:
+            end = join(options.reach, token_file, self.host)
+        except (HaiprofError, OSError) as error:
+            self._reach_at = time.monotonic() + REACH_AGAIN_S
+            if not again:
+                say(f"{error}; trying again: until then requests do not reach this node")
+            return
+        if isinstance(end, Controller):
+            relay.controller = end
+        else:
+            relay.uplink = end
 
     def recording_is_over(self) -> bool:
         """Whether the time is up in some rank, and every other one has ended or is gone."""
@@ -98,6 +170,13 @@ class Agent:
             if ending is None and report.get("host") == self.host
         ]
         return not any(Path(f"/proc/{report.get('pid')}").exists() for report in recording)
+
+    def close(self) -> None:
+        """Ends sampling, and listening to the ranks."""
+        self.stop()
+        if self._relay is not None:
+            self._relay.stop()
+            self._relay = None
 
     def stop(self) -> None:
         """Ends sampling."""

@@ -125,6 +125,8 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
         parts.append(f"for {options.time_s:g} s")
     if options.warmup_s:
         parts.append(f"after {options.warmup_s:g} s of warm-up")
+    if options.traces:
+        parts.append(options.trace_words(time_s=options.time_s))
     if line.taken:
         parts.append(f"taken from the command line: {shlex.join(line.taken)}")
     if line.taken_after:

@@ -12,6 +12,7 @@ from pathlib import Path
 import haiprof
 from haiprof.config import Options, safe_name
 from haiprof.errors import HaiprofError, UsageError
+from haiprof.launch.surroundings import at_launch
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import Manifest, read_manifest, write_manifest
 from haiprof.rundir.writer import write_json
@@ -37,7 +38,7 @@ def create_run(
     root = options.log_dir / f"{name}-{identity}"
     try:
         root = root.absolute()
-        manifest = _new_manifest(options, command=command, name=name)
+        manifest = _new_manifest(options, command=command, name=name, environ=environ)
         for attempt in range(1, _MAX_REPEATS):
             run = RunPaths(root if attempt == 1 else root.with_name(f"{root.name}-{attempt}"))
             if os.pathsep in str(run.boot):
@@ -50,13 +51,17 @@ def create_run(
     raise UsageError(f"cannot write to {root}: {_MAX_REPEATS} runs have that name already")
 
 
-def _new_manifest(options: Options, *, command: list[str], name: str) -> Manifest:
+def _new_manifest(
+    options: Options, *, command: list[str], name: str, environ: Mapping[str, str]
+) -> Manifest:
+    cwd = os.getcwd()
     return Manifest(
         haiprof_version=haiprof.__version__,
         name=name,
         command=command,
         options=options.as_json(),
-        cwd=os.getcwd(),
+        cwd=cwd,
+        environment=at_launch(cwd, environ),
         host=socket.gethostname(),
         launcher_pid=os.getpid(),
         start_wall_ns=time.time_ns(),
@@ -87,11 +92,13 @@ def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:
     draft = RunPaths(run.root.with_name(f".{run.root.name}.{os.urandom(3).hex()}"))
     for folder in (draft.boot, draft.ranks, draft.nodes, draft.report):
         folder.mkdir(parents=True)
+    if options.traces:
+        draft.trace_parts.mkdir(parents=True)
     source = PACKAGE / "hook" / "boot" / "sitecustomize.py"
     shutil.copyfile(source, draft.boot / source.name)
     write_json(
         draft.boot_config,
-        {**options.as_json(), "package": str(PACKAGE), "run_dir": str(run.root)},
+        {**options.boot_json(), "package": str(PACKAGE), "run_dir": str(run.root)},
     )
     write_manifest(draft, manifest)
     try:

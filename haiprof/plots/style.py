@@ -9,6 +9,7 @@ PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour blindness.
 ORANGE, SKY, PURPLE, GREEN = "#E69F00", "#56B4E9", "#CC79A7", "#009E73"
 BLUE, VERMILLION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
+DARK_GREY, BROWN = "#555555", "#8C6D31"
 
 PHASE_COLORS = {
     "dataloader": ORANGE,
@@ -17,7 +18,7 @@ PHASE_COLORS = {
     "optimizer": GREEN,
     "other": GREY,
 }
-SERIES_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#555555", "#8C6D31")
+SERIES_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK_GREY, BROWN)
 
 FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 INK, GRID = "#222222", "#E8E8E8"

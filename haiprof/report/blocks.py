@@ -15,7 +15,7 @@ from haiprof.plots.style import PHASE_COLORS, SKY
 from haiprof.report.run_header import ENDED, RUNNING, RunHeader
 from haiprof.report.series import Series, TimeRange
 from haiprof.report.sparkline import Sparkline
-from haiprof.report.text import moment_text, value_text
+from haiprof.report.text import moment_text, printable, value_text
 from haiprof.units import duration_text
 
 INDENT = 2
@@ -45,7 +45,7 @@ def header_block(run: RunHeader, *, counts: str) -> RenderableType:
 
 def one_line(text: str, *, style: str = "") -> Text:
     """Text that is cut with an ellipsis where the line ends."""
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def section(title: str, *content: RenderableType) -> RenderableType:
@@ -101,7 +101,7 @@ def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:
     """Lines that wrap under their own beginning."""
     for line in lines:
         table = Table.grid(padding=(0, 1, 0, 0))
-        table.add_row("·", Text(line, overflow="fold"))
+        table.add_row("·", Text(printable(line), overflow="fold"))
         yield table
 
 

@@ -125,6 +125,10 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", style="dim")
+    for place, line in enumerate(verdict.reactions):
+        grid.add_row("" if place else "noticed", line)
+    for place, line in enumerate(verdict.traces):
+        grid.add_row("" if place else "traced", line)
     for label, what, why in _unknowns(verdict):
         grid.add_row(label, f"{what}: {why}" if what else why)
     grid.add_row("own cost", cost_text(verdict.cost))

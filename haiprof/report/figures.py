@@ -5,10 +5,15 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from haiprof.analysis.rank_grid import rank_grid
+from haiprof.plots.late_ranks import late_ranks_figure
 from haiprof.plots.one_rank import one_rank_figure
 from haiprof.plots.overview import overview_figure
+from haiprof.plots.rank_map import rank_map_figure
+from haiprof.plots.run_difference import Difference, run_difference_figure
+from haiprof.report.compare_rows import facts, headline, part_name
 from haiprof.report.rank_summary import OneRankSummary, one_rank_summary, rank_counters
-from haiprof.report.run_header import RunHeader
+from haiprof.report.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.report.source import RunData
 from haiprof.report.summary import OverviewSummary, overview_summary, rank_name, rank_steps
 from haiprof.report.text import count_text, moment_text
@@ -16,6 +21,9 @@ from haiprof.units import MISSING, duration_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from haiprof.analysis.analyzer import Analyzer
+    from haiprof.diagnosis.compare.comparison import Comparison
 
 _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
@@ -51,6 +59,46 @@ def one_rank_picture(data: RunData, rank: int) -> go.Figure:
         title=_title(summary.run, _rank_facts(summary)),
         start_ns=summary.span.start_ns if summary.span else 0,
     )
+
+
+def rank_map_picture(data: RunData) -> go.Figure | None:
+    """All ranks over time as one interactive figure; None where there is no step."""
+    grid = rank_grid(data.steps())
+    if grid is None:
+        return None
+    header = run_header(data.run, manifest_or_none(data.run))
+    title = _title(header, f"{count_text(len(grid.ranks), 'rank')} over time")
+    return rank_map_figure(grid, title=title, start_ns=grid.start_ns)
+
+
+def late_ranks_picture(data: Analyzer) -> go.Figure | None:
+    """How late each rank begins its collectives; None where that was not measured."""
+    late = data.lateness()
+    if not late["late_ns_per_step"].is_finite().any():
+        return None
+    header = run_header(data.run, manifest_or_none(data.run))
+    return late_ranks_figure(late, title=_title(header, "lateness at collectives, per step"))
+
+
+def comparison_picture(found: Comparison, *, title: str | None = None) -> go.Figure | None:
+    """Two runs' steps and the difference of each part; None where neither has a step.
+
+    Args:
+        found: The comparison.
+        title: In place of the claim and what it is about.
+    """
+    before, after = found.before.step_ns, found.after.step_ns
+    if not len(before) and not len(after):
+        return None
+    parts = [
+        Difference(name=part_name(part), ns=part.difference_ns, low_ns=part.low_ns,
+                   high_ns=part.high_ns, is_sure=part.is_significant)
+        for part in found.parts if part.before_ns or part.after_ns
+    ]  # fmt: skip
+    if title is None:
+        small = f"{found.after.path.name} against {found.before.path.name}: {facts(found)}"
+        title = f"<b>{escape(headline(found))}</b>{_SMALL.format(escape(small))}"
+    return run_difference_figure(before, after, parts, title=title)
 
 
 def _title(run: RunHeader, facts: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -11,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from haiprof.analysis.trace.facade import TraceAnalysis
-from haiprof.errors import MissingDataError
+from haiprof.errors import MissingDataError, TraceFormatError
 from haiprof.plots.style import SKY
 from haiprof.report.blocks import missing_block, section
 from haiprof.report.frame_table import frame_table
@@ -28,6 +29,8 @@ _OPERATORS = (
     ("name", "operator"), ("allocation_count", "allocations"), ("allocated_bytes", "allocated"),
     ("freed_bytes", "freed"), ("increase_bytes", "increase"), ("kept_bytes", "kept"),
 )  # fmt: skip
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+"""How a pickle of each protocol begins."""
 _OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 
 
@@ -58,7 +61,9 @@ def memory_answers(analysis: TraceAnalysis, rank: int | None) -> MemoryAnswers:
 
     Raises:
         MissingDataError: No memory event was recorded, or there is no such rank.
+        TraceFormatError: It is no trace, or a snapshot of PyTorch's memory.
     """
+    _no_snapshot(analysis.path)
     if rank is not None and rank not in analysis.files:
         raise MissingDataError(f"{analysis.path}: no trace of rank {rank}")
     own = pl.lit(True) if rank is None else pl.col("rank") == rank
@@ -75,6 +80,24 @@ def memory_answers(analysis: TraceAnalysis, rank: int | None) -> MemoryAnswers:
         by_operator=analysis.memory_by_operator().filter(own),
         missing=missing,
     )
+
+
+def _no_snapshot(path: Path) -> None:
+    """Snapshots (`torch.cuda.memory._dump_snapshot`) are pickles: reading one may run its code."""
+    if not path.is_file():  # a pipe would keep us waiting
+        return
+    try:
+        with open(path, "rb") as file:
+            is_pickle = file.read(2) in _PICKLES
+    except OSError:  # reading it as a trace will say why
+        return
+    if is_pickle:
+        raise TraceFormatError(
+            f"{path}: a pickle, as PyTorch's memory snapshots are; it could run code, so it is not "
+            "read",
+            hint="pytorch.org/memory_viz shows it within the browser; for this command record a "
+            "trace: haiprof --trace --trace-memory train.py, or profile_memory=True",
+        )
 
 
 def memory_view(answers: MemoryAnswers) -> RenderableType:

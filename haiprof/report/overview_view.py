@@ -29,7 +29,7 @@ from haiprof.report.summary import (
     Split,
     rank_name,
 )
-from haiprof.report.text import count_text, number_text, share_text, value_text
+from haiprof.report.text import count_text, number_text, printable, share_text, value_text
 from haiprof.units import MISSING, bytes_text, duration_text, rate_text, ratio_text
 
 ONE_LINE_CELLS_WIDTH = 104
@@ -52,12 +52,17 @@ def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
         parts.append(section("Steps", *_steps(ranks, width)))
     parts += _machine(summary, ranks, width)
     if summary.series:
-        lines = [
+        series = [
             line
             for _, group in groupby(summary.series, key=lambda s: s.title)
             for line in folded(list(group))
         ]
-        parts.append(section("Over time", series_block(lines, summary.span)))
+        parts.append(section("Over time", series_block(series, summary.span)))
+    if summary.reactions:
+        lines = [Text(printable(line), overflow="fold") for line in summary.reactions]
+        parts.append(section("Noticed", *lines))
+    if summary.traces:
+        parts.append(section("Traces", *(Text(line, overflow="fold") for line in summary.traces)))
     if summary.missing:
         parts.append(missing_block(summary.missing))
     notes = list(summary.notes)

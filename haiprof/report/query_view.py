@@ -13,6 +13,7 @@ from rich.text import Text
 
 from haiprof.analysis.trace.sql_tables import SqlTable
 from haiprof.report.blocks import section
+from haiprof.report.text import printable
 from haiprof.units import MISSING
 
 _MANY = 50
@@ -70,4 +71,4 @@ def _cell(value: object) -> Text:
         return Text(f"{value:.6g}" if abs(value) < 1e6 else f"{value:.1f}")
     if isinstance(value, list):
         value = "; ".join(map(str, value))
-    return Text(" ".join(str(value).split()), no_wrap=True, overflow="ellipsis")
+    return Text(printable(str(value)), no_wrap=True, overflow="ellipsis")

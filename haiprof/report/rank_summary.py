@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.analysis.records import number
 from haiprof.errors import MissingDataError
 from haiprof.plots.style import PHASES
 from haiprof.report.missing import missing_sources
@@ -122,10 +123,10 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=steps.height,
-        median_step_ns=_number(settled(steps)["step_ns"].median()),
+        median_step_ns=number(settled(steps)["step_ns"].median()),
         split_ns=split,
         boundary=_most_common(steps["boundary"]),
-        confidence=_number(steps["confidence"].mean()),
+        confidence=number(steps["confidence"].mean()),
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(steps, phase, split) for phase in PHASES),
         slowest=slowest_steps(steps),
@@ -151,10 +152,10 @@ def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
         steps: The steps of one rank.
     """
     usual = settled(steps)
-    median = _number(usual["step_ns"].median())
+    median = number(usual["step_ns"].median())
     if not median:
         return ()
-    medians = {phase: _number(usual[f"{phase}_host_ns"].median()) for phase in PHASES}
+    medians = {phase: number(usual[f"{phase}_host_ns"].median()) for phase in PHASES}
     rows = steps.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
     return tuple(_slow_step(row, median, medians) for row in rows)
 
@@ -198,11 +199,11 @@ def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | Non
     mine = split[phase]
     return PhaseStat(
         phase=phase,
-        median_ns=_number(times.median()),
-        p95_ns=_number(times.quantile(0.95)),
-        max_ns=_number(times.max()),
+        median_ns=number(times.median()),
+        p95_ns=number(times.quantile(0.95)),
+        max_ns=number(times.max()),
         share_ratio=mine / total if mine is not None and total else None,
-        device_median_ns=_number(steps[f"{phase}_device_ns"].median()),
+        device_median_ns=number(steps[f"{phase}_device_ns"].median()),
     )
 
 
@@ -236,7 +237,3 @@ def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
 def _most_common(values: pl.Series) -> str | None:
     modes = values.drop_nulls().mode().sort()
     return str(modes[0]) if len(modes) else None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -11,6 +12,8 @@ from haiprof.report.source import RunData
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from haiprof.analysis.analyzer import Analyzer
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 200
 
@@ -33,6 +36,22 @@ def overview(data: RunData) -> None:
     _print(console, overview_view(overview_summary(data), width=console.width))
 
 
+def ranks(data: Analyzer) -> None:
+    """Shows all ranks over time, and how late each begins its collectives.
+
+    Args:
+        data: Of the run.
+    """
+    if in_notebook():
+        from haiprof.report.figures import late_ranks_picture, rank_map_picture
+
+        for picture in (rank_map_picture(data), late_ranks_picture(data)):
+            if picture is not None:
+                display_figure(picture)
+        return
+    overview(data)
+
+
 def one_rank(data: RunData, rank: int) -> None:
     """Shows one rank over time.
 
@@ -52,6 +71,36 @@ def one_rank(data: RunData, rank: int) -> None:
     from haiprof.report.rank_view import rank_view
 
     _print(_console(), rank_view(one_rank_summary(data, rank)))
+
+
+def comparison(data: Analyzer, baseline: str | Path) -> None:
+    """Shows what changed against another run.
+
+    Args:
+        data: Of the run.
+        baseline: A run directory, a log directory, or `last-good`.
+
+    Raises:
+        RunNotFoundError: There is no such run.
+        MissingDataError: There is no last good run.
+    """
+    from haiprof.diagnosis.compare.baseline import baseline_named
+    from haiprof.diagnosis.compare.comparison import compare_runs
+    from haiprof.diagnosis.compare.side import side_of
+
+    after = side_of(data)
+    chosen = baseline_named(str(baseline), after)
+    found = compare_runs(chosen.side, after)
+    if in_notebook():
+        from haiprof.report.figures import comparison_picture
+
+        picture = comparison_picture(found)
+        if picture is not None:
+            display_figure(picture)
+        return
+    from haiprof.report.compare_view import compare_view
+
+    _print(_console(), compare_view(found, chosen=chosen.why))
 
 
 def in_notebook() -> bool:

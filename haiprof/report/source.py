@@ -33,6 +33,14 @@ class RunData(Protocol):
         """One row per rank and attempt."""
         ...
 
+    def windows(self) -> pl.DataFrame:
+        """One row per rank and trace window."""
+        ...
+
+    def reactions(self) -> pl.DataFrame:
+        """One row for whatever haiprof did by itself."""
+        ...
+
     def notes(self) -> list[str]:
         """What was cut, damaged or missing."""
         ...

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.diagnosis.facts import middle_split
-from haiprof.diagnosis.thresholds import warm_up_steps
+from haiprof.diagnosis.facts import judged_steps, middle_split
 from haiprof.plots.style import PHASES
 
 
 def settled(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one attempt of one rank without its first, slower ones, as in the verdict."""
-    return steps.sort("step").slice(warm_up_steps(steps.height))
+    """The steps of one attempt of one rank that count, as in the verdict: warm and not traced."""
+    return judged_steps(steps.sort("step"))
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:

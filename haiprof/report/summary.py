@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.diagnosis.traced import traced_lines
 from haiprof.plots.style import PHASES
 from haiprof.report import metrics as m
 from haiprof.report.missing import missing_sources
@@ -16,6 +17,7 @@ from haiprof.report.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.report.series import Series, TimeRange, time_range
 from haiprof.report.source import RunData
 from haiprof.report.split import phase_split, settled
+from haiprof.report.text import moment_text
 
 Split = Mapping[str, float | None]
 
@@ -91,6 +93,10 @@ class OverviewSummary:
     missing: Mapping[str, str]
     """Reason by source that has no sample."""
     series: tuple[Series, ...]
+    traces: tuple[str, ...]
+    """What was traced, and why the rest was not."""
+    reactions: tuple[str, ...]
+    """What haiprof noticed and did by itself."""
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,8 +104,12 @@ class OverviewSummary:
         return asdict(self)
 
 
-def overview_summary(data: RunData) -> OverviewSummary:
+def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSummary:
     """The numbers of a job, also of one that still runs.
+
+    Args:
+        data: The run.
+        with_series: Whether its counters over time are wanted, which takes long for many ranks.
 
     Raises:
         HaiprofError: The run cannot be read at all.
@@ -125,9 +135,15 @@ def overview_summary(data: RunData) -> OverviewSummary:
             _gpu_summary(owner, values) for owner, values in _sorted(stats) if owner[0] == m.GPU
         ),
         missing=missing_sources(data.run, manifest, counters),
-        series=tuple(overview_series(steps, counters, span)) if span else (),
+        series=tuple(overview_series(steps, counters, span)) if span and with_series else (),
+        traces=traced_lines(data.windows(), steps, data.run),
+        reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=tuple(data.notes()),
     )
+
+
+def _reaction_line(row: Mapping[str, Any]) -> str:
+    return f"{moment_text(row['noticed_ns'])}  {row['reason']}: {row['outcome']}"
 
 
 def _sorted(stats: m.Metrics) -> list[tuple[m.Owner, Mapping[str, m.MetricStat]]]:

@@ -111,13 +111,22 @@ class EventFiles:
         return self._open(str(folder), max_queue_size=_QUEUE_EVENTS, filename_suffix=FILE_SUFFIX)
 
 
-def write_scalars(run: RunPaths, *, follow: bool, every_s: float) -> Written:
+def write_scalars(
+    run: RunPaths,
+    *,
+    follow: bool,
+    every_s: float,
+    folder: Path | None = None,
+    stop: threading.Event | None = None,
+) -> Written:
     """Writes the scalars of a run into its tensorboard folder, one event file per rank.
 
     Args:
         run: The run.
         follow: Look again every few seconds until the job has ended, or SIGTERM or SIGINT.
         every_s: Seconds between two looks; longer where reading takes long.
+        folder: Another folder for them, of a run that cannot be written to.
+        stop: Ends it, in place of a signal.
 
     Returns:
         How much was written. Of more than 50 steps per second some are left out.
@@ -126,14 +135,14 @@ def write_scalars(run: RunPaths, *, follow: bool, every_s: float) -> Written:
         MissingExtraError: TensorBoard is not installed.
         HaiprofError: The run cannot be read, or the files cannot be written.
     """
-    files = EventFiles(run.tensorboard)
-    with _stop_event() as stop:
+    files = EventFiles(folder or run.tensorboard)
+    with contextlib.nullcontext(stop) if stop is not None else _stop_event() as end:
         try:
-            _look_until_end(run, files, stop if follow else None, every_s=every_s)
+            _look_until_end(run, files, end if follow else None, every_s=every_s)
             files.close()
         except OSError as error:
             raise HaiprofError(
-                f"{run.tensorboard}: scalars cannot be written: {error.strerror or error}"
+                f"{files.folder}: scalars cannot be written: {error.strerror or error}"
             ) from None
     return files.written()
 

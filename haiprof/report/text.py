@@ -13,6 +13,8 @@ _TEXTS = {
     "bytes_per_s": rate_text,
     "ratio": ratio_text,
 }
+_LINE = 2000
+"""Characters of a text that can matter on one line of a terminal."""
 _SYMBOLS = {"watts": "W", "count": "", "celsius": "°C", "hz": "Hz", "times": "x"}
 
 
@@ -36,6 +38,16 @@ def number_text(value: float | None) -> str:
     if isinstance(value, int) or abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}"
+
+
+def printable(text: str) -> str:
+    """Text from a trace on one line, without what could steer a terminal; it may be cut.
+
+    Names are whatever somebody gave: control characters and marks that turn the direction of
+    writing are shown as U+FFFD, and what no line could hold is left out.
+    """
+    line = " ".join(text[:_LINE].split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def share_text(part: float | None, whole: float) -> str:

@@ -150,8 +150,7 @@ def trace_view(report: TraceReport) -> RenderableType:
     Args:
         report: The answers.
     """
-    parts = [_table(view, report) for view in VIEWS if set(view.of) <= set(report.tables)]
-    return Group(_head(report), *(part for part in parts if part is not None), *_closing(report))
+    return Group(_head(report), *map(_table, shown_tables(report)), *_closing(report))
 
 
 def _head(report: TraceReport) -> RenderableType:
@@ -182,16 +181,38 @@ def _range_text(noun: str, first: int, last: int) -> str:
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
-def _table(view: View, report: TraceReport) -> RenderableType | None:
-    """The table; nothing where it has no rows."""
-    found = view.rows(report.tables)
-    if found.is_empty():
-        return None
-    columns = [(name, head) for name, head in view.columns if not _says_nothing(name, found)]
-    table = frame_table(found, columns, limit=view.limit, where="--json and --csv")
-    shown = not view.legend_of or view.legend_of in (name for name, _ in columns)
-    legend = [Text(view.legend, style="dim")] if view.legend and shown else []
-    return section(view.title, *table, *legend)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One table of a report, without the columns that say nothing."""
+
+    title: str
+    rows: pl.DataFrame
+    columns: tuple[tuple[str, str], ...]
+    limit: int
+    legend: str
+
+
+def shown_tables(report: TraceReport) -> Iterator[Shown]:
+    """The tables that have rows, in order."""
+    for view in VIEWS:
+        if set(view.of) <= set(report.tables):
+            found = view.rows(report.tables)
+            columns = [column for column in view.columns if not _says_nothing(column[0], found)]
+            told = not view.legend_of or view.legend_of in (name for name, _ in columns)
+            if any(found[name].count() for name, _ in columns if name != "rank"):
+                yield Shown(
+                    title=view.title,
+                    rows=found,
+                    columns=tuple(columns),
+                    limit=view.limit,
+                    legend=view.legend if told else "",
+                )
+
+
+def _table(shown: Shown) -> RenderableType:
+    table = frame_table(shown.rows, shown.columns, limit=shown.limit, where="--json and --csv")
+    legend = [Text(shown.legend, style="dim")] if shown.legend else []
+    return section(shown.title, *table, *legend)
 
 
 def _says_nothing(name: str, found: pl.DataFrame) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 MANIFEST_NAME = "run.json"
 BOOT_CONFIG_NAME = "config.json"
+AGREED_PREFIX = ".agreed-"  # in traces/.parts: files in which ranks settle what they all trace
 BOOT_FAILURES_NAME = "failures.log"  # boot/sitecustomize.py spells it out: it imports nothing
 
 
@@ -36,6 +37,19 @@ class RankPaths:
     def events(self) -> Path:
         """What varies in size: roots, optimizers, recording marks, faults of the hook, cost."""
         return self.root / "events.jsonl"
+
+    @property
+    def heartbeat(self) -> Path:
+        """How far each process group's collectives have come (`schema.HEARTBEAT`)."""
+        return self.root / "heartbeat.rec"
+
+    def collectives(self, wall_ns: int) -> Path:
+        """The last collectives, with their times, as the Flight Recorder had them then."""
+        return self.root / f"collectives-{wall_ns}.json.gz"
+
+    def collective_files(self) -> list[Path]:
+        """Those that exist, oldest first."""
+        return sorted(self.root.glob("collectives-*.json.gz"))
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,24 @@ class RunPaths:
         return self.boot / BOOT_FAILURES_NAME
 
     @property
+    def boot_attach(self) -> Path:
+        """What runs in a process that was not started under haiprof (`haiprof attach --inject`)."""
+        return self.boot / "attach.py"
+
+    def injected(self, pid: int) -> Path:
+        """What became of it in one process."""
+        return self.boot / f"injected-{pid}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Stacks of a rank's main thread, sampled from outside, and how often each was seen."""
+        return self.report / f"stacks-{rank}.folded"
+
+    @property
+    def outside_json(self) -> Path:
+        """What was seen from outside of processes that do not run under haiprof."""
+        return self.report / "outside.json"
+
+    @property
     def ranks(self) -> Path:
         """One folder per rank and attempt."""
         return self.root / "ranks"
@@ -131,14 +163,76 @@ class RunPaths:
         return self.report / "verdict.json"
 
     @property
+    def diagnosis_json(self) -> Path:
+        """What `haiprof diagnose` found, in the form of docs/diagnosis.md."""
+        return self.report / "diagnosis.json"
+
+    @property
     def verdict_text(self) -> Path:
         """The verdict card as it was printed."""
         return self.report / "verdict.txt"
 
     @property
+    def comparison_json(self) -> Path:
+        """How the run compared with the one that `--baseline last-good` chose."""
+        return self.report / "compare.json"
+
+    @property
+    def report_html(self) -> Path:
+        """The report page."""
+        return self.report / "report.html"
+
+    @property
+    def traces(self) -> Path:
+        """Traces of torch.profiler, one file per rank and window, and execution traces."""
+        return self.root / "traces"
+
+    @property
+    def trace_parts(self) -> Path:
+        """What ranks put down raw, until it is compressed into `traces`."""
+        return self.traces / ".parts"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files for TensorBoard."""
         return self.root / "tensorboard"
+
+    @property
+    def snapshots(self) -> Path:
+        """One folder per snapshot: what every rank was doing at that time."""
+        return self.root / "snapshots"
+
+    @property
+    def control(self) -> Path:
+        """Requests to the job and its replies, and the sockets of its agents; its owner's alone."""
+        return self.root / "control"
+
+    @property
+    def control_requests(self) -> Path:
+        """One file per request."""
+        return self.control / "requests"
+
+    @property
+    def control_replies(self) -> Path:
+        """One folder per request, with one file per rank."""
+        return self.control / "replies"
+
+    @property
+    def control_members(self) -> Path:
+        """Ranks of nodes that do not share the run directory, as their agents told."""
+        return self.control / "members"
+
+    def control_request(self, request_id: str) -> Path:
+        """The file of one request."""
+        return self.control_requests / f"{request_id}.json"
+
+    def control_reply(self, request_id: str) -> Path:
+        """The replies to one request."""
+        return self.control_replies / request_id
+
+    def control_reaction(self, trigger: str, number: int) -> Path:
+        """What one of the agents did by itself: the file is its claim, and then the result."""
+        return self.control / f"reaction-{trigger}-{number}.json"
 
     def rank(self, rank: int, attempt: int = 0) -> RankPaths:
         """The files of one rank; a restarted rank is another attempt."""

@@ -34,6 +34,10 @@ class Manifest:
     """Options in force, by name."""
     cwd: str = ""
     """Where the job was started."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
+    `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
+    runs."""
     host: str = ""
     """Host of the launcher that created the run."""
     launcher_pid: int = 0
@@ -97,7 +101,7 @@ def _fits(name: str, value: object) -> bool:
         return isinstance(value, list) and all(isinstance(row, dict) for row in value)
     if name == "hook_failures":
         return isinstance(value, list) and all(isinstance(row, str) for row in value)
-    if name == "options":
+    if name in ("options", "environment"):
         return isinstance(value, dict)
     if name in _INTEGERS:
         return type(value) is int and abs(value) < _INTEGER_LIMIT

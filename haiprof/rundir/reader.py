@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class RecordFile:
     """Whole records only."""
     notes: tuple[str, ...]
     """What had to be left out, for people."""
+    first: int = 0
+    """Place in the file of the first record that was read."""
 
     @property
     def clock(self) -> ClockAnchor:
@@ -48,23 +51,37 @@ class RecordFile:
         return len(self.data) // self.record_bytes
 
 
-def read_records(path: Path) -> RecordFile:
+def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
     """Reads a `.rec` file; a torn tail is cut at the last whole record and noted.
+
+    Args:
+        path: The file.
+        first: Place of the first record to read; negative counts from the end. What stands before
+            it is not read from the disk.
+        limit: So many records at most, from there on. None reads all.
 
     Raises:
         RunFormatError: The file is missing, unreadable, not haiprof's or of another version.
     """
-    content = _read_bytes(path)
-    end = content.find(b"\n", 0, _HEADER_LIMIT_BYTES)
-    if end < 0:
-        raise RunFormatError(f"{path}: no complete header line: {_shape(content)}")
-    header = _parse_header(path, content[:end])
+    try:
+        with _open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.readline(_HEADER_LIMIT_BYTES)
+            if not start.endswith(b"\n"):
+                raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
+            header = _parse_header(path, start[:-1])
+            length = header["record_bytes"]
+            count, torn = divmod(max(size - len(start), 0), length)
+            place = min(max(count + first, 0) if first < 0 else first, count)
+            wanted = count - place if limit is None else min(limit, count - place)
+            file.seek(len(start) + place * length)
+            body = file.read(wanted * length)
+    except OSError as error:
+        raise RunFormatError(f"{path}: {error.strerror or error}") from None
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
-    record_bytes = header["record_bytes"]
-    body = content[end + 1 :]
-    torn = len(body) % record_bytes
-    notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn else ()
-    return RecordFile(path, header["table"], columns, header, body[: len(body) - torn], notes)
+    body = body[: len(body) - len(body) % length]
+    notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn and not first else ()
+    return RecordFile(path, header["table"], columns, header, body, notes, place)
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -131,13 +148,19 @@ def check_version(path: Path, version: object) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        # Not blocking: a pipe or a device that was put in a file's place must not stop the reader.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise RunFormatError(f"{path}: not a regular file")
+        with _open_regular(path) as file:
             return file.read()
     except OSError as error:
         raise RunFormatError(f"{path}: {error.strerror or error}") from None
+
+
+def _open_regular(path: Path) -> BufferedReader:
+    # Not blocking: a pipe or a device that was put in a file's place must not stop the reader.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunFormatError(f"{path}: not a regular file")
+    return file
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
@@ -172,6 +195,7 @@ def _consistent(header: dict[str, Any]) -> bool:
         return False
 
 
-def _shape(content: bytes) -> str:
+def _shape(content: bytes, size: int | None = None) -> str:
     """What a person needs to recognise the file: its length and how it begins."""
-    return f"{len(content)} bytes, begins {content[:24]!r}" if content else "it is empty"
+    length = len(content) if size is None else size
+    return f"{length} bytes, begins {content[:24]!r}" if content else "it is empty"

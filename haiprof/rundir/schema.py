@@ -147,4 +147,15 @@ DEVICE = Table(
     ),
 )
 
-TABLES = (PHASES, DEVICE)  # of a rank; those of nodes are in rundir/tables
+HEARTBEAT = Table(
+    "heartbeat",
+    (
+        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC ns of the read, about 1 Hz"),
+        Column("group", "i64", "count", "key", "process group, as the Flight Recorder numbers it"),
+        Column("enqueued", "i64", "count", "gauge", "sequence number of the last collective begun"),
+        Column("started", "i64", "count", "gauge", "... started on the device (null: not known)"),
+        Column("completed", "i64", "count", "gauge", "... completed; with gloo the last enqueued"),
+    ),
+)
+
+TABLES = (PHASES, DEVICE, HEARTBEAT)  # of a rank; those of nodes are in rundir/tables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from haiprof.samplers.table import Reading, Value
 # (measured 5 to 10 times slower with 1 MiB).
 _BUFFER_BYTES = 16 * 1024
 _STAT_BYTES = 4096
+_STRINGS_LIMIT_BYTES = 1 << 20
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -221,3 +222,79 @@ def _read_small(path: str) -> bytes:
         return os.read(fd, _STAT_BYTES)
     finally:
         os.close(fd)
+
+
+def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | None]:
+    """What the kernel says of a process of this node: `state`, its letter, and `wchan`.
+
+    Source: proc_pid_stat(5): R running, S sleeping, D waiting for a disk or driver, T stopped by a
+    signal, t stopped by a tracer, Z ended and not yet collected.
+    """
+    folder = proc / str(pid)
+    try:
+        stat = (folder / "stat").read_text(errors="replace")
+    except OSError:
+        return {"state": None, "wchan": None}
+    try:
+        wchan = (folder / "wchan").read_text(errors="replace")
+    except OSError:
+        wchan = ""
+    return {"state": stat.rpartition(")")[2].split()[0], "wchan": wchan.strip("0\n") or None}
+
+
+def own_pids(*, proc: Path = Path("/proc")) -> list[int]:
+    """Processes of this user; none where /proc cannot be listed."""
+    try:
+        pids = [int(name) for name in os.listdir(proc) if name.isdigit()]
+    except OSError:
+        return []
+    return [pid for pid in pids if is_mine(pid, proc=proc)]
+
+
+def is_mine(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a process of this node belongs to this user."""
+    return owner(pid, proc=proc) == os.getuid()
+
+
+def owner(pid: int, *, proc: Path = Path("/proc")) -> int | None:
+    """User id of a process; null when it is gone."""
+    try:
+        return (proc / str(pid)).stat().st_uid
+    except OSError:
+        return None
+
+
+def strings(path: Path) -> list[str]:
+    """The strings of /proc/PID/cmdline or environ.
+
+    Raises:
+        OSError: The process is gone, or another user's.
+    """
+    with path.open("rb") as file:
+        content = file.read(_STRINGS_LIMIT_BYTES)
+    *whole, last = content.split(b"\0")
+    if last and len(content) < _STRINGS_LIMIT_BYTES:  # a process that has renamed itself
+        whole.append(last)
+    return [os.fsdecode(text) for text in whole]
+
+
+def command_line(pid: int, *, proc: Path = Path("/proc")) -> list[str]:
+    """What a process was called with; empty where it cannot be read."""
+    try:
+        return strings(proc / str(pid) / "cmdline")
+    except OSError:
+        return []
+
+
+def environment(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str]:
+    """What a process was started with; empty where it cannot be read."""
+    try:
+        return variables(strings(proc / str(pid) / "environ"))
+    except OSError:
+        return {}
+
+
+def variables(entries: Iterable[str]) -> dict[str, str]:
+    """`NAME=value` by name; what is no such thing is left out."""
+    pairs = (entry.partition("=") for entry in entries)
+    return {name: value for name, equals, value in pairs if equals}

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.samplers.procfs import strings, variables
 from haiprof.samplers.proctree import ProcessTree
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
@@ -162,9 +163,8 @@ def _python_process(root: Path, pid: int) -> _Python | None:
     try:
         if not os.path.basename(os.readlink(folder / "exe")).startswith("python"):
             return None
-        argv = tuple(_strings(folder / "cmdline"))
-        pairs = (text.partition("=") for text in _strings(folder / "environ"))
-        return _Python(pid, argv, {name: value for name, _, value in pairs})
+        argv = tuple(strings(folder / "cmdline"))
+        return _Python(pid, argv, variables(strings(folder / "environ")))
     except OSError:
         return None  # it ended meanwhile, or belongs to another user: nothing can be said
 
@@ -181,10 +181,6 @@ def _has_torch(root: Path, pid: int) -> bool:
     except OSError:
         return False  # it ended meanwhile
     return False
-
-
-def _strings(path: Path) -> list[str]:
-    return [os.fsdecode(text) for text in path.read_bytes().split(b"\0")[:-1]]
 
 
 def _shortened(argv: Collection[str]) -> str:

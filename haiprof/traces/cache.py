@@ -73,8 +73,11 @@ class TraceColumns:
         parts = [self._part_or_again(name, at) for at in range(len(self._parts.get(name, [])))]
         if not parts:
             return finished(name, pl.DataFrame(), self._texts)
+        if len(parts) == 1:
+            whole = parts[0].frame()
+            return finished(name, whole[_order(whole["ts_ns"], whole["dur_ns"])], self._texts)
         ts_ns, dur_ns = _column(parts, "ts_ns"), _column(parts, "dur_ns")
-        order = pl.Series(by_start(ts_ns.to_numpy(), dur_ns.to_numpy()), dtype=pl.UInt32)
+        order = _order(ts_ns, dur_ns)
         del ts_ns, dur_ns
         columns = [  # one after the other, for memory
             _column(parts, column.name)[order]
@@ -273,6 +276,10 @@ class _Part:
         """Some columns, or all that are held."""
         self._data.seek(0)
         return pl.read_ipc_stream(self._data, columns=columns)
+
+
+def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
+    return pl.Series(by_start(ts_ns.to_numpy(), dur_ns.to_numpy()), dtype=pl.UInt32)
 
 
 def _column(parts: list[_Part], name: str) -> pl.Series:

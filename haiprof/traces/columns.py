@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.ma  # polars takes it for its first series: 30 ms, which are not of the first trace
 import numpy.typing as npt
 import polars as pl
 

@@ -31,6 +31,10 @@ OTHER_CATEGORY = len(CATEGORIES)
 """Stands for all others."""
 
 
+PHASES = dict.fromkeys(TABLES, "X") | {MEMORY: "iI", LINKS: "stf"}
+"""How events of a table are marked, as profilers write them: a letter each."""
+
+
 class Head(msgspec.Struct, gc=False):
     """An event but for its arguments, which wait until it is known what to take from them.
 
@@ -99,9 +103,7 @@ def _whole_event(category: str, *, exact: bool) -> type[msgspec.Struct]:
     fields: list[tuple[Any, ...]] = []
     if table is not None:
         time, zero = (msgspec.Raw, _ZERO) if exact else (Number, 0)
-        phases: Any = {MEMORY: Literal["i", "I"], LINKS: Literal["s", "t", "f"]}.get(
-            table, Literal["X"]
-        )
+        phases: Any = Literal[tuple(PHASES[table])]
         arguments = _ARGUMENTS[table]
         fields = [("ph", phases), ("name", str, ""), ("ts", time), ("pid", Number, None),
                   ("tid", Number, None), ("args", arguments, arguments())]  # fmt: skip

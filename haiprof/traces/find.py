@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from haiprof.errors import TraceFormatError
+from haiprof.rundir.parts import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
+from haiprof.traces.run_windows import one_window, raw_traces
 
 TRACE_ENDINGS = (".json", ".json.gz")
 COUNTER_SUFFIX = "_with_counters"
 """Ends the name of a trace that was written anew with counter tracks: the same rank once more."""
 OVERLAY_SUFFIX = "_critical_path"
 """The same, with its critical path drawn in."""
+SUMMARY_SUFFIX = ".summary"
+"""Ends the name of what is left of a trace: its answers to the standard report."""
+MERGED_NAME = "merged"
+"""Begins the name of `haiprof merge`'s output, unless another one is given: all ranks once more."""
+LINKED_NAME = "linked"
+"""Begins the name of `haiprof link`'s output: execution traces with times."""
 # What stands beside traces and ends like them.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
@@ -21,10 +29,11 @@ Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
 
 
 def trace_files(source: str | Path) -> list[Path]:
-    """The trace files that a path means, by name.
+    """The trace files that a path means, by name; of a run those of all windows.
 
     Args:
-        source: A file; a folder with one file per rank; a run directory with its `traces`.
+        source: A file; a folder with one file per rank, or with their summaries alone; a run
+            directory with its `traces`, in which raw ones count that nobody will compress any more.
 
     Raises:
         TraceFormatError: There is nothing, or no trace in it.
@@ -36,18 +45,47 @@ def trace_files(source: str | Path) -> list[Path]:
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
     found = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
+    if folder.name == "traces":
+        found += raw_traces(folder, [file.name for file in found])
     if not found:
-        raise TraceFormatError(
-            f"{folder}: no trace in it", hint="traces end in .json or .json.gz, one file per rank"
-        )
+        found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
+    if not found:
+        raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder))
     return found
+
+
+def window_files(source: str | Path, window: int | None = None) -> list[Path]:
+    """The trace files of one window, one per rank.
+
+    Args:
+        source: As for `trace_files`.
+        window: As for `run_windows.one_window`: by start, from 0; None takes the last whole one.
+
+    Raises:
+        TraceFormatError: There is nothing, or no trace in it.
+        MissingDataError: There is no such window.
+    """
+    return one_window(trace_files(source), window)
+
+
+def _why_none(folder: Path) -> str:
+    try:
+        waiting = [n for n in os.listdir(folder / ".parts") if n.endswith(SIDECAR_SUFFIX)]
+    except OSError:
+        waiting = []
+    if waiting:
+        return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
+    return "traces end in .json or .json.gz, one file per rank"
 
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
     name = entry.name
     plain = not name.startswith(".") and name not in _OTHERS
     anew = any(suffix in name for suffix in (COUNTER_SUFFIX, OVERLAY_SUFFIX))
-    return plain and not anew and name.endswith(TRACE_ENDINGS) and entry.is_file()
+    anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
+    of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
+    own = plain and not anew and not of_haiprof
+    return own and name.endswith(TRACE_ENDINGS) and entry.is_file()
 
 
 class _OfRank(Protocol):

@@ -22,6 +22,7 @@ from haiprof.traces.events import (
     HEADS,
     OTHER_CATEGORY,
 )
+from haiprof.traces.native import NATIVE_ROWS, NativeColumns
 from haiprof.traces.tables import MEMORY, REDUNDANT_CATEGORIES, TABLE_OF_CATEGORY, TABLES
 from haiprof.traces.text import TraceText
 from haiprof.traces.times import Flags, Ints, exact_times, times
@@ -120,6 +121,12 @@ class _Reading:
         default_factory=lambda: [TableBatch(table) for table in _TABLE_NAMES]
     )
 
+    def flush(self, least_rows: int = 1) -> None:
+        """Hands on the tables with so many rows."""
+        for batch in self.batches:
+            if batch.row_count >= least_rows:
+                self.sink(batch.table, batch.take())
+
 
 def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
     """Reads a file once.
@@ -136,7 +143,11 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
     """
     reading = _Reading(TraceText(path), Names(path), sink)
     name_codes = np.array([reading.names[name] for name in (*CATEGORIES, "")], dtype=np.uint32)
+    native = NativeColumns(reading.names, name_codes)
     for piece in reading.text.pieces():
+        if _scanned(piece, native, reading):
+            continue
+        _flush(native, reading)
         events = _events(piece, reading, reading.damage)
         found = exact_times(events.own) if reading.exact else times(events.own)
         if found is None:
@@ -146,12 +157,38 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         _count(events, reading)
         _add(events, found, name_codes, reading)
         reading.events += len(events.categories)
-    for batch in reading.batches:
-        if batch.row_count:
-            sink(batch.table, batch.take())
+    reading.flush()
+    _flush(native, reading)
     report = _report(reading)
     _refuse_strangers(report)
     return reading.text.metadata, reading.names.texts(), report
+
+
+def _scanned(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
+    """Whether the compiled scanner was there and has taken the piece."""
+    found = None if reading.text.is_last else native.scan(piece, reading.events)
+    if found is None:
+        return False
+    counts, too_fine = found
+    reading.exact |= too_fine
+    reading.flush()  # what stands before it in the file
+    for place, count in enumerate(counts):
+        if count:
+            table = TABLE_OF_CATEGORY.get(CATEGORIES[place])
+            counter, key = (
+                (reading.kept, table) if table else (reading.redundant, CATEGORIES[place])
+            )
+            counter[key] += count
+    reading.events += sum(counts)
+    _flush(native, reading, NATIVE_ROWS)
+    return True
+
+
+def _flush(native: NativeColumns, reading: _Reading, least_rows: int = 1) -> None:
+    """Hands on what the scanner has read of the tables with so many rows."""
+    for number, table in enumerate(_TABLE_NAMES):
+        if native.row_count(number) >= least_rows:
+            reading.sink(table, native.take(number))
 
 
 @dataclass(frozen=True, slots=True)

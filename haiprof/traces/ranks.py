@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from haiprof.errors import HaiprofError
+from haiprof.errors import HaiprofError, TraceFormatError
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import read_manifest
 from haiprof.rundir.reader import read_json
@@ -19,6 +19,11 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[^a-z])rank[-_]?(\d{1,6})(?!\d)|^worker[-_]?(\d{1,6})(?!\d|_\d+\.)", re.IGNORECASE
 )
 _NUMBER = re.compile(r"\d+")
+MERGED_KEY = "haiprof_merge"
+"""Metadata of a trace that `haiprof merge` wrote: all ranks in one."""
+
+_NO_RANK = 1 << 31
+"""From here on a number in a trace is no rank."""
 
 
 def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
@@ -28,10 +33,18 @@ def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
         path: The trace.
         metadata: What stands around its events; `distributedInfo` goes before the file's name,
             and that before the process id in the name, which the run's manifest knows.
+
+    Raises:
+        TraceFormatError: It is a merged trace, of all ranks.
     """
+    if MERGED_KEY in metadata:
+        raise TraceFormatError(
+            f"{path}: it holds several ranks (haiprof merge), for a viewer",
+            hint="name the ranks' own traces",
+        )
     said = metadata.get("distributedInfo")
     rank = said.get("rank") if isinstance(said, dict) else None
-    if type(rank) is int and rank >= 0:
+    if type(rank) is int and 0 <= rank < _NO_RANK:
         return rank
     named = rank_in_name(path.name)
     return rank_in_run(path) if named is None else named
@@ -53,7 +66,7 @@ def rank_in_run(path: Path) -> int | None:
     of_host = [each for each in reported if path.name.startswith(f"{each.get('host')}_")]
     ranks = {each.get("rank") for each in of_host or reported}
     rank = ranks.pop() if len(ranks) == 1 else None
-    return rank if type(rank) is int and rank >= 0 else None
+    return rank if type(rank) is int and 0 <= rank < _NO_RANK else None
 
 
 def _reports(run: RunPaths) -> Iterator[dict[str, Any]]:

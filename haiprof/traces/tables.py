@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRACE_VERSION = 3  # of the tables below; a cache of another version is built anew
+TRACE_VERSION = 4  # of the tables below; a cache of another version is built anew
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
@@ -67,6 +67,9 @@ _CORRELATION = TraceColumn("correlation", "i64", "correlation", "joins a launch 
 _EXTERNAL = TraceColumn(
     "external_id", "i64", "External id|external id", "joins an operator and its launches"
 )
+_RECORD_FUNCTION = TraceColumn(
+    "record_function_id", "i64", "Record function id", "joins an execution trace"
+)
 _COLLECTIVE = (
     TraceColumn("collective", "str", "Collective name", "Collective name"),
     TraceColumn("dtype", "str", "dtype", "of its elements"),
@@ -101,14 +104,14 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
     OPS: (
         *COMMON,
         _EXTERNAL,
-        TraceColumn("record_function_id", "i64", "Record function id", "joins an execution trace"),
+        _RECORD_FUNCTION,
         TraceColumn("sequence_number", "i64", "Sequence number", "joins forward and backward"),
         TraceColumn("forward_tid", "i64", "Fwd thread id", "thread of the forward operator"),
         TraceColumn("input_dims", "str", "Input Dims", "shapes, as JSON", is_json=True),
         TraceColumn("input_types", "str", "Input type", "element types, as JSON", is_json=True),
         *_COLLECTIVE,
     ),
-    ANNOTATIONS: (*COMMON, _EXTERNAL),
+    ANNOTATIONS: (*COMMON, _EXTERNAL, _RECORD_FUNCTION),
     PYTHON: (
         *COMMON,
         TraceColumn("python_id", "i64", "Python id", "of this call"),

@@ -9,7 +9,9 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.errors import TraceFormatError
 from haiprof.traces.cache import TraceColumns, open_columns
+from haiprof.traces.find import SUMMARY_SUFFIX
 from haiprof.traces.load import LoadReport
 from haiprof.traces.ranks import rank_of
 from haiprof.traces.tables import (
@@ -45,6 +47,10 @@ class Trace:
         Raises:
             TraceFormatError: It is not a trace, or cannot be read.
         """
+        if self.path.name.endswith(SUMMARY_SUFFIX):
+            raise TraceFormatError(
+                f"{self.path}: it is the summary of a trace", hint="trace-report can read it"
+            )
         return self._given or open_columns(self.path)
 
     @property
@@ -111,13 +117,18 @@ class Trace:
             marks = marks.filter(pl.col("name").is_in(steps))
         named = marks.with_columns(
             step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
-        ).drop_nulls("step")
-        return named.select(
-            step=pl.col("step").cast(pl.Int64),
-            start_ns="ts_ns",
-            end_ns=pl.col("ts_ns") + pl.col("dur_ns"),
-            tid="tid",
-        ).sort("start_ns")
+        )
+        numbered = named.with_columns(pl.col("step").cast(pl.Int64, strict=False))
+        return (
+            numbered.drop_nulls("step")
+            .select(
+                "step",
+                start_ns="ts_ns",
+                end_ns=pl.col("ts_ns") + pl.col("dur_ns"),
+                tid="tid",
+            )
+            .sort("start_ns")
+        )
 
     @property
     def rank(self) -> int | None:
@@ -129,7 +140,7 @@ class Trace:
         """From distributedInfo."""
         said = self.metadata.get("distributedInfo")
         size = said.get("world_size") if isinstance(said, dict) else None
-        return size if type(size) is int and size > 0 else None
+        return size if type(size) is int and 0 < size < 1 << 31 else None
 
     def _table(self, name: str) -> pl.DataFrame:
         return self.columns.table(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
+from haiprof.analysis import analyzer as analyzer_module
 from haiprof.errors import RunFormatError, RunNotFoundError
 from haiprof.rundir import schema
 from haiprof.rundir.layout import RunPaths
@@ -184,3 +185,36 @@ def test_constructor_does_not_read(tmp_path: Path) -> None:
         analyzer.steps()
     shutil.copytree(write_run(tmp_path / "x").root, tmp_path / "later")
     assert analyzer.steps().height == 0
+
+
+def test_part_of_a_run_keeps_numbers_and_leaves_the_rest_out(run: RunPaths) -> None:
+    write_rank(run, spans_of("D F B O D F B O D F B O SAVE D F B O"))
+    whole = Analyzer(run.root)
+    third = whole.steps().row(2, named=True)
+    part = whole.last((third["step_ns"] + 4 * (SPAN_NS + GAP_NS)) / 1e9)
+    assert part.steps()["step"].to_list() == [2, 3]
+    assert part.phases()["step"].drop_nulls().unique().to_list() == [2, 3]
+    assert part.pauses().height == 1
+    assert part.ranks()["step_count"].to_list() == [2]
+    assert "looked at" in part.notes()[0]
+    first = third["start_ns"]
+    before = Analyzer(run.root, between=(0, first))
+    assert before.steps()["step"].to_list() == [0, 1]
+    assert before.pauses().height == 0
+    assert Analyzer(run.root, between=(0, 1)).steps().height == 0
+
+
+def test_spans_that_are_too_many_to_keep_are_read_again_and_are_the_same(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rank(run, spans_of("D F B O GC D F B O E"), rank=0)
+    write_rank(run, spans_of("D F B O SAVE D F B O"), rank=1)
+    kept = Analyzer(run.root)
+    monkeypatch.setattr(analyzer_module, "_KEPT_RECORDS", 0)
+    again = Analyzer(run.root)
+    assert again.steps().equals(kept.steps())
+    with run.rank(1).phases.open("ab") as file:  # the job goes on
+        file.write(run.rank(1).phases.read_bytes()[-schema.PHASES.record_bytes :])
+    assert again.phases().equals(kept.phases())
+    run.rank(0).phases.unlink()
+    assert Analyzer(run.root).phases()["rank"].unique().to_list() == [1]

@@ -13,7 +13,7 @@ from tests.analysis.oracle import Loop, Step, loops, slow_steps
 from tests.analysis.recorded import KINDS, spans_from, spans_of
 
 WORDS = {kind: word for word, kind in KINDS.items()}
-RUNS = settings(max_examples=150, deadline=None, derandomize=True)
+RUNS = settings(max_examples=80, deadline=None, derandomize=True)
 RANDOM_LINES = st.lists(
     st.sampled_from(["D", "END", "ITER", "F0", "F1", "E0", "E1", "N", "B", "O0", "O1", "O1", "S",
                      "S(O0)", "O(F B)", "FE", "GC", "SAVE", "F(B)", "B(F)", "O(O1)"]),

@@ -100,7 +100,7 @@ def test_report_as_csv_is_one_file_per_table(
         (["trace-report", "{}", "--steps", "9:10"], 5, "it has 1 to 2"),
         (["trace-report", "{}", "--steps", "x"], 2, "--steps x"),
         (["trace-report", "{}", "--rank", "7"], 5, "no trace of rank 7"),
-        (["trace-report", "{}", "--cluster", "slurm"], 2, "not in this version"),
+        (["trace-report", "{}", "--cluster", "slurm:nodes=2"], 2, "nodes=2 is no option"),
         (["trace-report", "{}", "--cluster", "head"], 2, "not an address"),
         (["trace-report"], 2, "TRACES"),
         (["query", "{}"], 2, "--schema"),

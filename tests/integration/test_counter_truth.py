@@ -10,7 +10,7 @@ import pytest
 from haiprof.units import NS_PER_S
 from tests.integration.jobs import run_job, succeeded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TOLERANCE = 0.02
 READ_BYTES, WRITTEN_BYTES, CPU_S = 600 << 20, 200 << 20, 4.0

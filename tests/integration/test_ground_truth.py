@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.jobs import run_job, succeeded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 MEASURED = ("dataloader", "forward", "backward", "optimizer")
 PHASES = (*MEASURED, "other")

@@ -82,13 +82,16 @@ print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert recorded.analyzer().steps().height == 10
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_loader_workers_stay_unrecorded(tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize(
+    ("context", "epochs"),
+    [("fork", 2), ("spawn", 1)],  # a worker that is spawned imports torch anew
+)
+def test_loader_workers_stay_unrecorded(tmp_path: Path, context: str, epochs: int) -> None:
     source = (
         TRAIN
         + f"""
 if __name__ == "__main__":
-    for epoch in range(2):
+    for epoch in range({epochs}):
         loader = DataLoader(
             data(6), batch_size=4, num_workers=2, multiprocessing_context="{context}"
         )
@@ -100,7 +103,7 @@ if __name__ == "__main__":
     bare, recorded = both_ways(tmp_path, source)
     assert_same_outcome(bare, recorded)
     assert ranks_of(recorded) == [(0, 0)]
-    assert recorded.analyzer().steps().height == 12
+    assert recorded.analyzer().steps().height == 6 * epochs
 
 
 def test_spawned_ranks_are_recorded(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_many_short_python_processes_leave_no_trace(tmp_path: Path) -> None:
     source = """
 import subprocess, sys
 codes = []
-for _ in range(100):
+for _ in range(50):
     pair = [subprocess.Popen([sys.executable, "-c", "print(6 * 7)"], stdout=subprocess.PIPE)
             for _ in range(2)]
     codes += [process.communicate()[0] for process in pair]
@@ -390,3 +393,25 @@ def _wait_for_records(log_dir: Path, *, bytes_at_least: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("nothing was recorded")
+
+
+# -- signals ------------------------------------------------------------------------------------
+
+
+def test_signal_that_the_job_holds_back_while_it_saves_does_not_end_it(tmp_path: Path) -> None:
+    """A thread of haiprof's that takes signals would take the one that the job has blocked."""
+    hold = """
+import signal, time
+time.sleep(1.5)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+if os.fork() == 0:
+    os.kill(os.getppid(), signal.SIGTERM)
+    os._exit(0)
+os.wait()
+print("saved", [pending.name for pending in signal.sigpending()])
+"""
+    steps = STEPS.format(count=5)
+    bare, recorded = both_ways(tmp_path, TRAIN + steps + hold + steps + FINISH)
+    assert_same_outcome(bare, recorded)
+    assert bare.stdout.startswith("saved ['SIGTERM']")
+    assert recorded.analyzer().steps().height == 10

@@ -92,7 +92,7 @@ def test_value_of_the_scripts_own_option_gets_a_hint() -> None:
     assert "--" in caught.value.hint
 
 
-@pytest.mark.parametrize("values", [{"time_s": -1.0}, {"time_s": float("nan")}, {"trace": True}])
+@pytest.mark.parametrize("values", [{"time_s": -1.0}, {"time_s": float("nan")}])
 def test_options_that_cannot_be_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         merge_options(values)

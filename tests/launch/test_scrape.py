@@ -198,7 +198,7 @@ def launched(folder: Path, *words: str, **environ: str) -> Iterator[subprocess.P
 
 
 def scrape(port: int) -> dict[str, Metric]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -265,7 +265,7 @@ def test_port_that_is_taken_costs_the_job_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_opened_unless_asked(tmp_path: Path) -> None:
-    with launched(tmp_path, "sleep", "1.5") as process:
+    with launched(tmp_path, "sleep", "3") as process:
         time.sleep(1)
         found = psutil.Process(process.pid).net_connections()
         process.communicate()

@@ -12,7 +12,9 @@ import polars as pl
 from haiprof.analysis.counters import COUNTER_SCHEMA
 from haiprof.analysis.phases import PHASE_SCHEMA
 from haiprof.analysis.ranks import RANK_SCHEMA
+from haiprof.analysis.reactions import REACTION_SCHEMA
 from haiprof.analysis.step_frame import STEP_SCHEMA
+from haiprof.analysis.windows import WINDOW_SCHEMA
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import Manifest, write_manifest
 from haiprof.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
@@ -30,6 +32,8 @@ class FakeRun:
     span_rows: list[dict[str, object]] = field(default_factory=list)
     counter_rows: list[dict[str, object]] = field(default_factory=list)
     rank_rows: list[dict[str, object]] = field(default_factory=list)
+    window_rows: list[dict[str, object]] = field(default_factory=list)
+    reaction_rows: list[dict[str, object]] = field(default_factory=list)
     note_lines: list[str] = field(default_factory=list)
 
     def steps(self) -> pl.DataFrame:
@@ -43,6 +47,12 @@ class FakeRun:
 
     def ranks(self) -> pl.DataFrame:
         return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
+
+    def windows(self) -> pl.DataFrame:
+        return pl.DataFrame(self.window_rows, schema=WINDOW_SCHEMA)
+
+    def reactions(self) -> pl.DataFrame:
+        return pl.DataFrame(self.reaction_rows, schema=REACTION_SCHEMA)
 
     def notes(self) -> list[str]:
         return self.note_lines

@@ -6,13 +6,14 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from haiprof.errors import HaiprofError, RunFormatError
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.reader import read_json, read_lines, read_records
+from haiprof.rundir.reader import RecordFile, read_json, read_lines, read_records
 from haiprof.rundir.schema import SCHEMA_VERSION
 from tests.rundir.small_run import read_all, write_small_run
 
@@ -21,10 +22,14 @@ FILES = (
     "ranks/0/events.jsonl", "nodes/node0/agent.json", "nodes/node0/events.jsonl",
     "nodes/node0/host.rec", "nodes/node0/process.rec", "nodes/node0/gpu.rec",
 )  # fmt: skip
-READERS = {".json": read_json, ".jsonl": read_lines, ".rec": read_records}
-# Every cut inside a header or a report reads the same: the reader is tried on all of them, the
-# slower analysis on some, on every third byte of counters, and on all bytes of spans and events.
-HEADER_STRIDE, REPORT_STRIDE = 97, 17
+READERS: dict[str, Callable[[Path], object]] = {
+    ".json": read_json,
+    ".jsonl": read_lines,
+    ".rec": read_records,
+}
+# The reader is tried on every cut. The slower analysis knows a file by what its reader gives: it
+# is tried on each that differs from the last, and on some of the others.
+HEADER_STRIDE, REPORT_STRIDE, WIDE_STRIDE, BODY_STRIDE = 97, 17, 29, 7
 HOSTILE_VALUES: tuple[object, ...] = (
     None, True, -1, 1.5, 1e300, 10**30, -(10**30), "", "x", "\ud800", [], [[]], {}, {"a": {}},
     float("nan"), float("inf"), [None] * 5, "9" * 400,
@@ -65,9 +70,7 @@ def test_run_with_a_file_cut_at_any_byte_is_read_with_a_note(run: RunPaths, name
     path = run.root / name
     content = path.read_bytes()
     body = content.find(b"\n") + 1 if name.endswith(".rec") else 0
-    wide = name.startswith("nodes") and name.endswith(".rec")  # records of up to 400 bytes
-    stride = REPORT_STRIDE if name.endswith(".json") else 29 if wide else 3 if "node" in name else 1
-    for length in [*range(0, body, HEADER_STRIDE), *range(body, len(content) - 1, stride)]:
+    for length in cuts(path, body):
         path.write_bytes(content[:length])
         steps, notes = read_all(run.root)
         assert steps in (0, 1, 2), "the other files are still readable"
@@ -76,6 +79,27 @@ def test_run_with_a_file_cut_at_any_byte_is_read_with_a_note(run: RunPaths, name
         whole |= name.endswith(".jsonl") and content[length : length + 1] == b"\n"
         if name != "nodes/node0/agent.json" and not whole:
             assert any(name in note for note in notes), length
+
+
+def cuts(path: Path, body: int) -> list[int]:
+    """Lengths to cut a file to: each where its reader gives something else, and some more."""
+    content = path.read_bytes()
+    wide = path.suffix == ".rec" and "nodes" in path.parts  # records of up to 400 bytes
+    stride = REPORT_STRIDE if path.suffix == ".json" else WIDE_STRIDE if wide else BODY_STRIDE
+    lengths = {*range(0, body, HEADER_STRIDE), *range(body, len(content) - 1, stride)}
+    last = None
+    for length in range(body, len(content) - 1):
+        path.write_bytes(content[:length])
+        try:
+            given = READERS[path.suffix](path)
+            outcome = (given.count, bool(given.notes)) if isinstance(given, RecordFile) else given
+        except RunFormatError:
+            outcome = None
+        if outcome != last:
+            lengths |= {length}
+        last = outcome
+    path.write_bytes(content)
+    return sorted(lengths)
 
 
 def read_size(header: bytes) -> int:
@@ -215,3 +239,22 @@ def test_path_that_is_no_run_is_an_error(tmp_path: Path, how: str) -> None:
     except HaiprofError:
         steps = -1
     assert steps == -1
+
+
+@pytest.mark.parametrize("first", [0, 3, -3])
+def test_pipe_in_place_of_records_does_not_stop_the_reader(run: RunPaths, first: int) -> None:
+    path = run.root / "ranks/0/phases.rec"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunFormatError, match="not a regular file"):
+        read_records(path, first=first)
+
+
+def test_limit_reads_the_first_records_and_still_tells_of_a_torn_tail(run: RunPaths) -> None:
+    path = run.root / "nodes/node0/host.rec"
+    with path.open("ab") as file:
+        file.write(b"torn")
+    whole, part, none = (read_records(path, limit=limit) for limit in (None, 2, 0))
+    assert (part.count, none.count) == (2, 0)
+    assert whole.data.startswith(part.data)
+    assert whole.notes == part.notes == none.notes != ()

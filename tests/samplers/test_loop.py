@@ -107,14 +107,29 @@ def loop_for(
     return SamplingLoop(run, NODE, options, samplers=samplers, nvml=nvml)
 
 
-def run_for(loop: SamplingLoop, seconds: float) -> None:
+def run_for(loop: SamplingLoop, seconds: float, until: Callable[[], bool] = lambda: True) -> float:
+    """Runs it for so long, and on until something holds; how long it ran."""
     stop = threading.Event()
     thread = threading.Thread(target=loop.run, args=(stop,))
+    begin = time.monotonic()
     thread.start()
     time.sleep(seconds)
+    while not until() and time.monotonic() < begin + 30:
+        time.sleep(0.02)
     stop.set()
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive()
+    return time.monotonic() - begin
+
+
+def has(run: RunPaths, **counts: int) -> Callable[[], bool]:
+    """Whether so many records of these tables are there."""
+
+    def found() -> bool:
+        there = all(run.node(NODE).records(table).exists() for table in counts)
+        return there and all(count(run, table) >= least for table, least in counts.items())
+
+    return found
 
 
 def count(run: RunPaths, table: str) -> int:
@@ -134,8 +149,9 @@ def run(tmp_path: Path) -> RunPaths:
 
 def test_loop_records_what_the_options_name(run: RunPaths) -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
-    run_for(loop_for(run, ("phases", "host", "gpu"), nvml=nvml), 0.55)
-    assert 3 <= count(run, "host") <= 8
+    loop = loop_for(run, ("phases", "host", "gpu"), nvml=nvml)
+    elapsed_s = run_for(loop, 0.55, has(run, host=3, gpu=6))
+    assert 3 <= count(run, "host") <= elapsed_s / 0.1 + 3
     gpu = read_records(run.node(NODE).records("gpu"))
     assert gpu.count % 2 == 0
     assert gpu.count >= 6
@@ -147,22 +163,22 @@ def test_loop_records_what_the_options_name(run: RunPaths) -> None:
 
 
 def test_loop_short_job_has_a_first_and_a_last_sample(run: RunPaths) -> None:
-    run_for(loop_for(run, interval_s=60), 0.3)
+    run_for(loop_for(run, interval_s=60), 0.3, has(run, host=1))
     assert count(run, "host") == 2
 
 
 def test_loop_reports_its_cost_at_the_end(run: RunPaths) -> None:
-    run_for(loop_for(run), 0.35)
+    run_for(loop_for(run), 0.35, has(run, host=3))
     (cost,) = events(run, "cost")
     assert isinstance(cost["cpu_ns"], int)
     assert isinstance(cost["elapsed_ns"], int)
     assert 0 < cost["cpu_ns"] < cost["elapsed_ns"]
-    assert 0.3e9 < cost["elapsed_ns"] < 5e9
+    assert 0.15e9 < cost["elapsed_ns"] < 60e9
     assert (cost["dropped_bytes"], cost["slowed"]) == (0, {})
 
 
 def test_loop_source_that_is_missing_is_an_event_and_no_file(run: RunPaths) -> None:
-    run_for(loop_for(run, ("host", "gpu"), nvml=FakeNvml()), 0.15)
+    run_for(loop_for(run, ("host", "gpu"), nvml=FakeNvml()), 0.15, has(run, host=1))
     missing = [line for line in events(run, "counter_missing") if line["source"] == "gpu"]
     assert [line["metric"] for line in missing] == [ALL_METRICS]
     assert not run.node(NODE).records("gpu").exists()
@@ -174,7 +190,7 @@ def test_loop_sampler_that_fails_is_said_once_and_the_others_go_on(run: RunPaths
         raise ZeroDivisionError("broken")
 
     broken, healthy = Scripted(fail), ScriptedGpu(record)
-    run_for(loop_for(run, samplers=[broken, healthy]), 0.8)
+    run_for(loop_for(run, samplers=[broken, healthy]), 0.8, has(run, gpu=6))
     (error,) = events(run, "sampler_error")
     assert (error["source"], error["reason"]) == ("host", "ZeroDivisionError: broken")
     assert count(run, "gpu") >= 4
@@ -188,7 +204,7 @@ def test_loop_slow_sampler_is_asked_less_often_and_the_cost_says_so(run: RunPath
         return record(number)
 
     sampler = Scripted(slow)
-    run_for(loop_for(run, samplers=[sampler]), 1.0)
+    run_for(loop_for(run, samplers=[sampler]), 1.0, lambda: sampler.sample_count >= 3)
     assert sampler.sample_count <= 5
     (cost,) = events(run, "cost")
     assert isinstance(cost["slowed"], dict)
@@ -246,7 +262,7 @@ def test_loop_samples_a_rank_soon_after_it_reports(run: RunPaths) -> None:
         reading = read_process(Path("/"), rank.pid)
         assert reading is not None
         report(run, 0, rank.pid, reading.start_ticks, host=NODE)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not count(run, "process") and time.monotonic() < deadline:
             time.sleep(0.02)
         assert count(run, "process") == 1
@@ -278,7 +294,8 @@ def test_loop_over_a_suspended_machine_keeps_rates_right_and_says_so(tmp_path: P
         return HOST.struct.pack(*row_of(HOST, **values))
 
     options = Options(recorder=("host",), interval_s={"host": 0.1})
-    run_for(SamplingLoop(run, NODE, options, boot_clock=boot_clock, samplers=[Scripted(steady)]), 1)
+    loop = SamplingLoop(run, NODE, options, boot_clock=boot_clock, samplers=[Scripted(steady)])
+    run_for(loop, 1, has(run, host=7))
     analyzer = Analyzer(run.root)
     rates = analyzer.counters().filter(metric="disk_read_bytes_per_s")["value"]
     assert len(rates) >= 4

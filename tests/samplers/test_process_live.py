@@ -200,14 +200,19 @@ def test_process_live_known_work_is_right_within_2_percent(run: RunPaths, tmp_pa
 ALWAYS_BUSY = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-os.fork()  # two that share one CPU
+child = os.fork()  # two that share one CPU
+if child:
+    print("ready", flush=True)
 while True:
     pass
 """
 
 
 def test_process_live_thread_that_shares_its_cpu_runs_or_waits_all_the_time(run: RunPaths) -> None:
-    with subprocess.Popen([sys.executable, "-c", ALWAYS_BUSY]) as rank:
+    command = [sys.executable, "-c", ALWAYS_BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
         psutil.Process(rank.pid).cpu_percent(interval=0.5)
         children = psutil.Process(rank.pid).children()
         sampler = ProcessSampler(run, HOST, pid=rank.pid)

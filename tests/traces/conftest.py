@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from haiprof.traces import native
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(params=["compiled", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads with the compiled scanner, and as where it could not be built."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "_compiled", None)
+    elif not native.is_compiled():
+        pytest.skip("the scanner was not built")
 
 
 @pytest.fixture

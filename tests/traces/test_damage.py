@@ -22,6 +22,8 @@ from haiprof.errors import TraceFormatError
 from haiprof.traces.text import TraceText
 from tests.traces.texts import LAYOUTS, Event, Read, compact, kernel, op, pretty, read, tight
 
+pytestmark = pytest.mark.usefixtures("way")
+
 Layout = Callable[..., str]
 
 # Looks like events inside of an event.
@@ -381,7 +383,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     args=st.lists(st.dictionaries(st.text(max_size=6), json_values, max_size=4), max_size=6),
     piece=st.integers(16, 400),
@@ -402,7 +404,7 @@ def test_pieces_of_any_size_hold_the_same_events(
         assert list(found.metadata) == ["last"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_bytes_give_rows_or_one_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -14,6 +14,8 @@ from haiprof.errors import TraceFormatError
 from haiprof.traces.load import LoadReport
 from tests.traces.texts import LAYOUTS, Event, Read, compact, kernel, op, pretty, read, tight
 
+pytestmark = pytest.mark.usefixtures("way")
+
 Layout = Callable[..., str]
 
 

@@ -16,6 +16,8 @@ from haiprof.traces.tables import TABLE_OF_CATEGORY, TABLES, TraceColumn
 from haiprof.traces.trace import Trace
 from tests.analysis.trace.shared import REAL_TRACES, traces
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 def files(name: str) -> list[Path]:
     return sorted(path for path in traces(name).iterdir() if path.name.endswith(".json.gz"))

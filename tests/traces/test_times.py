@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from haiprof.traces.times import EXACT_ABOVE_US, exact_ns
 from tests.traces.texts import LAYOUTS, compact, kernel, op, read
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 def ns_of(text: str) -> int:
     return int((Decimal(text) * 1000).to_integral_value())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,17 +18,8 @@ _Result = TypeVar("_Result")
 _SCHEMES = ("tcp://", "tls://", "ucx://", "ws://", "wss://", "inproc://")
 
 
-class DaskCluster:
-    """On the workers of a Dask cluster, which must see the files under the same absolute paths.
-
-    Args:
-        address: Of its scheduler, such as `tcp://head:8786`.
-        timeout_s: How long the scheduler may take to answer.
-    """
-
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        self.address = address
-        self._timeout_s = timeout_s
+class DaskPool(ABC):
+    """On the workers of a Dask cluster, which must see the files under the same absolute paths."""
 
     def map(
         self,
@@ -43,7 +35,7 @@ class DaskCluster:
             UsageError: No scheduler answers at the address.
             HaiprofError: A worker was lost again and again with one of the files.
         """
-        with self._client() as client:
+        with self._client(paths) as client:
             from distributed import as_completed
 
             tasks = [
@@ -54,8 +46,25 @@ class DaskCluster:
                 tell(progress, done, len(tasks))
             return [_result(task, path) for task, path in zip(tasks, paths, strict=True)]
 
+    @abstractmethod
+    def _client(self, paths: Sequence[Path]) -> AbstractContextManager[Client]:
+        """A connection to a cluster with a worker, for questions on some files."""
+
+
+class DaskCluster(DaskPool):
+    """On the workers of a Dask cluster that runs already.
+
+    Args:
+        address: Of its scheduler, such as `tcp://head:8786`.
+        timeout_s: How long the scheduler may take to answer.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+
     @contextmanager
-    def _client(self) -> Iterator[Client]:
+    def _client(self, paths: Sequence[Path]) -> Iterator[Client]:
         try:
             from distributed import Client
         except ImportError:
@@ -91,12 +100,10 @@ def cluster_pool(address: str) -> Pool:
     Raises:
         UsageError: It is none that haiprof can use.
     """
-    if address.startswith("slurm"):
-        raise UsageError(
-            "--cluster slurm is not in this version",
-            hint="start `dask scheduler` and `srun dask worker tcp://HOST:8786` in the job, "
-            "then --cluster tcp://HOST:8786",
-        )
+    if address == "slurm" or address.startswith("slurm:"):
+        from haiprof.analysis.trace.slurm import SlurmCluster, SlurmOptions
+
+        return SlurmCluster(SlurmOptions.parsed(address))
     if not address.startswith(_SCHEMES):
-        raise UsageError(f"--cluster {address}: not an address", hint="such as tcp://HOST:8786")
+        raise UsageError(f"--cluster {address}: not an address", hint="tcp://HOST:8786 or slurm")
     return DaskCluster(address)

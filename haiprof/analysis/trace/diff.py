@@ -139,7 +139,7 @@ def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
         and a step of several ranks as one measurement, as the ranks wait for each other.
 
     Raises:
-        MissingDataError: Only one of the two has profiler steps.
+        MissingDataError: Only one of the two has profiler steps, or no time passes in the control.
     """
     before, after = _side(control), _side(test)
     if (before.steps == [None]) != (after.steps == [None]):
@@ -209,6 +209,8 @@ def _side(samples: pl.DataFrame) -> _Side:
 
 
 def _step_time(before: _Side, after: _Side) -> StepTime:
+    if not before.step_ns.mean() > 0:
+        raise MissingDataError("trace-diff: no time passes in the control's steps")
     compared = compare(before.step_ns, after.step_ns)
     return StepTime(
         control_ns=float(before.step_ns.mean()),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
+from haiprof.traces.find import SUMMARY_SUFFIX
 from haiprof.traces.load import LoadReport
 from haiprof.traces.tables import TABLES
 from haiprof.traces.trace import Trace
@@ -87,7 +88,7 @@ def _row(file: TraceFile) -> dict[str, object]:
     }
     row |= {name: getattr(report, name, None) for name in LOAD_SCHEMA if name not in row}
     row |= {f"{table}_count": count for table, count in report.kept.items()}
-    row["file"] = file.path.name
+    row["file"] = file.path.name.removesuffix(SUMMARY_SUFFIX)
     row["redundant_count"] = sum(report.redundant.values())
     row["not_used_count"] = sum(report.not_used.values())
     return row

@@ -14,6 +14,8 @@ SAME_END_NS = 100_000
 """Ends this close on one clock may be one collective's; ranks of a ring end within tens of us."""
 ORDER_HOLDS_RATIO = 0.9
 """Order is believed where at least this share of the collectives it finds is possible in time."""
+ONE_CLOCK_RATIO = 0.5
+"""Clocks agree where at least this share of a group's kernels end together on all its ranks."""
 
 _GROUP = ("kind", "process_group", "group_ranks")
 
@@ -86,14 +88,30 @@ def _same_counts(kernels: pl.DataFrame) -> pl.DataFrame:
 
 def _in_possible_order(kernels: pl.DataFrame) -> pl.DataFrame:
     """Without groups whose order contradicts time: nobody ends before the last one has started."""
-    clock = pl.col("end_ns") - pl.col("end_ns").median().over("key")
-    off = clock.median().over("rank")
-    possible = (pl.col("start_ns") - off).max().over("key") <= (pl.col("end_ns") - off).min().over(
-        "key"
-    )
-    judged = kernels.with_columns(possible=possible | ~pl.col("kind").is_in(SYNCHRONISING))
+    # Column by column: polars evaluates a window inside of another one within the outer's groups.
+    first = pl.col("end_ns").min()
+    timed = kernels.with_columns(start=pl.col("start_ns") - first, end=pl.col("end_ns") - first)
+    timed = timed.with_columns(clock=pl.col("end") - pl.col("end").median().over("key"))
+    off = pl.when(~pl.col("one_clock")).then(pl.col("clock")).otherwise(0).median()
+    timed = timed.join(_one_clock(kernels), on=["rank", "event"]).with_columns(off=off.over("rank"))
+    last_start = (pl.col("start") - pl.col("off")).max().over("key")
+    possible = last_start <= (pl.col("end") - pl.col("off")).min().over("key")
+    judged = timed.with_columns(possible=possible | ~pl.col("kind").is_in(SYNCHRONISING))
     share = pl.col("possible").mean().over(*_GROUP, "role")
-    return judged.filter((share >= ORDER_HOLDS_RATIO) & pl.col("possible")).drop("possible")
+    return judged.filter((share >= ORDER_HOLDS_RATIO) & pl.col("possible")).select(kernels.columns)
+
+
+def _one_clock(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Whether clocks agree as they are: most kernels of the group end together on all its ranks.
+
+    A clock that is a whole period of the job ahead looks like a rank that lacks its first kernel.
+    """
+    counted = kernels.with_columns(group_rank_count=pl.col("rank").n_unique().over(*_GROUP))
+    everyone = pl.col("rank").n_unique().over("key") == pl.col("group_rank_count")
+    together = _by_end(counted).filter(everyone).select("rank", "event", together=pl.lit(1))
+    joined = counted.join(together, on=["rank", "event"], how="left")
+    share = pl.col("together").is_not_null().mean().over(*_GROUP, "role")
+    return joined.select("rank", "event", one_clock=share >= ONE_CLOCK_RATIO)
 
 
 def _by_end(kernels: pl.DataFrame) -> pl.DataFrame:

@@ -171,7 +171,8 @@ def _with_older(alive: pl.DataFrame, peaks: pl.DataFrame) -> pl.DataFrame:
 
 def _events(trace: Trace) -> pl.DataFrame:
     """Memory events with their device in words, by device and time."""
-    if trace.memory.is_empty():
+    changes = trace.memory.filter(pl.col("bytes") != 0)
+    if changes.is_empty():
         raise MissingDataError(
             f"{trace.path}: no memory event in it", hint="profile with profile_memory=True"
         )
@@ -180,7 +181,7 @@ def _events(trace: Trace) -> pl.DataFrame:
         range(len(DEVICE_TYPES)), DEVICE_TYPES, default=kind.cast(pl.String), return_dtype=pl.String
     )
     on_cpu = kind == 0
-    return trace.memory.filter(pl.col("bytes") != 0).with_columns(
+    return changes.with_columns(
         pl.when(~on_cpu).then("device").alias("device"),
         pl.when(~on_cpu).then("reserved_bytes").alias("reserved_bytes"),
         named.alias("device_type"),

@@ -91,7 +91,11 @@ class LocalProcesses:
         workers = min(self._count, len(paths))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
             with _caller_not_run_again(question):
-                tasks = [executor.submit(ask, question, path, dict(options)) for path in paths]
+                started = {
+                    at: executor.submit(ask, question, paths[at], dict(options))
+                    for at in _largest_first(paths)
+                }
+            tasks = [started[at] for at in range(len(paths))]
             _watch(tasks, progress)
             try:
                 return [task.result() for task in tasks]
@@ -100,6 +104,18 @@ class LocalProcesses:
             finally:
                 for task in tasks:
                     task.cancel()
+
+
+def _largest_first(paths: Sequence[Path]) -> list[int]:
+    """Places of the files: a large one that comes last keeps one process busy alone."""
+
+    def size(at: int) -> int:
+        try:
+            return paths[at].stat().st_size
+        except OSError:  # whoever reads it says so
+            return 0
+
+    return sorted(range(len(paths)), key=size, reverse=True)
 
 
 def default_pool(paths: Sequence[Path]) -> Pool:

@@ -15,15 +15,17 @@ from haiprof.analysis.trace.collectives import collective_kernels
 from haiprof.analysis.trace.facade import TraceAnalysis
 from haiprof.analysis.trace.files import load_notes, trace_file
 from haiprof.analysis.trace.idle import idle_breakdown
+from haiprof.analysis.trace.kept import Place, keep, place_of, recalled
 from haiprof.analysis.trace.kernels import across_ranks, kernels
 from haiprof.analysis.trace.launches import launch_summary
 from haiprof.analysis.trace.overlap import kernel_types, overlap
 from haiprof.analysis.trace.pool import Pool, Progress, Question, default_pool
 from haiprof.analysis.trace.queue import full_queue, queue_length_summary
 from haiprof.analysis.trace.step_time import step_time_breakdown
+from haiprof.analysis.trace.summaries import common_steps, read_summary, write_summary
 from haiprof.analysis.trace.temporal import Steps, temporal_breakdown
 from haiprof.errors import MissingDataError
-from haiprof.traces.find import trace_files
+from haiprof.traces.find import SUMMARY_SUFFIX, window_files
 from haiprof.traces.trace import Trace
 
 _Result = TypeVar("_Result")
@@ -60,6 +62,8 @@ class TraceReport:
     """By table, or by table and rank (`queue, rank 3`): why it is not there."""
     notes: tuple[str, ...]
     """What could not be read of the files, and what was not recorded in them."""
+    reduced: bool = False
+    """Whether it is made of summaries: there are no traces to ask."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys; a table is a list of rows."""
@@ -114,6 +118,7 @@ def standard_report(
     *,
     steps: Steps = None,
     rank: int | None = None,
+    window: int | None = None,
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> TraceReport:
@@ -123,22 +128,30 @@ def standard_report(
         path: A trace, a folder with one file per rank, or a run directory.
         steps: First profiler step and the one after the last; None takes all.
         rank: Only this one; None takes all.
-        pool: Where ranks are worked on; None takes local processes where the files are large.
+        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
+        pool: Where ranks are worked on, but for those whose answers have been kept; None takes
+            local processes where the files are large.
         progress: Told how many files are done.
 
     Raises:
         TraceFormatError: There is no trace, one cannot be read, or two are of one rank.
         MissingDataError: There is no such rank, or none of these steps.
     """
-    files = trace_files(path)
+    files = window_files(path, window)
+    reduced = files[0].name.endswith(SUMMARY_SUFFIX)
+    if reduced:
+        steps, known = _of_summaries(files, steps)
+        pool = _Answers(known, steps)
     pool = pool or default_pool(files)
     if rank is not None:
-        files = [_file_of(Path(path), pool, rank)]
-    visits = pool.map(_visit, files, {"steps": steps}, progress)
+        files = [_file_of(Path(path), pool, rank, window)]
+    visits = [known[f] for f in files] if reduced else _visits(files, steps, pool, progress)
     if rank is not None:  # which the file need not say itself
         visits[0][trace_file] = replace(visits[0][trace_file], rank=rank)
     answers = _Answers(dict(zip(files, visits, strict=True)), steps)
-    analysis = TraceAnalysis(path if rank is None else files[0], pool=answers)
+    analysis = TraceAnalysis(
+        path if rank is None else files[0], pool=answers, window=window if rank is None else None
+    )
     tables, missing = _tables(analysis, answers)
     return TraceReport(
         path=Path(path),
@@ -147,11 +160,53 @@ def standard_report(
         tables=tables,
         missing=missing,
         notes=(*load_notes(analysis.files), *_without_gpu(tables["files"])),
+        reduced=reduced,
     )
 
 
-def _file_of(path: Path, pool: Pool, rank: int) -> Path:
-    files = TraceAnalysis(path, pool=pool).files
+def reduce_traces(
+    path: str | Path,
+    folder: Path,
+    *,
+    steps: Steps = None,
+    window: int | None = None,
+    pool: Pool | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Writes a summary of each trace, from which `standard_report` makes the same report.
+
+    Args:
+        path: As for `standard_report`; several nodes may each reduce their own.
+        folder: Where summaries are written, `NAME.summary` of each trace.
+        steps: As for `standard_report`.
+        window: As for `standard_report`.
+        pool: As for `standard_report`.
+        progress: Told how many files are done.
+
+    Raises:
+        TraceFormatError: There is no trace, or one cannot be read.
+        UsageError: The folder cannot be written.
+    """
+    files = window_files(path, window)
+    visits = _visits(files, steps, pool or default_pool(files), progress)
+    return [
+        write_summary(file, folder, steps, {q.__name__: answer for q, answer in visit.items()})
+        for file, visit in zip(files, visits, strict=True)
+    ]
+
+
+def _of_summaries(files: Sequence[Path], steps: Steps) -> tuple[Steps, dict[Path, _Visit]]:
+    questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
+    read = [read_summary(file, questions) for file in files]
+    visits = {
+        each.path: {question: each.answers[name] for name, question in questions.items()}
+        for each in read
+    }
+    return common_steps(read, steps), visits
+
+
+def _file_of(path: Path, pool: Pool, rank: int, window: int | None) -> Path:
+    files = TraceAnalysis(path, pool=pool, window=window).files
     if rank not in files:
         known = ", ".join(map(str, files))
         raise MissingDataError(f"{path}: no trace of rank {rank}", hint=f"it has rank {known}")
@@ -159,6 +214,30 @@ def _file_of(path: Path, pool: Pool, rank: int) -> Path:
 
 
 _Visit = dict[Question[Any], Any]
+
+
+def _visits(
+    files: Sequence[Path], steps: Steps, pool: Pool, progress: Progress | None
+) -> list[_Visit]:
+    """One visit to each file, or the answers that were kept of an earlier one."""
+    options: dict[str, Any] = {"steps": steps}
+    places = {path: place_of(path, "report", options) for path in files}
+    visits = {path: _recalled(place) for path, place in places.items() if place is not None}
+    left = [path for path in files if not visits.get(path)]
+    made = pool.map(_visit, left, options, progress) if left else []
+    for path, visit in zip(left, made, strict=True):
+        place, visits[path] = places[path], visit
+        if place is not None:
+            keep(place, {question.__name__: answer for question, answer in visit.items()})
+    return [visits[path] for path in files]
+
+
+def _recalled(place: Place) -> _Visit:
+    """Empty where some answer has not been kept."""
+    found = recalled(place) or {}
+    questions = (*_OF_FILE, *_OF_STEPS)
+    known = all(question.__name__ in found for question in questions)
+    return {question: found[question.__name__] for question in questions} if known else {}
 
 
 def _visit(trace: Trace, *, steps: Steps) -> _Visit:

@@ -12,11 +12,13 @@ from haiprof.analysis.analyzer import Analyzer
 from haiprof.analysis.counters import COUNTER_SCHEMA
 from haiprof.analysis.phases import PHASE_SCHEMA
 from haiprof.analysis.ranks import RANK_SCHEMA
+from haiprof.analysis.reactions import REACTION_SCHEMA
 from haiprof.analysis.step_frame import STEP_SCHEMA
 from haiprof.analysis.trace.classify import with_kind
 from haiprof.analysis.trace.facade import TraceAnalysis
 from haiprof.analysis.trace.pool import Pool
 from haiprof.analysis.trace.temporal import gpu_events
+from haiprof.analysis.windows import WINDOW_SCHEMA
 from haiprof.errors import TraceFormatError
 from haiprof.rundir.layout import RunPaths
 from haiprof.traces.find import trace_files
@@ -63,6 +65,7 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "skipped": "the gradient scaler let no optimizer step",
             "boundary": "what the step begins with: dataloader, optimizer or backward",
             "confidence": "that these are the steps, from 0 to 1",
+            "traced": "a trace window was in it: it took longer",
         },
     ),
     "phases": (
@@ -120,6 +123,61 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "notes": "what was cut, damaged or missing",
         },
     ),
+    "windows": (
+        "trace windows of a run",
+        WINDOW_SCHEMA,
+        {
+            "rank": "of the process",
+            "attempt": "restart of the rank, from 0",
+            "window": "of that attempt, from 0",
+            "state": "recorded, cut, refused, failed, dropped or not reached",
+            "trigger": "option, slow or request",
+            "reason": "why it is not just recorded",
+            "first_step": "in it",
+            "end_step": "the one after its last",
+            "start_ns": "Unix time",
+            "end_ns": "Unix time",
+            "stall_ns": "what the training thread stood still for",
+            "path": "of the trace; null: there is none",
+            "bytes": "of that file",
+            "raw_bytes": "before compression",
+            "et_path": "of the execution trace",
+            "et_bytes": "of that file",
+            "event_count": "in the trace",
+            "stem": "of the file's name",
+        },
+    ),
+    "reactions": (
+        "what haiprof did by itself in a run",
+        REACTION_SCHEMA,
+        {
+            "trigger": "hang or slow",
+            "noticed_ns": "Unix time",
+            "since_ns": "Unix time of the last sign of life, or of the first slower step",
+            "host": "whose launcher noticed it",
+            "rank": "whose steps",
+            "step": "the first slower one; with hang the last that ended",
+            "reason": "what was compared",
+            "before_step_ns": "usual step; null with hang",
+            "after_step_ns": "slower step; null with hang",
+            "silent_ns": "without a step; null with slow",
+            "action": "snapshot, trace-now or none",
+            "state": "done, failed, begun or none",
+            "failure": "why it failed",
+            "suspect_rank": "the first rank that the snapshot named",
+            "suspect_reason": "why it was named",
+            "suspect_doing": "what it did",
+            "suspect_certain": "it follows from what was seen",
+            "suspect_count": "ranks that were named",
+            "collectives_moved": "during the snapshot",
+            "saving_rank": "the first that saved a checkpoint then",
+            "window": "number of the trace window",
+            "first_step": "traced",
+            "end_step": "the one after the last traced",
+            "path": "of the snapshot",
+            "outcome": "for people",
+        },
+    ),
 }
 
 
@@ -148,12 +206,15 @@ class SqlTable:
     """Its rows, read when it is called."""
 
 
-def sql_tables(path: str | Path, *, pool: Pool | None = None) -> dict[str, SqlTable]:
+def sql_tables(
+    path: str | Path, *, window: int | None = None, pool: Pool | None = None
+) -> dict[str, SqlTable]:
     """The tables of traces, of a run, or of a run with traces.
 
     Args:
         path: A trace, a folder with one per rank, a run directory, or a log directory whose
             newest run is taken.
+        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
         pool: Where traces are read that are not in the cache.
 
     Raises:
@@ -169,7 +230,7 @@ def sql_tables(path: str | Path, *, pool: Pool | None = None) -> dict[str, SqlTa
     if is_run or not has_traces:
         tables += run_tables(Analyzer(path))
     if has_traces:
-        tables += trace_tables(TraceAnalysis(path, pool=pool))
+        tables += trace_tables(TraceAnalysis(path, pool=pool, window=window))
     return {table.name: table for table in tables}
 
 
@@ -208,6 +269,8 @@ def run_tables(analyzer: Analyzer) -> list[SqlTable]:
         "phases": analyzer.phases,
         "counters": analyzer.counters,
         "ranks": analyzer.ranks,
+        "windows": analyzer.windows,
+        "reactions": analyzer.reactions,
     }
     found = []
     for name, (meaning, schema, meanings) in _RUN_TABLES.items():

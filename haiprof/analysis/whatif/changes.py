@@ -1,4 +1,4 @@
-"""What may be changed in a what-if: kernels, operators, the loader, the network, one rank."""
+"""What may be changed in a what-if: kernels, operators, launches, loader, network, one rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from haiprof.errors import UsageError
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
+LAUNCHES = "launches"
 LOADER_NAME = r"^enumerate\(DataLoader\)"
 """The annotation that PyTorch puts around a loader's `next`."""
 
@@ -18,13 +19,15 @@ class Change:
     """One thing made faster; made by the functions below."""
 
     kind: str
-    """`kernel`, `operator`, `loader`, `network` or `rank`."""
+    """`kernel`, `operator`, `launches`, `loader`, `network` or `rank`."""
     name: str = ""
     """Regular expression that names of kernels or operators must contain."""
     speedup: float = math.inf
     """How many times as fast; infinite: it takes no time."""
     rank: int | None = None
     """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
+    shown: str = ""
+    """What people read in place of the expression."""
 
     def __post_init__(self) -> None:
         """Checks what was asked for.
@@ -32,7 +35,7 @@ class Change:
         Raises:
             UsageError: A speed-up is not above 0, or a name is no regular expression.
         """
-        if not self.speedup > 0:
+        if not self.speedup > 0:  # NaN too
             raise UsageError(f"what-if: {self.speedup} times as fast is no speed-up")
         try:
             re.compile(self.name)
@@ -44,7 +47,8 @@ class Change:
         if self.kind == RANK:
             return "all ranks alike" if self.rank is None else f"rank {self.rank} as the others"
         times = "takes no time" if math.isinf(self.speedup) else f"{self.speedup:g}x"
-        return " ".join(part for part in (self.kind, self.name, times) if part)
+        name = self.shown or ("" if self.kind == LOADER else self.name)
+        return " ".join(part for part in (self.kind, name, times) if part)
 
 
 def faster_kernel(name: str, speedup: float = math.inf) -> Change:
@@ -55,6 +59,11 @@ def faster_kernel(name: str, speedup: float = math.inf) -> Change:
 def faster_operator(name: str, speedup: float = math.inf) -> Change:
     """Operators: their time on the CPU, operators inside included, and the kernels they launch."""
     return Change(kind=OPERATOR, name=name, speedup=speedup)
+
+
+def faster_launches(speedup: float = math.inf) -> Change:
+    """Calls that put work on a GPU: their time on the CPU, not what they launch."""
+    return Change(kind=LAUNCHES, speedup=speedup)
 
 
 def faster_loader(speedup: float = math.inf) -> Change:

@@ -58,17 +58,11 @@ def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
 
     Raises:
         MissingDataError: A column is missing, or the schedule is not modelled.
-        TraceFormatError: Not every rank has the same operations in every step.
+        TraceFormatError: It is no such file, a value is missing or not finite, or not every rank
+            has the same operations in every step.
     """
-    table = source if isinstance(source, pl.DataFrame) else pl.read_parquet(source)
-    if missing := [name for name in COLUMNS if name not in table.columns]:
-        raise MissingDataError(f"operation table without column {', '.join(missing)}")
-    table = table.with_columns(
-        pl.col("optype").cast(pl.String),
-        pl.col("stage", "seq_id", "dp_rank", "rank", "step").cast(pl.Int64),
-        start_ns=_ns("start_ts"),
-        end_ns=_ns("start_ts") + _ns("duration"),
-    ).sort("optype", "seq_id", "stage", "dp_rank", "step")
+    table = source if isinstance(source, pl.DataFrame) else _parquet(Path(source))
+    table = _checked(table).sort("optype", "seq_id", "stage", "dp_rank", "step")
     steps = table["step"].unique().sort()
     rows = table.filter(pl.col("step") == steps[0])
     keys = ("optype", "seq_id", "stage", "dp_rank")
@@ -84,6 +78,44 @@ def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
         ends=table["end_ns"].to_numpy().reshape(shape),
         model=dependencies(first),
     )
+
+
+def _checked(table: pl.DataFrame) -> pl.DataFrame:
+    """The columns in their types, times in ns."""
+    if missing := [name for name in COLUMNS if name not in table.columns]:
+        raise MissingDataError(f"operation table without column {', '.join(missing)}")
+    begin, lasting = _ns("start_ts"), _ns("duration")
+    try:
+        found = table.with_columns(
+            pl.col("optype").cast(pl.String),
+            pl.col("stage", "seq_id", "dp_rank", "rank", "step").cast(pl.Int64),
+            start_ns=begin,
+            end_ns=begin + lasting,
+        )
+    except pl.exceptions.PolarsError as error:
+        reason = " ".join(str(error).split())
+        raise TraceFormatError(f"operation table: {reason}") from None
+    used = found.select(*COLUMNS, "start_ns", "end_ns")
+    if not used.height or sum(used.null_count().row(0)):
+        raise TraceFormatError("operation table: it is empty, or values are missing")
+    if used.filter(pl.col("end_ns") < pl.col("start_ns")).height:
+        raise TraceFormatError("operation table: a duration is negative")
+    return found
+
+
+def operation_files(path: Path) -> list[Path]:
+    """The tables of operations that a path means: one, or all of a folder; none of other paths."""
+    if path.is_dir():
+        return sorted(path.glob("*.parquet")) if not (path / "traces").is_dir() else []
+    return [path] if path.suffix == ".parquet" else []
+
+
+def _parquet(path: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        reason = " ".join(str(error).split())
+        raise TraceFormatError(f"{path}: no table of operations: {reason}") from None
 
 
 def _ns(name: str) -> pl.Expr:

@@ -11,6 +11,7 @@ from haiprof.analysis.whatif.changes import Change
 from haiprof.analysis.whatif.graph import Ints, planned, times
 from haiprof.analysis.whatif.joining import Job, joined
 from haiprof.analysis.whatif.replay import RankGraph
+from haiprof.errors import MissingDataError
 
 PREDICTIONS_SCHEMA = {
     "change": pl.String,
@@ -54,7 +55,7 @@ def predictions(
         that launch kernels and keep their times, since nothing says what they wait for.
 
     Raises:
-        MissingDataError: Ranks have different numbers of steps.
+        MissingDataError: Ranks have different numbers of steps, or no time passes in them.
         UsageError: A change names a rank that has no trace, or needs others and there are none.
     """
     job = joined(graphs, waits, changes, offsets)
@@ -62,6 +63,8 @@ def predictions(
     spans = times(plan, job.lengths, _delays(job)).max(axis=0) - job.begun_ns
     explained = int(times(plan, job.lengths[:, :1]).max()) - job.begun_ns
     measured = int(job.times.max()) - job.begun_ns
+    if measured <= 0:
+        raise MissingDataError("what-if: no time passes in the steps of the traces")
     shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
     reproduced = int(spans[0])
     common = {

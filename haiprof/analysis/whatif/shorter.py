@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.analysis.trace.intervals import Intervals, covered, union
-from haiprof.analysis.whatif.changes import KERNEL, LOADER, OPERATOR, Change
+from haiprof.analysis.whatif.changes import KERNEL, LAUNCHES, LOADER, OPERATOR, Change
 from haiprof.analysis.whatif.graph import Ints
 from haiprof.traces.trace import Trace
 
@@ -54,13 +54,16 @@ def changed(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
         these = np.append(np.array(names, dtype=bool), [False, False])[work.label]
         return np.where(these, _divided(lengths, change.speedup), lengths)
     if change.kind in (OPERATOR, LOADER):
-        return _inside_operators(trace, change, lengths, work)
+        return _inside(_operators(trace, change.name), change, lengths, work)
+    if change.kind == LAUNCHES:
+        return _inside(_launching_calls(trace), change, lengths, work)
     return lengths
 
 
-def _inside_operators(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
+def _inside(by_thread: dict[int, Intervals], change: Change, lengths: Ints, work: Work) -> Ints:
+    """Lengths with the CPU's time inside of spans shorter; of operators also what they launch."""
     found = lengths.copy()
-    for tid, spans in _operators(trace, change.name).items():
+    for tid, spans in by_thread.items():
         here = work.tid == tid
         on_host, on_gpu = here & work.on_host, here & ~work.on_host & (work.label >= 0)
         part = covered(spans, work.begin_ns[on_host], work.end_ns[on_host])
@@ -78,9 +81,17 @@ def _operators(trace: Trace, name: str) -> dict[int, Intervals]:
     columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", "dur_ns")
     spans = pl.concat([trace.ops.select(*columns), marks.select(*columns)])
     names = [text for text in spans["name"].unique() if re.search(name, text)]
-    these = spans.filter(pl.col("name").is_in(names)).drop_nulls("tid")
+    return _by_thread(spans.filter(pl.col("name").is_in(names)))
+
+
+def _launching_calls(trace: Trace) -> dict[int, Intervals]:
+    """When calls run that put something on a GPU, by thread; one that waits for it is not work."""
+    return _by_thread(trace.runtime.join(trace.gpu, on="correlation", how="semi"))
+
+
+def _by_thread(spans: pl.DataFrame) -> dict[int, Intervals]:
     found = {}
-    for (tid,), rows in these.group_by("tid"):
+    for (tid,), rows in spans.drop_nulls("tid").group_by("tid"):
         begins = rows["ts_ns"].to_numpy()
         found[int(str(tid))] = union(begins, begins + rows["dur_ns"].to_numpy())
     return found

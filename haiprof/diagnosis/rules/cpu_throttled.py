@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.cores import severity_of_wait
+from haiprof.diagnosis.cores import SLOWED_ALIKE, severity_of_wait
 from haiprof.diagnosis.facts import Facts, NodeCpu
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
 from haiprof.diagnosis.thresholds import THROTTLED_MIN_PERIODS, THROTTLED_RATIO
 from haiprof.units import ratio_text
 
@@ -51,6 +52,14 @@ def cpu_throttled(facts: Facts) -> Judgement:
         "they are as many as the node has cores, not as the limit allows",
         confidence=0.8 if wait is None else 0.9,
         missing=() if wait is not None else ("how long the ranks waited",),
+        explains=(
+            *COMPUTED_BATCHES,
+            *SLOWED_ALIKE,
+            "ranks_uneven/waits_for_cores",
+            "late_rank/waits_for_cores",
+            "data_imbalance",
+            "host_bound",
+        ),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from haiprof.analysis.records import number
 from haiprof.diagnosis.facts import Facts, median, median_share
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     DATALOADER_CRITICAL_RATIO,
@@ -26,28 +28,37 @@ def dataloader_bound(facts: Facts) -> Judgement:
         return None
     enough = facts.steps.height >= CRITICAL_MIN_STEPS
     critical = share >= DATALOADER_CRITICAL_RATIO and enough
-    waits = facts.steps["dataloader_host_ns"]
-    mean = waits.mean()
+    why = loader_cause(facts, share)
     return Finding(
         rule=RULE,
         severity="critical" if critical else "warning",
-        title=f"dataloader-bound: training waits for batches {ratio_text(share)} of a step",
-        evidence=(
-            Evidence(name="share of the step", value=share, unit="ratio"),
-            Evidence(name="mean wait per step", value=_number(mean), unit="ns"),
-            Evidence(name="median wait per step", value=median(waits), unit="ns"),
-            Evidence(
-                name="first batch", value=_number(facts.first_steps["dataloader_host_ns"].max()),
-                unit="ns",
-            ),
-            Evidence(name="median step", value=median(facts.steps["step_ns"]), unit="ns"),
-        ),
-        remedy="give the DataLoader more workers (num_workers, persistent_workers=True), or do "
-        "less per sample in the dataset: decode and tokenize once, ahead of training",
+        title=f"dataloader-bound: training waits for batches {ratio_text(share)} of a step"
+        + (f", {why.title}" if why else ""),
+        evidence=(*_evidence(facts, share), *(why.evidence if why else ())),
+        remedy=why.remedy if why else _REMEDY,
         confidence=0.9 if enough else 0.6,
-        missing=() if enough else (f"more steps: {facts.steps.height} were judged",),
-    )  # fmt: skip
+        missing=(
+            *(() if enough else (f"more steps: {facts.steps.height} were judged",)),
+            *(why.missing if why else ("why: how the loader was made, its CPU use",)),
+        ),
+        cause=why.slug if why else None,
+        explains=("jitter", "gpu_waits_for_host"),
+    )
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+_REMEDY = (
+    "give the DataLoader more workers (num_workers, persistent_workers=True), or do less per "
+    "sample in the dataset: decode and tokenize once, ahead of training"
+)
+
+
+def _evidence(facts: Facts, share: float) -> tuple[Evidence, ...]:
+    waits = facts.steps["dataloader_host_ns"]
+    first = number(facts.first_steps["dataloader_host_ns"].max())
+    return (
+        Evidence(name="share of the step", value=share, unit="ratio"),
+        Evidence(name="mean wait per step", value=number(waits.mean()), unit="ns"),
+        Evidence(name="median wait per step", value=median(waits), unit="ns"),
+        Evidence(name="first batch", value=first, unit="ns"),
+        Evidence(name="median step", value=median(facts.steps["step_ns"]), unit="ns"),
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.diagnosis.facts import Facts, common_clock, median
+from haiprof.diagnosis.facts import Facts, own_backward_ns, phase_medians
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.thresholds import (
     CPU_BUSY_CORES,
@@ -49,13 +49,12 @@ def forward_bound(facts: Facts) -> Judgement:
 
 
 def _measure(facts: Facts) -> _Measured | None:
-    clock = common_clock(facts.steps, ("forward", "backward"))
-    names = [f"forward_{clock}_ns", f"backward_{clock}_ns"]
-    steps = facts.steps.drop_nulls(names)
-    forward, backward = (median(steps[name]) for name in names)
-    whole = median(steps["step_ns"])
-    if forward is None or backward is None or not whole:
+    medians = phase_medians(facts, "forward", "backward")
+    if medians is None:
         return None
+    clock, (forward, backward, whole) = medians
+    own = own_backward_ns(facts, backward, clock)  # the rest is waiting for other ranks
+    backward = backward if own is None else own
     return _Measured(forward_ns=forward, backward_ns=backward, share=forward / whole, clock=clock)
 
 

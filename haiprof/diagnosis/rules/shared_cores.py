@@ -6,6 +6,7 @@ from haiprof.analysis.placement import Placement, sharing_groups
 from haiprof.diagnosis.cores import (
     NO_PLACEMENT,
     NO_WAIT,
+    SLOWED_ALIKE,
     Contention,
     contention,
     ranks_text,
@@ -13,6 +14,7 @@ from haiprof.diagnosis.cores import (
 )
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
 from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
 from haiprof.units import ratio_text
 
@@ -74,6 +76,13 @@ def _finding(facts: Facts, group: tuple[Placement, ...], measured: Contention) -
         else "run fewer threads per rank (OMP_NUM_THREADS, DataLoader num_workers), or fewer ranks "
         "per node",
         confidence=0.8 if spare else 0.7,
+        explains=(
+            *COMPUTED_BATCHES,
+            *SLOWED_ALIKE,
+            "ranks_uneven/waits_for_cores",
+            "late_rank/waits_for_cores",
+            "data_imbalance",
+        ),
     )
 
 

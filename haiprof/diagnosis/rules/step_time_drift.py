@@ -1,20 +1,23 @@
-"""Steps became slower over the run."""
+"""Steps became slower over the run: little by little, or at one step."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import polars as pl
 
 from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.diagnosis.change_point import Rise, rise
+from haiprof.diagnosis.facts import Facts, mean
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rank_test import larger_p_value
 from haiprof.diagnosis.thresholds import (
+    DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
     DRIFT_P_VALUE,
     DRIFT_PHASE_RATIO,
     DRIFT_RATIO,
-    DRIFT_SMOOTH_PARTS,
+    HARDWARE_DIFFERENCE_RATIO,
 )
 from haiprof.units import duration_text, ratio_text
 
@@ -22,39 +25,63 @@ RULE = "step_time_drift"
 
 
 def step_time_drift(facts: Facts) -> Judgement:
-    """Fires where the last third of the steps is a tenth slower than the first, beyond chance."""
+    """Fires where the last third of the steps is a fifth slower than the first, beyond chance."""
     columns = [f"{phase}_host_ns" for phase in STEP_PHASES]
     series = facts.steps.group_by("step").agg(pl.col("step_ns", *columns).mean()).sort("step")
     if series.height < DRIFT_MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {DRIFT_MIN_STEPS} steps after warm-up")
-    third = series.height // 3
-    step_ns = series["step_ns"].to_numpy()
-    first, last = step_ns[:third], step_ns[-third:]
-    before, after = float(np.median(first)), float(np.median(last))
-    growth = (after - before) / max(before, 1.0)
-    p_value = larger_p_value(first, last)
-    if growth < DRIFT_RATIO or p_value >= DRIFT_P_VALUE:
+    found = rise(series["step_ns"].to_numpy())
+    if found.growth < DRIFT_RATIO or found.p_value >= DRIFT_P_VALUE:
         return None
+    third = series.height // 3
     grown = {phase: _growth(series[f"{phase}_host_ns"], third) for phase in STEP_PHASES}
     phase = max(grown, key=lambda name: grown[name])
-    named = grown[phase] >= DRIFT_PHASE_RATIO * (after - before)
-    where = f"most of it in {phase}" if named else "in several phases alike"
-    since = int(series["step"][_since(step_ns, (before + after) / 2)])
+    named = grown[phase] >= DRIFT_PHASE_RATIO * (found.after - found.before)
+    return _finding(facts, series, found, phase if named else None, grown[phase])
+
+
+def _finding(
+    facts: Facts, series: pl.DataFrame, found: Rise, phase: str | None, grown: float
+) -> Finding:
+    where = f"most of it in {phase}" if phase else "in several phases alike"
+    since = int(series["step"][found.since])
+    when = f"at step {since}" if found.is_sudden else f"little by little, since about step {since}"
+    changed = tuple(_changed(facts, since)) if found.is_sudden else ()
     return Finding(
         rule=RULE,
         severity="warning",
-        title=f"steps became {ratio_text(growth)} slower, since about step {since}, " + where,
+        title=f"steps became {ratio_text(found.growth)} slower {when}, {where}"
+        + (f"; {changed[0][0]} then too" if changed else ""),
         evidence=(
-            Evidence(name="median step, first third", value=before, unit="ns"),
-            Evidence(name="median step, last third", value=after, unit="ns"),
-            Evidence(name=f"growth of {phase}", value=grown[phase], unit="ns"),
+            Evidence(name="median step, first third", value=found.before, unit="ns"),
+            Evidence(name="median step, last third", value=found.after, unit="ns"),
+            Evidence(name=f"growth of {phase or 'the phase with most'}", value=grown, unit="ns"),
             Evidence(name="slower since step", value=float(since), unit="count"),
             Evidence(name="p (Mann-Whitney U), at most", value=DRIFT_P_VALUE, unit=""),
+            *(evidence for _, evidence in changed),
         ),
-        remedy=_remedy(phase, grown[phase]) if named else _ALIKE,
-        confidence=0.55 if named else 0.4,  # it says when, seldom why: a cause comes first
+        remedy=_remedy(phase, grown) if phase else _ALIKE,
+        confidence=0.55 if phase else 0.4,  # it says when, seldom why: a cause comes first
         missing=("whether the work per step changed (sequence length, curriculum)",),
+        cause=("sudden" if found.is_sudden else "gradual") + ("" if phase else "_all_phases"),
+        explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
     )
+
+
+_BOUND = {
+    "dataloader": ("dataloader_bound",),
+    "forward": ("forward_bound",),
+    "backward": ("backward_bound",),
+    "optimizer": ("optimizer_bound",),
+    "other": ("outside_the_model",),
+}
+"""What a phase's growth brings about."""
+
+
+def _is_main(series: pl.DataFrame, phase: str, grown: float) -> bool:
+    """Whether the phase is as long as it is because it grew."""
+    last = series[f"{phase}_host_ns"].fill_null(0.0).to_numpy()[-(series.height // 3) :]
+    return grown >= DRIFT_MAIN_RATIO * float(np.median(last))
 
 
 _ALIKE = (
@@ -69,12 +96,28 @@ def _growth(values: pl.Series, third: int) -> float:
     return float(np.median(numbers[-third:]) - np.median(numbers[:third]))
 
 
-def _since(step_ns: Floats, level: float) -> int:
-    """First step from which a moving median stays above the level."""
-    width = max(5, len(step_ns) // DRIFT_SMOOTH_PARTS)
-    windows = np.lib.stride_tricks.sliding_window_view(step_ns, width)
-    below = np.flatnonzero(np.median(windows, axis=1) < level)
-    return min(int(below[-1]) + 1 + width // 2, len(step_ns) - 1) if len(below) else 0
+def _changed(facts: Facts, since: int) -> Iterable[tuple[str, Evidence]]:
+    """What else is different after that step: waiting for cores, saves, compilations."""
+    at = facts.steps.filter(pl.col("step") == since)["start_ns"].min()
+    if not isinstance(at, int):
+        return
+    waits = facts.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
+    sides = (pl.col("time_ns") < at, pl.col("time_ns") >= at)
+    before, after = (mean(waits.filter(side)["value"]) for side in sides)
+    if before is not None and after is not None and after - before >= HARDWARE_DIFFERENCE_RATIO:
+        yield (
+            "waiting for cores began",
+            Evidence(name="wait for cores from then on", value=after, unit="ratio"),
+        )
+    compiled = facts.told.compilations.filter(pl.col("time_ns") >= at)["count"].to_list()
+    if len(compiled) > 1:
+        count = float(max(compiled) - min(compiled))
+        yield "compilations began", Evidence(name="compilations since", value=count, unit="count")
+    near = facts.pauses.filter(pl.col("step").is_between(since - 1, since))
+    longest = near.group_by("phase").agg(pl.col("duration_ns").max()).sort("phase")
+    for phase, length in longest.rows():
+        what = {"gc": "a garbage collection came", "save": "a checkpoint was saved"}[phase]
+        yield what, Evidence(name=f"longest {phase} there", value=float(length), unit="ns")
 
 
 def _remedy(phase: str, growth: float) -> str:

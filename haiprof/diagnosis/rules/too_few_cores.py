@@ -6,6 +6,7 @@ from haiprof.analysis.placement import Placement, sharing_groups
 from haiprof.diagnosis.cores import (
     NO_PLACEMENT,
     NO_WAIT,
+    SLOWED_ALIKE,
     Contention,
     contention,
     ranks_text,
@@ -13,6 +14,7 @@ from haiprof.diagnosis.cores import (
 )
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
 from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
 from haiprof.diagnosis.thresholds import CORE_WAIT_CRITICAL_RATIO
 from haiprof.units import ratio_text
@@ -88,4 +90,10 @@ def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: lis
         confidence=0.7 if sure else 0.5,
         missing=() if sure else ("whether something else runs on these cores",),
         rank=worst.rank,
+        explains=(
+            *COMPUTED_BATCHES,
+            *SLOWED_ALIKE,
+            "ranks_uneven/waits_for_cores",
+            "late_rank/waits_for_cores",
+        ),
     )

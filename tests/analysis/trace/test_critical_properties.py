@@ -90,7 +90,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(actions)
 def test_longer_event_on_the_path_makes_the_program_as_much_longer(program: list[Action]) -> None:
     events, end = simulated(program)
@@ -106,7 +106,7 @@ def test_longer_event_on_the_path_makes_the_program_as_much_longer(program: list
             assert later == end + 7
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(actions)
 def test_shorter_event_off_the_path_changes_nothing(program: list[Action]) -> None:
     events, end = simulated(program)

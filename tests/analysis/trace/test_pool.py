@@ -123,8 +123,6 @@ def test_a_script_without_main_guard_is_not_run_again(tmp_path: Path, ranks: lis
 
 def test_cluster_address_says_what_it_cannot_take() -> None:
     assert isinstance(cluster_pool("tcp://head:8786"), DaskCluster)
-    with pytest.raises(UsageError, match="not in this version"):
-        cluster_pool("slurm")
     with pytest.raises(UsageError, match="not an address"):
         cluster_pool("head")
 

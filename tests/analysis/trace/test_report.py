@@ -64,7 +64,8 @@ def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
     return folder
 
 
-def test_each_trace_is_visited_once() -> None:
+def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that no answers are kept yet
     pool = Counting()
     standard_report(traces("dlrm_v100_8ranks"), pool=pool)
     assert len(pool.visits) == len(set(pool.visits)) == 8
@@ -88,9 +89,13 @@ def test_tables_are_plain(name: str) -> None:
         assert set(frame.dtypes) <= plain, (table, frame.schema)
 
 
-def test_processes_give_the_same_report() -> None:
+def test_processes_give_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = traces("dlrm_v100_8ranks")
-    one, several = (standard_report(folder, pool=pool) for pool in (Serial(), LocalProcesses(2)))
+    reports = []
+    for name, pool in (("serial", Serial()), ("processes", LocalProcesses(2))):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))  # nothing kept of the other
+        reports.append(standard_report(folder, pool=pool))
+    one, several = reports
     assert one.missing == several.missing
     assert list(one.tables) == list(several.tables)
     for name, table in one.tables.items():

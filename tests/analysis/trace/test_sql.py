@@ -160,7 +160,7 @@ def test_run_has_its_own_tables(tmp_path: Path) -> None:
     run = write_run(tmp_path / "job")
     write_rank(run, spans_of("D F B O " * 5, span_ns=1_000_000, gap_ns=0))
     found = sql_tables(tmp_path)
-    assert list(found) == ["steps", "phases", "counters", "ranks"]
+    assert list(found) == ["steps", "phases", "counters", "ranks", "windows", "reactions"]
     assert rows(found, "select count(*) as n, rank from steps group by rank") == [
         {"n": 5, "rank": 0}
     ]

@@ -20,6 +20,7 @@ from haiprof.analysis.trace.critical.segments import (
 from haiprof.analysis.trace.critical.waits import joins_by_thread
 from haiprof.analysis.trace.critical.walk import Graph, Stretches, longest_path
 from haiprof.analysis.trace.critical.window import Window, find_window
+from haiprof.errors import MissingDataError
 from haiprof.traces.trace import Trace
 
 RECORDED, ASSUMED = "recorded", "assumed"
@@ -148,6 +149,8 @@ def critical_path(
         joins=joins_by_thread(trace, host, gpu, main),
     )  # fmt: skip
     end_ns, end_row = _end(gpu, window)
+    if end_ns <= window.start_ns:
+        raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
     path = longest_path(graph, window.start_ns, end_ns, end_row)
     rows = segments(graph, path, data_loading)
     unsure = path.assumed or (rows["bound_by"] == UNEXPLAINED).any()

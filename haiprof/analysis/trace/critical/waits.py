@@ -238,10 +238,8 @@ def _full_queue(
     host: HostEvents, gpu: DeviceEvents, starts: Ints, ends: Ints
 ) -> tuple[Ints, Ints, Flags]:
     """Launch calls that took long while the stream's queue was full: they waited for room."""
-    slow = np.flatnonzero(
-        (gpu.launch_row >= 0)
-        & (ends[np.maximum(gpu.launch_row, 0)] - gpu.launched > USUAL_DELAY_NS)
-    )
+    known = np.flatnonzero(gpu.launch_row >= 0)
+    slow = known[ends[gpu.launch_row[known]] - gpu.launched[known] > USUAL_DELAY_NS]
     waiting = np.zeros(len(slow), dtype=np.int64)
     for line in np.unique(gpu.line[slow]):
         own = np.flatnonzero(gpu.line[slow] == line)

@@ -119,7 +119,9 @@ def _of_everything(trace: Trace, host: HostEvents) -> Window:
         raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
     thread = host.busiest_thread()
     on_thread = host.frame.filter(
-        (pl.col("pid") == thread[0]) & (pl.col("tid") == thread[1]) & ~pl.col("is_mark")
+        pl.col("pid").eq_missing(thread[0])
+        & pl.col("tid").eq_missing(thread[1])
+        & ~pl.col("is_mark")
     )
     ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
     start = int(spans["start"].to_numpy().min())

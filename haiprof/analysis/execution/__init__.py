@@ -1,0 +1,1 @@
+"""Execution traces beside timelines: which node is which operator, and what it waited for."""

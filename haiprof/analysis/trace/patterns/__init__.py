@@ -1,0 +1,1 @@
+"""What bounds a rank, function by function, as PerfTracker and EROICA summarise it."""

@@ -1,0 +1,1 @@
+"""The methods of `TraceAnalysis` by topic; each is one question, its work is a module beside."""

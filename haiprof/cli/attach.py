@@ -1,0 +1,92 @@
+"""`haiprof attach`: a running job recorded for a while, and what was found."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.job_arguments import JobName, LogDirs, job_or_processes
+from haiprof.cli.output import Output, say
+from haiprof.cli.target import default_log_dir
+from haiprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from haiprof.jobs.attach import Attached
+
+Seconds = Annotated[float, typer.Option("--time", min=0.5, help="For how many seconds.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Also trace some steps with torch.profiler.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps to trace.")]
+Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks in the trace (dearer).")]
+Inject = Annotated[
+    bool,
+    typer.Option(
+        "--inject",
+        help="A process that was not started under haiprof: put the hook into it. It has risks, "
+        "which are told before anything is done.",
+    ),
+]
+
+
+def attach(
+    job: JobName = None, seconds: Seconds = 60.0, trace: Trace = False, steps: Steps = 5,
+    stacks: Stacks = False, inject: Inject = False, log_dir: LogDirs = None,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Record a running job for a while, and show what makes it slow.
+
+    A job that is recorded anyway is judged by its next seconds. One whose recording has ended
+    records again, into a run directory of its own beside the old one. A process that does not run
+    under haiprof is looked at from outside (counters, sampled stacks), or gets the hook with
+    --inject; afterwards the hook is out again, and the job runs on as before.
+
+    For example:
+
+      haiprof attach train.py --time 60          the next minute of it
+
+      haiprof attach 4711 --time 30 --trace      with a trace of five steps
+
+      haiprof attach 4711 --inject               a process that was started without haiprof
+    """
+    from haiprof.jobs.attach import Wish, attach_inside, attach_job, attach_outside
+
+    found, processes = job_or_processes(job, log_dir)
+    if found is None and trace and not inject:
+        raise UsageError(
+            f"{job}: a process that does not run under haiprof is traced with --inject only",
+            hint=f"haiprof attach {job} --inject --trace",
+        )
+    options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
+    wish = Wish(time_s=seconds, trace=options, log_dir=default_log_dir())
+
+    def progress(text: str) -> None:
+        say(text, sys.stderr)
+
+    if found is not None:
+        done = attach_job(found, wish, progress)
+    elif inject:
+        done = attach_inside(processes, wish, progress)
+    else:
+        done = attach_outside(processes, wish, progress)
+    _show(done, Output(json=as_json))
+
+
+def _show(done: Attached, output: Output) -> None:
+    from haiprof.analysis.analyzer import Analyzer
+    from haiprof.diagnosis.engine import diagnose
+    from haiprof.jobs.attach import OUTSIDE, RECORDED
+    from haiprof.report.attach_view import attach_view
+    from haiprof.report.export import save_verdict
+    from haiprof.report.run_header import manifest_or_none, run_header
+
+    part = done.between if done.how == RECORDED else None
+    analyzer = Analyzer(done.run, between=part)
+    found = diagnose(analyzer) if done.how != OUTSIDE else None
+    header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+    if part is None and found is not None:
+        save_verdict(found, header, analyzer.run)
+    data = {**done.as_json(), "verdict": found.as_json() if found is not None else None}
+    output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
+    output.hint(f"next: haiprof overview {done.run}")

@@ -1,0 +1,88 @@
+"""`haiprof functions`: what bounds the job by function, and which rank differs from the others."""
+
+from __future__ import annotations
+
+import shlex
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import (
+    Cluster,
+    CsvFolder,
+    Force,
+    StepRange,
+    Traces,
+    Waiting,
+    Window,
+    parse_cluster,
+    parse_steps,
+)
+
+
+class Kind(str, Enum):
+    """The five reports."""
+
+    gpu_compute = "gpu-compute"
+    memory = "memory"
+    communication = "communication"
+    runtime = "runtime"
+    python = "python"
+
+
+Only = Annotated[
+    Kind | None,
+    typer.Option("--only", help="One report, with all its tables.", show_default=False),
+]
+
+
+def functions(
+    traces: Traces,
+    only: Only = None,
+    steps: StepRange = None,
+    window: Window = None,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+    csv: CsvFolder = None,
+    force: Force = False,
+) -> None:
+    """Show what bounds the job by function, and which rank differs from the others.
+
+    Five reports: GPU compute, GPU memory operations, communication, CUDA runtime, Python functions
+    by call stack. A function's bottleneck ratio is the share of the time in which it ran and
+    nothing above it did. A rank is called abnormal where its distance to the others is above the
+    median by 5 MADs, from 4 ranks on.
+
+    For example:
+
+      haiprof functions traces/
+
+      haiprof functions RUN --only python
+
+      haiprof functions traces/ --steps 10:13 --csv tables
+
+      haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
+    """
+    from haiprof.analysis.trace.facade import TraceAnalysis
+    from haiprof.diagnosis.functions.reports import function_reports
+    from haiprof.report.functions_view import functions_view
+
+    output = Output(json=as_json)
+    chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    with Waiting(quiet=as_json) as waiting:
+        analysis = TraceAnalysis(traces, pool=pool, window=window)
+        patterns = analysis.patterns(chosen, progress=waiting)
+    found = function_reports(patterns, only.value if only else None)
+    if csv is not None:
+        from haiprof.report.exports.tables import write_tables
+
+        tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
+        tables["functions_by_rank"] = found.functions
+        written = write_tables(tables, csv, force=force)
+        output.hint(f"wrote {len(written)} tables to {csv}")
+    output.show(lambda _: functions_view(found), found.as_json())
+    if only is None:
+        output.hint(f"next: haiprof functions {shlex.quote(str(traces))} --only gpu-compute")

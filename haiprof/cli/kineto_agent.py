@@ -1,0 +1,46 @@
+"""`haiprof kineto-agent`: lets jobs that were started with KINETO_USE_DAEMON be traced."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.output import say
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--socket-dir",
+        metavar="DIR",
+        help="The jobs' KINETO_IPC_SOCKET_DIR, a folder with mode 700 (default: that variable, "
+        "else Kineto's abstract address).",
+        show_default=False,
+    ),
+]
+
+
+def kineto_agent(socket_dir: Folder = None) -> None:
+    """Listen for jobs that run with KINETO_USE_DAEMON=1 and not under haiprof.
+
+    Stands in for the daemon that PyTorch asks for traces every 5 seconds (dynolog's): start it
+    before the jobs. Only processes of this user are answered; nothing is opened to the network.
+    It ends with Ctrl-C.
+
+    For example:
+
+      haiprof kineto-agent &
+
+      KINETO_USE_DAEMON=1 python train.py &
+
+      haiprof trace-now $! --steps 5 -o traces
+    """
+    from haiprof.kineto.listen import listen, own_address
+
+    address = own_address(os.environ, socket_dir)
+    ignored = listen(address, lambda shown: say(f"listening on {shown}", sys.stderr))
+    if ignored:
+        say(f"{ignored} datagrams were ignored: malformed, or another user's", sys.stderr)

@@ -1,0 +1,77 @@
+"""`haiprof link`: execution traces joined with timelines, and how much of them was linked."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import Rank, Traces, Waiting, Window
+
+ExecutionTraces = Annotated[
+    Path | None,
+    typer.Option(
+        "--et",
+        metavar="FILE_OR_DIR",
+        help="Execution traces; left out: *.et.json or *.et.json.gz beside the traces.",
+        show_default=False,
+    ),
+]
+LinkedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Write the joined trace, .json or .json.gz; of several ranks one file each, "
+        "FILE.rankN.json.gz. Left out: only the report.",
+        show_default=False,
+    ),
+]
+
+
+def link(
+    traces: Traces,
+    execution: ExecutionTraces = None,
+    output_file: LinkedFile = None,
+    rank: Rank = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Link execution traces to timelines, operator by operator.
+
+    Each node of the execution trace (haiprof --execution-trace, or torch's
+    ExecutionTraceObserver) gets the time of its operator, the GPU work that it
+    launched, and what it waited for. Says how much was linked, how, and why not
+    the rest. Chakra's converter reads what is written.
+
+    For example:
+
+      haiprof link RUN -o linked.json.gz
+
+      haiprof link traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
+    """
+    from haiprof.analysis.execution.link import link as link_pair
+    from haiprof.analysis.execution.output import linked_path, write_rank
+    from haiprof.analysis.execution.pairs import pairs
+    from haiprof.report.link_view import link_data, link_view
+
+    output = Output(json=as_json)
+    shares, written = [], []
+    with Waiting(quiet=as_json):
+        found, alone = pairs(traces, execution, window=window, rank=rank)
+        for pair in found:
+            linked = link_pair(pair)
+            shares.append(linked.share)
+            if output_file is not None:
+                path = linked_path(output_file, pair.rank if len(found) > 1 else None)
+                write_rank(path, linked)
+                written.append(path)
+    output.show(lambda _: link_view(shares, alone), link_data(shares, alone, written))
+    if written:
+        output.hint(f"wrote {', '.join(map(str, written))}")
+        output.hint(f"next: haiprof chakra {shlex.quote(str(written[0]))} -o chakra")

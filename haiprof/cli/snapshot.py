@@ -1,0 +1,45 @@
+"""`haiprof snapshot`: what every rank of a running job does now, and who holds the others up."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.job_arguments import JobName, LogDirs, the_job
+from haiprof.cli.output import Output, say
+
+Hang = Annotated[
+    bool,
+    typer.Option("--hang", help="The job hangs: also compare the ranks' last collectives."),
+]
+
+
+def snapshot(
+    job: JobName = None, hang: Hang = False, log_dir: LogDirs = None, as_json: AsJson = False
+) -> None:
+    """Show what every rank of a running job does now: for a job that hangs, who holds it up.
+
+    Each rank answers with the stacks of its threads and how far its collectives have come; one
+    that does not answer is looked at from outside. A healthy job is not slowed. The result is also
+    kept in the run directory.
+
+    For example:
+
+      haiprof snapshot                    the only job that runs here
+
+      haiprof snapshot train.py --hang    that one, of which is known that it hangs
+
+      haiprof snapshot 4711 --json | jq '.suspects[0]'
+    """
+    from haiprof.jobs.snapshot import take_snapshot
+    from haiprof.report.snapshot_view import snapshot_view
+
+    output = Output(json=as_json)
+    found = take_snapshot(
+        the_job(job, log_dir).run, hang=hang, progress=lambda text: say(text, sys.stderr)
+    )
+    output.show(lambda _: snapshot_view(found), found.as_json())
+    output.hint(f"kept in {found.path}")

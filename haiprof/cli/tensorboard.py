@@ -1,0 +1,57 @@
+"""`haiprof tensorboard`: TensorBoard on a run, with its scalars and its traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from haiprof.cli.output import say
+from haiprof.cli.target import run_or_traces
+
+if TYPE_CHECKING:
+    from haiprof.report.tensorboard_server import Serving
+
+RunOrTraces = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN_OR_TRACES",
+        help="A run directory, a log directory whose newest run is taken, a trace, or a folder "
+        "with one trace per rank. Left out: the log directory that a job started here would "
+        "write to.",
+        show_default=False,
+    ),
+]
+Port = Annotated[
+    int, typer.Option("--port", metavar="N", min=0, max=65535, help="Or the next one that is free.")
+]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")]
+
+
+def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127.0.0.1") -> None:
+    r"""Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
+
+    It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Needs
+    `pip install 'haiprof\[tensorboard]'`; traces also need `'haiprof\[torch-tb-profiler]'`, whose
+    pages work without network and with right numbers here: docs/tensorboard.md.
+
+    For example:
+
+      haiprof tensorboard                         the newest run, also beside the job
+
+      haiprof tensorboard traces/ --port 7007     traces of torch.profiler
+    """
+    from haiprof.report.tensorboard_server import serve_tensorboard
+
+    run, traces = run_or_traces(source)
+
+    def ready(serving: Serving) -> None:
+        if port not in (0, serving.port):
+            say(f"port {port} is in use: {serving.port} is taken", sys.stderr)
+        for note in serving.notes:
+            say(note, sys.stderr)
+        say(f"TensorBoard is at {serving.url} (Ctrl-C ends it)", sys.stderr)
+
+    serve_tensorboard(run, traces, host=host, port=port, ready=ready)

@@ -1,0 +1,117 @@
+"""`haiprof top`: running jobs, live in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.job_arguments import JobName, LogDirs, log_dirs
+from haiprof.cli.output import Output, plain, stdout_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from haiprof.jobs.watch import Watch
+    from haiprof.report.top_view import Place
+
+REFRESH_S = 1.0
+Follow = Annotated[
+    bool, typer.Option("--follow", help="With --json: one line each second until the job ends.")
+]
+
+
+def top(
+    job: JobName = None, follow: Follow = False, log_dir: LogDirs = None, as_json: AsJson = False
+) -> None:
+    """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
+
+    Keys: up and down choose a job or a rank, enter looks at it, q goes back and leaves. Where the
+    output is no terminal, one frame is printed. Each second costs the same, however long a job
+    has run.
+
+    For example:
+
+      haiprof top                      all jobs of this node
+
+      haiprof top train.py             one of them, its ranks
+
+      haiprof top train.py --json --follow | jq .step_ns
+    """
+    from haiprof.jobs.find import find_job
+    from haiprof.jobs.watch import Watch
+    from haiprof.report.top_view import JOBS, RANKS, Place
+
+    found = None if job is None else find_job(job, log_dirs(log_dir))
+    watch = Watch(log_dirs(log_dir), found, verdicts=_is_live(as_json) or follow)
+    place = Place(level=JOBS if found is None else RANKS, alone=found is not None)
+    try:
+        if as_json and follow:
+            _lines(watch)
+        elif _is_live(as_json):
+            _live(watch, place, stdout_console())
+        else:
+            _once(watch, place, as_json)
+    finally:
+        watch.stop()
+
+
+def _is_live(as_json: bool) -> bool:
+    return not as_json and sys.stdout.isatty()
+
+
+def _once(watch: Watch, place: Place, as_json: bool) -> None:
+    """One frame, as `ps` would print it."""
+    from haiprof.report.top_view import top_view
+
+    jobs = watch.look()
+    data = {"jobs": [job.as_json() for job in jobs]}
+    Output(json=as_json).show(
+        lambda _: top_view(jobs, place, height=None, colored=sys.stdout.isatty()), data
+    )
+
+
+def _lines(watch: Watch) -> None:
+    """One line of JSON per second, as long as a job runs."""
+    while True:
+        jobs = watch.look()
+        data = plain({"wall_ns": time.time_ns(), "jobs": [job.as_json() for job in jobs]})
+        sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.flush()
+        if not any(job.running for job in jobs):
+            return
+        time.sleep(REFRESH_S)
+
+
+def _live(watch: Watch, place: Place, console: Console) -> None:
+    """Until a key leads out or the jobs have ended."""
+    from haiprof.cli.keys import keys
+    from haiprof.report.top_view import moved, top_view
+
+    colored = console.color_system is not None
+    jobs = watch.look()
+    with (
+        keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False, transient=True) as screen,
+    ):
+        looked = time.monotonic()
+        while True:
+            frame = top_view(jobs, place, height=console.height, colored=colored)
+            screen.update(frame, refresh=True)
+            key = pressed.wait(max(looked + REFRESH_S - time.monotonic(), 0.0))
+            if key is not None:
+                where = moved(place, key, jobs)
+                if where is None:
+                    break
+                place = where
+            if time.monotonic() >= looked + REFRESH_S:
+                looked = time.monotonic()
+                jobs = watch.look()
+                if not any(job.running for job in jobs):
+                    break
+    console.print(top_view(jobs, place, height=None, colored=colored))

@@ -1,0 +1,117 @@
+"""`haiprof trace-now`: a trace of a running job, the same steps on every rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.job_arguments import JobName, LogDirs, the_job
+from haiprof.cli.output import Output, say
+from haiprof.cli.trace_arguments import parse_ranks
+from haiprof.cli.trace_beside import find_beside, trace_beside
+from haiprof.errors import HaiprofError, UsageError
+
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option("--time", min=0.1, help="Seconds in place of steps.", show_default=False),
+]
+Ranks = Annotated[
+    str | None,
+    typer.Option("--ranks", metavar="LIST", help="Only these: 0,3-5.", show_default=False),
+]
+Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks (dearer).")]
+Shapes = Annotated[bool, typer.Option("--shapes", help="Shapes of operators' inputs.")]
+Memory = Annotated[bool, typer.Option("--memory", help="Allocations.")]
+Flops = Annotated[bool, typer.Option("--flops", help="Floating-point operations.")]
+Modules = Annotated[bool, typer.Option("--modules", help="Names of modules.")]
+Sync = Annotated[bool, typer.Option("--sync", help="CUDA synchronisation events.")]
+ExecutionTrace = Annotated[
+    bool, typer.Option("--execution-trace", help="Also the execution trace, for haiprof link.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", min=1, help="Seconds to wait for the ranks.", show_default=False),
+]
+
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="hook: inside Python; kineto: beside it, for jobs with --kineto or KINETO_USE_DAEMON; "
+        "dynolog: a daemon of the site's own; auto: what the job takes.",
+    ),
+]
+Endpoint = Annotated[
+    str,
+    typer.Option("--dynolog", metavar="HOST:PORT", help="Where dynolog listens."),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="DIR", show_default=False,
+        help="Where the traces go (with kineto and dynolog; default: the run directory, else "
+        "haiprof-traces).",
+    ),
+]  # fmt: skip
+
+
+def trace_now(
+    job: JobName = None, steps: Steps = 5, seconds: Seconds = None, ranks: Ranks = None,
+    stacks: Stacks = False, shapes: Shapes = False, memory: Memory = False, flops: Flops = False,
+    modules: Modules = False, sync: Sync = False, execution_trace: ExecutionTrace = False,
+    timeout: Timeout = None, backend: Backend = "auto", dynolog: Endpoint = "localhost:1778",
+    folder: Folder = None, log_dir: LogDirs = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Trace a running job with torch.profiler: the same steps on every rank of every node.
+
+    The job must run under haiprof; nothing in it needs to have been prepared. Every rank answers:
+    done, refused and why, or it is listed as silent. The traces land in the run directory.
+
+    A job with KINETO_USE_DAEMON is traced through Kineto instead, also one that does not run under
+    haiprof (see haiprof kineto-agent): JOB is then the id of one of its processes.
+
+    For example:
+
+      haiprof trace-now                          five steps of the only job that runs here
+
+      haiprof trace-now train.py --steps 3 --stacks
+
+      haiprof trace-now 4711 --steps 5 -o traces      a process started with KINETO_USE_DAEMON=1
+
+      haiprof trace-now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
+    """
+    from haiprof.jobs.trace_now import trace_now as ask_for_trace
+    from haiprof.report.trace_now_view import trace_now_view
+
+    output = Output(json=as_json)
+    options = {
+        "count": steps, "time_s": seconds or 0, "stacks": stacks, "shapes": shapes,
+        "memory": memory, "flops": flops, "modules": modules, "sync": sync,
+        "execution_trace": execution_trace,
+    }  # fmt: skip
+    wanted = parse_ranks(ranks)
+    wanted_ranks = None if wanted is None else tuple(sorted(wanted))
+    beside = find_beside(job, log_dir, backend=backend)
+    if beside is not None:
+        endpoint = dynolog if backend == "dynolog" else None
+        trace_beside(
+            beside, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
+            folder=folder, output=output,
+        )  # fmt: skip
+        return
+    if folder is not None:
+        raise UsageError("-o goes with --backend kineto or dynolog: the hook's are in the run")
+    found = ask_for_trace(
+        the_job(job, log_dir).run, options, ranks=wanted_ranks, timeout_s=timeout,
+        progress=lambda text: say(text, sys.stderr),
+    )  # fmt: skip
+    output.show(lambda _: trace_now_view(found), found.as_json())
+    if not found.done:
+        raise HaiprofError("no rank was traced", hint=f"haiprof snapshot {found.run}")
+    output.hint(f"next: haiprof trace-report {found.run} --window {found.window}")

@@ -1,0 +1,121 @@
+"""`haiprof what-if`: the step's time if something were faster, predicted from its dependencies."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import Cluster, StepRange, Waiting, parse_cluster, parse_steps
+from haiprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from haiprof.analysis.whatif.changes import Change
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACES_OR_RUN",
+        help="A trace, a folder with one file per rank, a run directory with traces, or a table "
+        "of a pipelined job's operations (.parquet), or a folder of such.",
+        show_default=False,
+    ),
+]
+Faster = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--faster",
+        metavar="WHAT[:SPEED]",
+        help="kernel=NAME, operator=NAME (regular expressions), loader, network, launches, each "
+        "with how many times as fast (:2x; without it: takes no time); rank=R or ranks: as fast "
+        "as the others. May be given several times.",
+        show_default=False,
+    ),
+]
+_NAMED, _PLAIN = ("kernel", "operator"), ("loader", "network", "launches")
+_HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
+
+
+def what_if(
+    source: Source,
+    faster: Faster = None,
+    steps: StepRange = None,
+    cluster: Cluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the step's time if something were faster; alone: what would help most.
+
+    The step is replayed from what waits for what: calls, launches, kernels, streams,
+    collectives of all ranks. First as it was, with the error; then with each change.
+
+    For example:
+
+      haiprof what-if traces/                              what would help most
+
+      haiprof what-if traces/ --faster loader:2x --faster "kernel=gemm:1.5x"
+
+      haiprof what-if traces/ --faster rank=3              rank 3 as fast as the others
+
+      haiprof what-if job.parquet                          what a job's stragglers cost
+    """
+    from haiprof.analysis.whatif.operations import operation_files
+    from haiprof.report.what_if_view import (
+        job_answers,
+        job_data,
+        job_view,
+        what_if_answers,
+        what_if_data,
+        what_if_view,
+    )
+
+    changes = [parse_change(text) for text in faster or ()]
+    window, pool = parse_steps(steps), parse_cluster(cluster)
+    output = Output(json=as_json)
+    if tables := operation_files(source):
+        if faster or steps or cluster:
+            raise UsageError(
+                f"{source}: a table of operations is replayed whole",
+                hint="leave --faster, --steps and --cluster out",
+            )
+        jobs = [job_answers(path) for path in tables]
+        output.show(lambda _: job_view(jobs), job_data(jobs))
+        return
+    with Waiting(quiet=as_json):
+        answers = what_if_answers(source, changes, window, pool)
+    output.show(lambda _: what_if_view(answers), what_if_data(answers))
+
+
+def parse_change(text: str) -> Change:
+    """`kernel=gemm:2x` as what it changes.
+
+    Raises:
+        UsageError: Something else.
+    """
+    from haiprof.analysis.whatif.changes import RANK, Change, faster_loader, rank_as_others
+
+    found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)
+    if found is None:
+        raise UsageError(f"--faster {text}: not understood", hint=_HINT)
+    kind, name, speed = found.groups()
+    speedup = _speedup(speed, text)
+    if kind in _NAMED and name:
+        return Change(kind=kind, name=name, speedup=speedup)
+    if kind in _PLAIN and name is None:
+        return faster_loader(speedup) if kind == "loader" else Change(kind=kind, speedup=speedup)
+    if kind == RANK and name and name.isdecimal() and speed is None:
+        return rank_as_others(int(name))
+    if kind == "ranks" and name is None and speed is None:
+        return rank_as_others()
+    raise UsageError(f"--faster {text}: not understood", hint=_HINT)
+
+
+def _speedup(text: str | None, whole: str) -> float:
+    try:
+        return math.inf if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"--faster {whole}: {text} is no number", hint=_HINT) from None

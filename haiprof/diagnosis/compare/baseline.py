@@ -1,0 +1,132 @@
+"""The run that another is compared with when nobody names one: the last good one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.diagnosis.compare.side import Side, open_side
+from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
+from haiprof.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
+from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.manifest import Manifest, find_runs, read_manifest
+from haiprof.rundir.reader import read_json
+from haiprof.rundir.writer import write_json
+
+LAST_GOOD = "last-good"
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The chosen run."""
+
+    side: Side
+    why: str
+    """For people: what it is the newest of, and what was passed over; empty where it was named."""
+
+
+def baseline_named(name: str, side: Side) -> Baseline:
+    """The run that `--baseline` means.
+
+    Args:
+        name: A run directory, a log directory, or `last-good`.
+        side: What is judged.
+
+    Raises:
+        MissingDataError: There is no last good run.
+        RunNotFoundError: There is no run of that name.
+        RunFormatError: Nothing in it can be read.
+    """
+    if name == LAST_GOOD:
+        return last_good(side)
+    try:
+        return Baseline(side=open_side(Path(name)), why="")
+    except RunNotFoundError as error:
+        hint = f"a baseline is a run directory, a log directory, or {LAST_GOOD}"
+        raise RunNotFoundError(str(error), hint=error.hint or hint) from None
+
+
+def last_good(side: Side) -> Baseline:
+    """The newest run before this one that is fit for comparison.
+
+    It lies in the same log directory, has the same name and as many ranks, ended with exit status
+    0, has steps enough, and was not itself found slower: `haiprof compare --baseline last-good`
+    notes that in `report/compare.json` of the run that it judged.
+
+    Raises:
+        MissingDataError: There is none; the message says what stood against the last ones.
+        RunFormatError: This run's own run.json is damaged.
+    """
+    manifest = side.analyzer.manifest()
+    log_dir = side.path.absolute().parent
+    against: list[str] = []
+    for folder in reversed(find_runs(log_dir)):
+        earlier = _manifest(folder)
+        if earlier is None or earlier.name != manifest.name or folder.samefile(side.path):
+            continue
+        if earlier.start_wall_ns >= manifest.start_wall_ns:
+            continue
+        candidate = _open(folder)
+        why_not = _why_not(earlier, candidate, side)
+        if candidate is not None and not why_not:
+            return Baseline(side=candidate, why=_why(manifest.name, against))
+        against.append(f"{folder.name} {why_not}")
+    passed = f" ({'; '.join(against[:_NAMED])})" if against else ""
+    raise MissingDataError(
+        f"{log_dir}: no earlier good run named {manifest.name!r}{passed}",
+        hint="the first run has none, and is the next one's if it ends well; "
+        "or name one: haiprof compare BASELINE RUN",
+    )
+
+
+def note_outcome(side: Side, data: dict[str, Any]) -> bool:
+    """Writes down how a run compared, so that a slower one is no baseline; whether that worked."""
+    try:
+        side.analyzer.run.report.mkdir(exist_ok=True)
+        write_json(side.analyzer.run.comparison_json, data)
+    except OSError:
+        return False
+    return True
+
+
+def _why(name: str, against: list[str]) -> str:
+    passed = f"; passed over: {'; '.join(against[:_NAMED])}" if against else ""
+    more = len(against) - _NAMED
+    passed += f" and {more} more" if more > 0 else ""
+    return f"the newest earlier run of {name!r} that ended well and was not found slower{passed}"
+
+
+def _why_not(manifest: Manifest, candidate: Side | None, side: Side) -> str:
+    if manifest.exit_status != 0:
+        return "did not end with exit status 0"
+    if candidate is None:
+        return "cannot be read"
+    if len(candidate.world) != len(side.world):
+        return f"has {len(candidate.world)} ranks with steps, not {len(side.world)}"
+    if candidate.series.height < COMPARE_MIN_STEPS:
+        return f"has fewer than {COMPARE_MIN_STEPS} steps after warm-up"
+    return "was itself found slower" if _was_slower(candidate) else ""
+
+
+def _was_slower(side: Side) -> bool:
+    try:
+        verdict = read_json(side.analyzer.run.comparison_json).get("verdict")
+    except RunFormatError:
+        return False
+    return isinstance(verdict, dict) and verdict.get("state") == "slower"
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(RunPaths(folder))
+    except HaiprofError:
+        return None
+
+
+def _open(folder: Path) -> Side | None:
+    try:
+        return open_side(folder)
+    except HaiprofError:
+        return None

@@ -1,0 +1,185 @@
+"""P7, communication by type: how long, how fast, and the rank whose link or arrival differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from haiprof.analysis.trace.patterns.gather import Patterns
+from haiprof.analysis.trace.patterns.priority import COMMUNICATION
+from haiprof.diagnosis.functions.distance import FUNCTION, differs, with_distance
+from haiprof.diagnosis.functions.report import (
+    ABNORMAL,
+    FUNCTIONS,
+    RANKS,
+    FunctionReport,
+    listed,
+    over_ranks,
+    too_few_ranks,
+)
+from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, LAST_RATIO
+from haiprof.units import rate_text, ratio_text
+
+TITLE = "Communication"
+SLOW_LINK, UNSTEADY, LAST = "slow link", "unsteady link", "arrives last"
+UNKNOWN, NETWORK, ONE_HOST = "unknown", "network", "within one host"
+_RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
+_BETA = "bottleneck_ratio"
+_NO_LINK = (
+    "NVLink or PCIe: a trace does not name the link of a collective; `nvidia-smi topo -m` does, "
+    "and `haiprof overview` shows the bytes of both"
+)
+
+
+def communication_report(patterns: Patterns) -> FunctionReport:
+    """Communication by type and kernel.
+
+    Args:
+        patterns: Of all ranks.
+
+    Returns:
+        `facts`: `link` (`network` between hosts, `within one host`, or `unknown`), `link_why`,
+        `slow_links` and `last` (ranks). Tables: `functions`, one row per type and kernel with the
+        `normal_rank` (the nearest to all others), `different_count` (ranks that are far from it),
+        `bottleneck_ratio` as a mean over all ranks, `bandwidth_bytes_per_s` and its deviation over
+        those that run it;
+        `abnormal`, with `why`: `slow link` (transfers slower than the others'), `unsteady link`
+        (slower, and their pace varies more), `arrives last` (communicates for a shorter time
+        than the others, who wait for it); `ranks`, every rank's row.
+
+        Source: PerfTracker (seed 001), Communication; EROICA for what low throughput with a low or
+        a high deviation means. Bandwidth is nccl-tests' bus bandwidth of the transfer alone; its
+        share of the link's peak is not known. In a ring all ranks are as slow as the slowest link.
+    """
+    functions = patterns.functions.filter(pl.col("kind") == COMMUNICATION)
+    judged = with_distance(functions, FUNCTION, (_BETA, _RATE, _SPREAD), {_SPREAD: _RATE})
+    abnormal = _abnormal(judged)
+    link, why = link_of(patterns)
+    by_why = {w: sorted(set(abnormal.filter(pl.col("why") == w)["rank"].to_list()))
+              for w in (SLOW_LINK, UNSTEADY, LAST)}  # fmt: skip
+    return FunctionReport(
+        kind=COMMUNICATION,
+        title=TITLE,
+        tables={
+            ABNORMAL: abnormal,
+            FUNCTIONS: _types(judged, len(patterns.ranks)),
+            RANKS: _ranks(functions),
+        },
+        facts={
+            "link": link,
+            "link_why": why,
+            "slow_links": sorted({*by_why[SLOW_LINK], *by_why[UNSTEADY]}),
+            "last": by_why[LAST],
+        },
+        meaning=tuple(_meaning(abnormal, judged)),
+        missing=_missing(patterns, functions, why),
+    )
+
+
+def link_of(patterns: Patterns) -> tuple[str, str | None]:
+    """What carries the ranks' communication where that can be known, or why it cannot."""
+    hosts = patterns.totals["host"]
+    if hosts.null_count() or hosts.is_empty():
+        return UNKNOWN, "the traces do not say on which hosts the ranks ran; haiprof's do"
+    if hosts.n_unique() == 1:
+        return ONE_HOST, _NO_LINK
+    if hosts.n_unique() == len(hosts):
+        return NETWORK, None
+    return UNKNOWN, "several hosts with several ranks each: both the network and links within hosts"
+
+
+def _abnormal(judged: pl.DataFrame) -> pl.DataFrame:
+    weighs = pl.col(f"{_BETA}_median") >= ABNORMAL_RATIO
+    slow = differs(_RATE, high=False).fill_null(value=False)
+    own, usual = (
+        pl.col(_SPREAD) / pl.col(_RATE),
+        pl.col(f"{_SPREAD}_median") / pl.col(f"{_RATE}_median"),
+    )
+    unsteady = (own > 2 * usual).fill_null(value=False)
+    last = (pl.col(_BETA) < LAST_RATIO * pl.col(f"{_BETA}_median")) & weighs
+    why = (
+        pl.when(slow & unsteady)
+        .then(pl.lit(UNSTEADY))
+        .when(slow)
+        .then(pl.lit(SLOW_LINK))
+        .when(last)
+        .then(pl.lit(LAST))
+    )
+    return (
+        judged.filter("is_far")
+        .with_columns(why=why)
+        .drop_nulls("why")
+        .select(
+            "rank", "type", "why", _BETA, _RATE, _SPREAD, "wait_ns", "transfer_ns", "name",
+            others_bottleneck_ratio=f"{_BETA}_median",
+            others_bandwidth_bytes_per_s=f"{_RATE}_median",
+        )
+        .sort(pl.col("why") == LAST, -pl.col(_BETA), "rank", "type", "name")
+    )  # fmt: skip
+
+
+def _types(judged: pl.DataFrame, ranks: int) -> pl.DataFrame:
+    """One row per type and kernel, the one that bounds most first."""
+    near = pl.col("distance").arg_min()
+    far = pl.when(pl.col("is_far").is_not_null().all()).then(pl.col("is_far").sum())
+    found = judged.sort("rank").group_by("type", "name").agg(
+        pl.len().cast(pl.Int64).alias("rank_count"),
+        pl.col("count").sum(),
+        pl.col("rank").get(near).alias("normal_rank"),
+        far.cast(pl.Int64).alias("different_count"),
+        over_ranks(_BETA, ranks),
+        pl.col(_RATE, _SPREAD).mean(),
+        pl.col("missing").drop_nulls().first(),
+    )  # fmt: skip
+    return found.sort(-pl.col(_BETA), "type", "name")
+
+
+def _ranks(functions: pl.DataFrame) -> pl.DataFrame:
+    columns = ("rank", "type", "count", _BETA, "share_ratio", _RATE, _SPREAD, "wait_ns",
+               "transfer_ns", "missing", "name")  # fmt: skip
+    return functions.select(columns).sort("type", "name", "rank")
+
+
+def _meaning(abnormal: pl.DataFrame, judged: pl.DataFrame) -> list[str]:
+    slow = abnormal.filter(pl.col("why") != LAST).head(3)
+    lines = [_slow_text(row) for row in slow.to_dicts()]
+    last = sorted(set(abnormal.filter(pl.col("why") == LAST)["rank"].to_list()))
+    if last:
+        them = "it. What it does" if len(last) == 1 else "them. What they do"
+        lines.append(
+            f"{listed(last)}: in collectives for a shorter time than the others, which wait there "
+            f"for {them} before is what is slow"
+        )
+    wait, transfer = (int(judged[name].sum() or 0) for name in ("wait_ns", "transfer_ns"))
+    if wait + transfer:
+        share = ratio_text(wait / (wait + transfer))
+        lines.append(f"{share} of the time in collectives is waiting for the last rank")
+    return lines
+
+
+def _slow_text(row: dict[str, Any]) -> str:
+    how = "varies and is low" if row["why"] == UNSTEADY else "is low"
+    hint = "contention" if row["why"] == UNSTEADY else "a link that came up narrow, or a bad cable"
+    return (
+        f"rank {row['rank']}: its {row['type']} {how} at {rate_text(row[_RATE])}, elsewhere "
+        f"{rate_text(row['others_bandwidth_bytes_per_s'])}: {hint}"
+    )
+
+
+def _missing(patterns: Patterns, functions: pl.DataFrame, why: str | None) -> tuple[str, ...]:
+    if functions.is_empty():
+        return ("no communication kernel in any trace (collectives on the CPU are among the "
+                "operators)",)  # fmt: skip
+    moved: tuple[str, ...] = ()
+    if patterns.moved_clocks:
+        moved = (f"the clock of {listed(list(patterns.moved_clocks))} was taken to be another "
+                 "host's: a link that is always slow would look the same",)  # fmt: skip
+    lacking = functions["missing"].drop_nulls().unique().sort().to_list()
+    reasons = [f"throughput: {reason}" for reason in lacking]
+    return (
+        *too_few_ranks(patterns.totals.height),
+        *reasons,
+        *moved,
+        *([f"link: {why}"] if why else []),
+    )

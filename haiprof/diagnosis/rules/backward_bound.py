@@ -1,0 +1,109 @@
+"""Backward takes far longer than twice forward: something beside the gradients happens there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from haiprof.diagnosis.facts import (
+    Facts,
+    after_gradients_ns,
+    own_backward_ns,
+    phase_medians,
+)
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import BACKWARD_FORWARD_RATIO, BACKWARD_STEP_RATIO, MIN_STEPS
+from haiprof.units import ratio_text
+
+RULE = "backward_bound"
+_WAITS = "backward holds waiting for other ranks, and no collectives were recorded to tell it apart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    forward_ns: float
+    backward_ns: float
+    own_ns: float | None
+    """Of backward, up to the last collective; null: not known."""
+    after_ns: float
+    """From then on, without waiting for other ranks: transfer, and what else runs there."""
+    step_ns: float
+    clock: str
+
+    @property
+    def ratio(self) -> float:
+        return self.busy_ns / max(self.forward_ns, 1.0)
+
+    @property
+    def busy_ns(self) -> float:
+        """Without waiting for other ranks."""
+        return (self.own_ns or 0.0) + self.after_ns
+
+    @property
+    def is_after(self) -> bool:
+        """Whether most of it comes when the gradients are computed."""
+        return self.after_ns > self.busy_ns / 2
+
+
+def backward_bound(facts: Facts) -> Judgement:
+    """Fires where backward without waiting for ranks is six times forward, and much of the step."""
+    if facts.steps.height < MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
+    if facts.sharded:
+        return Abstention(rule=RULE, why="a sharded model waits in forward and backward")
+    measured = _measure(facts)
+    if measured is None:
+        return Abstention(rule=RULE, why="forward or backward is not measured")
+    if measured.own_ns is None:
+        return Abstention(rule=RULE, why=_WAITS)
+    share, clock = measured.busy_ns / max(measured.step_ns, 1.0), measured.clock
+    if measured.ratio < BACKWARD_FORWARD_RATIO or share < BACKWARD_STEP_RATIO:
+        return None
+    where = ", most of it after its gradients are computed" if measured.is_after else ""
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"backward-bound: backward takes {ratio_text(share)} of the step, "
+        f"{measured.ratio:.1f}x forward{where}",
+        evidence=(
+            Evidence(name=f"backward ({clock} time)", value=measured.backward_ns, unit="ns"),
+            Evidence(name="of it the rank's own work", value=measured.own_ns, unit="ns"),
+            Evidence(
+                name="after its last collective began, without waiting for ranks",
+                value=measured.after_ns if len(facts.world) > 1 else None,
+                unit="ns",
+            ),
+            Evidence(name=f"forward ({clock} time)", value=measured.forward_ns, unit="ns"),
+            Evidence(name="backward / forward (about 2 is usual)", value=measured.ratio, unit=""),
+            Evidence(name="backward, share of the step", value=share, unit="ratio"),
+        ),
+        remedy=_AFTER if measured.is_after else _OWN,
+        confidence=0.5 if measured.is_after else 0.6,
+        missing=("which function it is: a trace with --trace-stacks would say",),
+        cause="after_gradients" if measured.is_after else None,
+    )  # fmt: skip
+
+
+_OWN = (
+    "look in what runs with the gradients: tensor and module hooks, a custom autograd.Function "
+    "written in Python, dense gradients of a large embedding (sparse=True), anomaly detection "
+    "(torch.autograd.set_detect_anomaly), create_graph=True"
+)
+_AFTER = (
+    "either the gradients' transfer is slow (measure the network between the ranks; accumulate "
+    "with no_sync, compress with a communication hook), or something runs after them: hooks on "
+    "accumulated gradients, a custom autograd.Function next to the input"
+)
+
+
+def _measure(facts: Facts) -> _Measured | None:
+    """Medians over steps."""
+    medians = phase_medians(facts, "forward", "backward")
+    if medians is None:
+        return None
+    clock, (forward, backward, whole) = medians
+    own = own_backward_ns(facts, backward, clock)
+    after = min(after_gradients_ns(facts), backward - own) if own is not None else 0.0
+    return _Measured(
+        forward_ns=forward, backward_ns=backward, own_ns=own, after_ns=after, step_ns=whole,
+        clock=clock,
+    )  # fmt: skip

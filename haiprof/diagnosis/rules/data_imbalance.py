@@ -1,0 +1,74 @@
+"""The ranks take turns in being the slowest: the work differs, and not the machine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rank_work import beyond_typical, rank_work
+from haiprof.diagnosis.thresholds import (
+    CRITICAL_MIN_STEPS,
+    IMBALANCE_MAIN_RATIO,
+    IMBALANCE_TURN_RATIO,
+    RANK_EXCESS_CRITICAL_RATIO,
+    RANK_EXCESS_WARNING_RATIO,
+    RANK_PHASE_COVERAGE_RATIO,
+    STEADY_QUANTILE,
+)
+from haiprof.units import duration_text, ratio_text
+
+RULE = "data_imbalance"
+
+
+def data_imbalance(facts: Facts) -> Judgement:
+    """Fires where the slowest rank of each step holds the others up, and it is not always the same.
+
+    A machine that is slow is slow in each step; a batch that is long is another rank's next time.
+    """
+    work = rank_work(facts, RULE)
+    if isinstance(work, Abstention):
+        return work
+    count = len(work.step_ns)
+    if count < CRITICAL_MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {CRITICAL_MIN_STEPS} steps in common")
+    beyond = beyond_typical(work.whole)
+    steady = np.quantile(beyond, STEADY_QUANTILE, axis=1).clip(0)  # what a slow rank always loses
+    beyond = beyond - steady[:, None]
+    slowest = beyond.argmax(axis=0)
+    lost = beyond.max(axis=0)
+    share = float(np.median(lost) / max(work.step_ns.mean(), 1.0))
+    turns = np.bincount(slowest, minlength=len(facts.world)) / count
+    often = int((turns >= IMBALANCE_TURN_RATIO).sum())
+    always = turns.max() >= IMBALANCE_MAIN_RATIO or (len(turns) <= 8 and often < 2)
+    if share < RANK_EXCESS_WARNING_RATIO or always:
+        return None
+    by_phase = {
+        phase: float(np.median(beyond_typical(times)[slowest, np.arange(count)]))
+        for phase, times in zip(work.own, work.phases, strict=True)
+    }
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    named = by_phase[phase] >= RANK_PHASE_COVERAGE_RATIO * float(np.median(lost))
+    return Finding(
+        rule=RULE,
+        severity="critical" if share >= RANK_EXCESS_CRITICAL_RATIO else "warning",
+        title=f"uneven work: the slowest rank of a step, now one and now another, takes "
+        f"{duration_text(float(np.median(lost)))} ({ratio_text(share)} of it) longer"
+        + (f", in {phase}" if named else ""),
+        evidence=(
+            Evidence(name="slowest rank beyond the typical one", value=share, unit="ratio"),
+            Evidence(name=f"of it in {phase}", value=by_phase[phase], unit="ns"),
+            Evidence(
+                name="steps in which the same rank is the slowest, at most",
+                value=float(turns.max()),
+                unit="ratio",
+            ),
+        ),
+        remedy="give all ranks batches of equal cost: group samples by length and deal each group "
+        "to all ranks (length-bucketing sampler), cap tokens per batch in place of samples, or "
+        "pack sequences",
+        confidence=0.65,
+        missing=("the size of each rank's batches",),
+        cause=phase if named else None,
+        explains=("late_rank",),
+    )

@@ -1,0 +1,42 @@
+"""Training starts late: the first batch takes long."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from haiprof.diagnosis.facts import Facts, median
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FIRST_BATCH_RATIO
+from haiprof.units import duration_text, ratio_text
+
+RULE = "first_batch"
+
+
+def first_batch(facts: Facts) -> Judgement:
+    """Fires where the first wait for the loader is a tenth of the time in training steps."""
+    waits = facts.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
+    if waits.is_empty():
+        return Abstention(rule=RULE, why="no torch DataLoader ran in a training step")
+    if facts.steps.height < CRITICAL_MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {CRITICAL_MIN_STEPS} steps")
+    rank, first = waits.sort(-pl.col("ns"), "rank").row(0)
+    share = first / max(facts.training_ns, 1.0)
+    usual = median(facts.steps["dataloader_host_ns"])
+    if share < FIRST_BATCH_RATIO:
+        return None
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time "
+        "recorded",
+        evidence=(
+            Evidence(name=f"first batch, rank {rank}", value=float(first), unit="ns"),
+            Evidence(name="usual wait for a batch", value=usual, unit="ns"),
+            Evidence(name="training steps, all", value=facts.training_ns, unit="ns"),
+        ),
+        remedy="look at what happens once: files that are opened or listed in the dataset's "
+        "__init__ or in the first __getitem__ of each worker, a shuffle buffer that fills, "
+        "spawned workers that import the whole script; cache the list of files",
+        confidence=0.8,
+        missing=("whether the run goes on: of a long one it is a small part",),
+    )

@@ -1,0 +1,146 @@
+"""Single steps take far longer than those around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.analysis.step_frame import STEP_PHASES
+from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import (
+    DRIFT_PHASE_RATIO,
+    JITTER_CRITICAL_RATIO,
+    JITTER_WARNING_RATIO,
+    SPIKE_MIN_COUNT,
+    SPIKE_RATIO,
+    SPIKE_WINDOW_STEPS,
+)
+from haiprof.units import duration_text, ratio_text
+
+RULE = "jitter"
+_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spikes:
+    """The spikes of one rank."""
+
+    rank: int
+    steps: Floats
+    """Numbers of the steps that are spikes."""
+    usual_ns: float
+    excess_ns: float
+    """Beyond the usual step, all of them together."""
+    whole_ns: float
+    by_phase: dict[str, float]
+    """Of the excess, by phase."""
+
+    @property
+    def share(self) -> float:
+        return self.excess_ns / max(self.whole_ns, 1.0)
+
+
+def jitter(facts: Facts) -> Judgement:
+    """Fires where spikes in all parts of the run take a tenth of the time beyond usual steps."""
+    if min(steps.height for steps in facts.by_rank.values()) < SPIKE_WINDOW_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {SPIKE_WINDOW_STEPS} steps after warm-up")
+    shares = sorted((_spike_share(steps), rank) for rank, steps in facts.by_rank.items())
+    share, rank = shares[(len(shares) - 1) // 2]
+    if share < JITTER_WARNING_RATIO:
+        return None
+    spikes = _spikes(rank, facts.of_rank(rank))
+    return _finding(facts, spikes) if _all_over(facts, spikes) else None
+
+
+def _spike_share(steps: pl.DataFrame) -> float:
+    """What spikes take beyond the steps around them, of the time."""
+    whole = steps["step_ns"].cast(pl.Float64)
+    usual = whole.rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True)
+    beyond = (whole - usual).filter(whole > SPIKE_RATIO * usual)
+    return float(beyond.sum()) / max(float(whole.sum()), 1.0)
+
+
+def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
+    """Steps that take half again as long as the median of those around them."""
+    columns = ["step_ns", *(f"{phase}_host_ns" for phase in STEP_PHASES)]
+    numbers = steps.select(pl.col(columns).fill_null(0).cast(pl.Float64))
+    around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
+    whole, usual = numbers["step_ns"].to_numpy(), around["step_ns"].to_numpy()
+    spike = np.flatnonzero(whole > SPIKE_RATIO * usual)
+    beyond = {
+        phase: float((numbers[name].to_numpy() - around[name].to_numpy())[spike].sum())
+        for phase, name in zip(STEP_PHASES, columns[1:], strict=True)
+    }
+    return _Spikes(
+        rank=rank,
+        steps=steps["step"].to_numpy()[spike],
+        usual_ns=float(np.median(usual)),
+        excess_ns=float((whole - usual)[spike].sum()),
+        whole_ns=float(whole.sum()),
+        by_phase=beyond,
+    )
+
+
+def _all_over(facts: Facts, spikes: _Spikes) -> bool:
+    """Whether there are some in each half of the run: what happens once is no jitter."""
+    if len(spikes.steps) < SPIKE_MIN_COUNT:
+        return False
+    all_steps = facts.of_rank(spikes.rank)["step"].to_numpy()
+    middle = all_steps[len(all_steps) // 2]
+    late = spikes.steps >= middle
+    return bool(late.any() and not late.all())
+
+
+def _finding(facts: Facts, spikes: _Spikes) -> Finding:
+    phase = max(spikes.by_phase, key=lambda name: spikes.by_phase[name])
+    named = spikes.by_phase[phase] >= DRIFT_PHASE_RATIO * spikes.excess_ns
+    pause = _pause(facts, spikes)
+    count = len(spikes.steps)
+    mean = spikes.excess_ns / count
+    where = _NAMES[pause] if pause else phase if named else "several phases alike"
+    return Finding(
+        rule=RULE,
+        severity="critical" if spikes.share >= JITTER_CRITICAL_RATIO else "warning",
+        title=f"jitter: {count} steps take {duration_text(mean)} longer than those around them, "
+        f"{ratio_text(spikes.share)} of the time, mostly in {where}",
+        evidence=(
+            Evidence(name="time beyond the usual step", value=spikes.share, unit="ratio"),
+            Evidence(name="steps half again as long as usual", value=float(count), unit="count"),
+            Evidence(name="usual step", value=spikes.usual_ns, unit="ns"),
+            Evidence(name="mean excess of such a step", value=mean, unit="ns"),
+            Evidence(name=f"of the excess in {phase}", value=spikes.by_phase[phase], unit="ns"),
+        ),
+        remedy=_remedy(phase if named else None, pause),
+        confidence=0.7 if named or pause else 0.5,
+        missing=("what happens in these steps: --keep-slow traces them",),
+        cause=pause or (phase if named else "all_phases"),
+    )
+
+
+def _pause(facts: Facts, spikes: _Spikes) -> str | None:
+    """What interrupted the steps for half of the excess."""
+    own = facts.pauses.filter(
+        (pl.col("rank") == spikes.rank) & pl.col("step").is_in(spikes.steps.tolist())
+    )
+    sums = own.group_by("phase").agg(pl.col("duration_ns").sum()).sort(-pl.col("duration_ns"))
+    if sums.is_empty() or sums["duration_ns"][0] < DRIFT_PHASE_RATIO * spikes.excess_ns:
+        return None
+    return str(sums["phase"][0])
+
+
+def _remedy(phase: str | None, pause: str | None) -> str:
+    if pause == "gc":
+        return "gc.freeze() after set-up, and gc.collect() at steps of your choice, on all ranks"
+    if pause == "save":
+        return "save less often, or on another thread"
+    look = {
+        "dataloader": "single samples that are slow, a queue that runs empty (prefetch_factor)",
+        "forward": "inputs whose length varies (sort by length), compilation for new shapes",
+        "backward": "the network, a rank that is late, inputs whose length varies",
+        "optimizer": "work that is done every so many steps: averaging, clipping, logging of norms",
+        "other": "logging, metrics, uploads every so many steps",
+    }.get(phase or "", "other load on the machine, clocks, memory pressure")
+    return f"look at the slowest steps (haiprof rank): {look}"

@@ -1,0 +1,90 @@
+"""One rank begins its collectives later than the others: slow, wherever in the step it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from haiprof.diagnosis.facts import Facts, median
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
+from haiprof.diagnosis.slow_rank import state_of
+from haiprof.diagnosis.thresholds import (
+    CRITICAL_MIN_STEPS,
+    MIN_STEPS,
+    RANK_EXCESS_CRITICAL_RATIO,
+    RANK_EXCESS_WARNING_RATIO,
+)
+from haiprof.units import duration_text, ratio_text
+
+RULE = "late_rank"
+
+
+def late_rank(facts: Facts) -> Judgement:
+    """Fires where a rank holds the others up for a tenth of the step, and its phases do not say so.
+
+    Time inside backward is work on the slow rank and waiting on the others, and looks the same on
+    all of them; the time at which each begins a collective does not.
+    """
+    if len(facts.world) < 2:
+        return Abstention(rule=RULE, why="one rank")
+    known = facts.lateness.filter(pl.col("late_ns_per_step").is_not_null())
+    if not known.height:
+        return Abstention(rule=RULE, why="no collectives that ranks have in common were recorded")
+    worst = known.row(0, named=True)
+    step_ns = median(facts.steps["step_ns"])
+    if step_ns is None or worst["step_count"] < MIN_STEPS:
+        return Abstention(rule=RULE, why="too few steps with collectives")
+    share = worst["late_ns_per_step"] / step_ns
+    if share < RANK_EXCESS_WARNING_RATIO:
+        return None
+    told = ranks_uneven(facts)
+    if isinstance(told, Finding) and told.rank == worst["rank"]:
+        return None  # which names the phase as well
+    found = _finding(facts, worst, share)
+    state = state_of(facts, worst["rank"], share)
+    if state is None:
+        return found
+    return replace(
+        found,
+        title=found.title + state.text,
+        remedy=state.remedy,
+        evidence=(*found.evidence, *state.evidence),
+        cause=state.cause,
+    )
+
+
+def _finding(facts: Facts, worst: dict[str, object], share: float) -> Finding:
+    rank, late = int(str(worst["rank"])), float(str(worst["late_ns_per_step"]))
+    kind, count = worst["kind"], int(str(worst["step_count"]))
+    others = facts.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
+        "late_ns_per_step"
+    ].max()
+    where = "forward or backward" if facts.sharded else "backward"
+    critical = share >= RANK_EXCESS_CRITICAL_RATIO and count >= CRITICAL_MIN_STEPS
+    return Finding(
+        rule=RULE,
+        severity="critical" if critical else "warning",
+        title=f"rank {rank} is slow inside {where}: it begins {kind} "
+        f"{duration_text(late)} ({ratio_text(share)} of the step) later than the others",
+        evidence=(
+            Evidence(name=f"rank {rank}: lateness per step", value=late, unit="ns"),
+            Evidence(name="the same, share of the step", value=share, unit="ratio"),
+            Evidence(
+                name="most of any other rank",
+                value=None if others is None else float(str(others)),
+                unit="ns",
+            ),
+            Evidence(
+                name=f"collectives at which rank {rank} alone was last",
+                value=float(str(worst["last_ratio"])),
+                unit="ratio",
+            ),
+        ),
+        remedy=f"compare rank {rank} with another: its GPU's clock and temperature, its host's "
+        f"load, the work that its data makes; a trace of both shows the operators "
+        f"(--trace). The other ranks only wait for it",
+        confidence=0.85 if count >= CRITICAL_MIN_STEPS else 0.6,
+        rank=rank,
+    )

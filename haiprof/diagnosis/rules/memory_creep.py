@@ -1,0 +1,99 @@
+"""Memory grows for as long as the job trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import (
+    CREEP_LAST_RATIO,
+    CREEP_RATIO,
+    TREND_MIN_POINTS,
+    TREND_P_VALUE,
+)
+from haiprof.diagnosis.trend import growth_p_value
+from haiprof.units import bytes_text, ratio_text
+
+RULE = "memory_creep"
+_METRICS = {"memory_rss_bytes": "host memory", "memory_used_bytes": "GPU memory"}
+_REMEDIES = {
+    "memory_rss_bytes": "look for what is kept from each step: losses added up without .item() or "
+    ".detach() (they hold the whole graph), lists of outputs or metrics, a dataset that caches "
+    "samples in each worker (copy on write)",
+    "memory_used_bytes": "look for tensors on the GPU that are kept from each step: losses and "
+    "outputs in lists without .detach().cpu(), hooks that store activations, growing sequence "
+    "lengths",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Growth:
+    rank: int
+    metric: str
+    first_bytes: float
+    last_bytes: float
+    per_step_bytes: float
+
+    @property
+    def share(self) -> float:
+        return (self.last_bytes - self.first_bytes) / max(self.first_bytes, 1.0)
+
+
+def memory_creep(facts: Facts) -> Judgement:
+    """Fires where memory grows by a tenth, beyond chance, and still does at the end."""
+    series = facts.counted.points.filter(pl.col("metric").is_in(list(_METRICS)))
+    long = [
+        (int(str(rank)), str(metric), rows["value"].to_numpy())
+        for (rank, metric), rows in series.group_by("rank", "metric", maintain_order=True)
+        if rows.height >= TREND_MIN_POINTS
+    ]
+    if not long:
+        return Abstention(rule=RULE, why=f"fewer than {TREND_MIN_POINTS} samples of memory")
+    found = [_growth(facts, *each) for each in long if _grows(each[2])]
+    if not found:
+        return None
+    return _finding(max(found, key=lambda growth: (growth.share, -growth.rank)), len(found))
+
+
+def _grows(values: Floats) -> bool:
+    third = max(len(values) // 3, 1)
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    growth = last - first
+    if growth < CREEP_RATIO * first or growth_p_value(values) >= TREND_P_VALUE:
+        return False
+    whole = values[-1] - values[0]
+    return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * whole)
+
+
+def _growth(facts: Facts, rank: int, metric: str, values: Floats) -> _Growth:
+    return _Growth(
+        rank=rank,
+        metric=metric,
+        first_bytes=float(values[0]),
+        last_bytes=float(values[-1]),
+        per_step_bytes=float(values[-1] - values[0]) / max(facts.of_rank(rank).height, 1),
+    )
+
+
+def _finding(worst: _Growth, count: int) -> Finding:
+    what = _METRICS[worst.metric]
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"{what} grows by {bytes_text(round(worst.per_step_bytes))} per step on rank "
+        f"{worst.rank}, {ratio_text(worst.share)} so far",
+        evidence=(
+            Evidence(name="at the beginning", value=worst.first_bytes, unit="bytes"),
+            Evidence(name="at the end", value=worst.last_bytes, unit="bytes"),
+            Evidence(name="growth per step", value=worst.per_step_bytes, unit="bytes"),
+            Evidence(name="p of no trend (Mann-Kendall), below", value=TREND_P_VALUE, unit=""),
+            Evidence(name="series that grow so", value=float(count), unit="count"),
+        ),
+        remedy=_REMEDIES[worst.metric],
+        confidence=0.8,
+        rank=worst.rank,
+    )

@@ -1,0 +1,41 @@
+"""The optimizer takes longer than forward and backward together."""
+
+from __future__ import annotations
+
+from haiprof.diagnosis.facts import Facts, phase_medians
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import MIN_STEPS, OPTIMIZER_MODEL_RATIO, OPTIMIZER_STEP_RATIO
+from haiprof.units import ratio_text
+
+RULE = "optimizer_bound"
+
+
+def optimizer_bound(facts: Facts) -> Judgement:
+    """Fires where the optimizer takes more than the model, and a good part of the step."""
+    if facts.steps.height < MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
+    medians = phase_medians(facts, "forward", "backward", "optimizer")
+    if medians is None:
+        return Abstention(rule=RULE, why="forward, backward or optimizer is not measured")
+    clock, (forward, backward, optimizer, whole) = medians
+    model = forward + backward
+    ratio, share = optimizer / max(model, 1.0), optimizer / whole
+    if ratio < OPTIMIZER_MODEL_RATIO or share < OPTIMIZER_STEP_RATIO:
+        return None
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"optimizer-bound: the optimizer takes {ratio_text(share)} of the step, "
+        f"{ratio:.1f}x forward and backward",
+        evidence=(
+            Evidence(name=f"optimizer ({clock} time)", value=optimizer, unit="ns"),
+            Evidence(name=f"forward and backward ({clock} time)", value=model, unit="ns"),
+            Evidence(name="optimizer / both", value=ratio, unit=""),
+            Evidence(name="optimizer, share of the step", value=share, unit="ratio"),
+        ),
+        remedy="let it run as few kernels: fused=True or foreach=True; no Python loop over the "
+        "parameters in an optimizer of your own or in step hooks; a larger batch or gradient "
+        "accumulation makes updates rarer",
+        confidence=0.6,
+        missing=("which part of it is slow: a trace with --trace-stacks would say",),
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""torch.compile compiles again and again while the job trains."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.thresholds import (
+    COMPILE_CRITICAL_RATIO,
+    COMPILE_MIN_COUNT,
+    COMPILE_WARNING_RATIO,
+    MIN_STEPS,
+)
+from haiprof.units import NS_PER_S, ratio_text
+
+RULE = "recompiles"
+
+
+def recompiles(facts: Facts) -> Judgement:
+    """Fires where compiling takes a tenth of the time after the first steps.
+
+    Compilations are counted once a second, so those of the last second before the judged steps may
+    be among them: the first count after their begin is where counting starts.
+    """
+    if facts.steps.height < MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
+    lines = facts.told.compilations
+    if lines.is_empty():
+        return Abstention(rule=RULE, why="torch.compile was not used")
+    begin, end = facts.window_ns
+    found = [
+        _grown(rows, begin, end)
+        for rows in lines.sort("rank", "time_ns").partition_by("rank", maintain_order=True)
+    ]
+    count, spent, covered, rank = max(found, key=lambda row: (row[1], -row[3]))
+    share = spent / max(covered, 1)
+    if count < COMPILE_MIN_COUNT or share < COMPILE_WARNING_RATIO:
+        return None
+    return Finding(
+        rule=RULE,
+        severity="critical" if share >= COMPILE_CRITICAL_RATIO else "warning",
+        title=f"recompiles: torch.compile works {ratio_text(share)} of the time, {count} "
+        "compilations after the first steps",
+        evidence=(
+            Evidence(name="compiling, of the time", value=share, unit="ratio"),
+            Evidence(name="compilations", value=float(count), unit="count"),
+            Evidence(name="mean compilation", value=spent / count, unit="ns"),
+        ),
+        remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
+        "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
+        "Python number or object that changes each step: make it a tensor",
+        confidence=0.9,
+        rank=rank if len(facts.world) > 1 else None,
+        explains=("forward_bound", "backward_bound", "jitter", "step_time_drift", "ranks_uneven"),
+    )
+
+
+def _grown(rows: pl.DataFrame, begin: int, end: int) -> tuple[int, int, int, int]:
+    """(compilations, ns spent, ns covered, rank) from the first count in the window on.
+
+    A second of allowance at the end: the last count comes with the drain after the last step.
+    """
+    inside = rows.filter(pl.col("time_ns").is_between(begin, end + NS_PER_S))
+    rank = int(rows["rank"][0])
+    if inside.height < 2:
+        return 0, 0, 1, rank
+    count, spent = (int(inside[name][-1] - inside[name][0]) for name in ("count", "spent_ns"))
+    return count, spent, end - int(inside["time_ns"][0]), rank

@@ -1,0 +1,93 @@
+"""A slow rank's hardware beside the others': throttled, starved of cores, far memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Evidence, Finding
+from haiprof.diagnosis.rules.numa_placement import numa_placement
+from haiprof.diagnosis.thresholds import DRIFT_PHASE_RATIO, HARDWARE_DIFFERENCE_RATIO
+from haiprof.units import ratio_text
+
+_THROTTLES = {
+    "throttle_thermal_ratio": "temperature",
+    "throttle_sw_thermal_ratio": "temperature",
+    "throttle_hw_thermal_ratio": "temperature",
+    "throttle_power_ratio": "its power cap",
+    "throttle_power_brake_ratio": "the power brake",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What is different about a slow rank's hardware."""
+
+    cause: str
+    """Slug: `throttled`, `waits_for_cores` or `far_memory`."""
+    text: str
+    """For the title, with a leading comma."""
+    remedy: str
+    evidence: tuple[Evidence, ...]
+
+
+def state_of(facts: Facts, rank: int, share: float) -> RankState | None:
+    """The first difference that would make a rank slow; null where its hardware is as others'.
+
+    Args:
+        facts: The run.
+        rank: The slow one.
+        share: What it loses, of a step.
+    """
+    return _throttled(facts, rank) or _starved(facts, rank, share) or _far(facts, rank)
+
+
+def _beyond(facts: Facts, metric: str, rank: int) -> float:
+    """A rank's ratio beyond the lower-median rank's; 0 where it is not known."""
+    values = facts.counted.of(metric)
+    if rank not in values or len(values) < 2:
+        return 0.0
+    return values[rank] - sorted(values.values())[(len(values) - 1) // 2]
+
+
+def _throttled(facts: Facts, rank: int) -> RankState | None:
+    beyond = {name: _beyond(facts, name, rank) for name in _THROTTLES}
+    worst = max(beyond, key=lambda name: beyond[name])
+    if beyond[worst] < HARDWARE_DIFFERENCE_RATIO:
+        return None
+    share = facts.counted.of(worst)[rank]
+    why = _THROTTLES[worst]
+    return RankState(
+        cause="throttled",
+        text=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
+        remedy=f"see to the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
+        "PERFORMANCE,POWER); move the job off this node until then",
+        evidence=(Evidence(name=f"rank {rank}: slowed by {why}", value=share, unit="ratio"),),
+    )
+
+
+def _starved(facts: Facts, rank: int, share: float) -> RankState | None:
+    """Waiting for cores must make most of what the rank loses."""
+    beyond = _beyond(facts, "run_queue_wait_ratio", rank)
+    if beyond < max(HARDWARE_DIFFERENCE_RATIO, DRIFT_PHASE_RATIO * share):
+        return None
+    wait = facts.core_waits[rank]
+    return RankState(
+        cause="waits_for_cores",
+        text=f", it waits for a core {ratio_text(wait)} of the time",
+        remedy=f"see what else runs on the cores of rank {rank} (top, another rank with the same "
+        "affinity), and give it cores of its own",
+        evidence=(Evidence(name=f"rank {rank}: waits for a core", value=wait, unit="ratio"),),
+    )
+
+
+def _far(facts: Facts, rank: int) -> RankState | None:
+    placed = numa_placement(facts)
+    if not isinstance(placed, Finding) or placed.rank != rank:
+        return None
+    return RankState(
+        cause="far_memory",
+        text=", it runs far from its GPU or memory",
+        remedy=placed.remedy,
+        evidence=placed.evidence,
+    )

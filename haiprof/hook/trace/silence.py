@@ -1,0 +1,43 @@
+"""Keeps what torch's profiler prints by itself out of the job's standard error."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What Kineto says of stages by itself, on every use (torch 2.13: USDT, before: STAGE); the
+# execution trace observer; functions that were open when a window with stacks began; ranges of the
+# job's own that overlap our step marks.
+_OWN_LINES = re.compile(
+    rb"(STAGE|USDT):\d|.*(Execution Trace Observer|Python replay stack is empty"
+    rb"|\bcollection\.cpp:\d+\] Warning: )"
+)
+_STDERR = 2
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves out such lines, written by C++ inside; all others go out at the end.
+
+    Around starts and stops alone: other threads' lines wait meanwhile. Kineto's log level would be
+    simpler, but it stays, and hides errors from the job's own profilers.
+    """
+    try:
+        saved = os.dup(_STDERR)
+    except OSError:  # the job has closed it
+        yield
+        return
+    held = os.memfd_create("haiprof")
+    os.dup2(held, _STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(saved, _STDERR)
+        os.close(saved)
+        size = os.lseek(held, 0, os.SEEK_END)
+        lines = os.pread(held, size, 0).splitlines(keepends=True)
+        os.close(held)
+        if others := b"".join(line for line in lines if not _OWN_LINES.match(line)):
+            os.write(_STDERR, others)

@@ -1,0 +1,1 @@
+"""Running jobs: found, asked, and looked into while they run."""

@@ -1,0 +1,97 @@
+"""Who of a job has not reported in: ranks that are late, and those that nobody here knows."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.errors import RunFormatError
+from haiprof.jobs.ask import Member, members
+from haiprof.rundir.layout import RunPaths
+from haiprof.rundir.manifest import read_manifest
+from haiprof.rundir.reader import read_json
+from haiprof.samplers.training import ranks_below
+from haiprof.units import ranks_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollCall:
+    """Ranks that have not reported in."""
+
+    late: tuple[Member, ...] = ()
+    """Of nodes that write to this run directory: they have not begun to train."""
+    unknown: tuple[int, ...] = ()
+    """Of which nothing can be said here."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """On all of them, for people."""
+        late = tuple(member.rank for member in self.late)
+        said = f"{ranks_text(late)} {'has' if len(late) == 1 else 'have'} not begun to train"
+        return (*([said] if late else []), *([self.note] if self.note else []))
+
+    @property
+    def note(self) -> str | None:
+        """On the unknown ones, for people; null where there are none."""
+        if not self.unknown:
+            return None
+        verb = "is" if len(self.unknown) == 1 else "are"
+        return (
+            f"{ranks_text(self.unknown)} {verb} not known here: not under haiprof, or of a node "
+            "that writes to another disk (with --reach, ask on the node that it names)"
+        )
+
+
+def roll_call(run: RunPaths, known: Sequence[Member] | None = None) -> RollCall:
+    """Looks for processes of this node, and for what the world lacks on others.
+
+    A rank that the world lacks is late where a node writes to this run directory and has fewer
+    ranks than the fullest one; where no node has room for it, it may train elsewhere unseen.
+
+    Args:
+        run: The run directory.
+        known: Ranks that have reported in; null looks.
+    """
+    if read_manifest(run).environment.get("attached"):
+        return RollCall()  # of such a job only some ranks may be recorded
+    known = members(run) if known is None else known
+    host = socket.gethostname()
+    reports = {rank: _json(paths.report) for rank, _, paths in run.rank_folders()}
+    pids = {report.get("pid") for report in reports.values() if report.get("host") == host}
+    agent = _json(run.node(host).agent).get("pid")
+    here = [p for p in (ranks_below(agent) if type(agent) is int else []) if p.pid not in pids]
+    late = {
+        rank: Member(name=str(rank), rank=rank, host=host, pid=process.pid)
+        for process in here
+        if (rank := process.rank or 0) not in {member.rank for member in known}
+    }
+    hosts = {rank: report.get("host") for rank, report in reports.items()}
+    hosts |= {member.rank: member.host for member in (*known, *late.values())}
+    sizes = [*(r.get("world_size") for r in reports.values()), *(p.world_size for p in here)]
+    world = max((size for size in sizes if type(size) is int), default=0)
+    lacking = [rank for rank in range(world) if rank not in hosts]
+    if len(lacking) > _room([name for name, _ in run.node_folders()], list(hosts.values())):
+        return RollCall(late=_in_order(late), unknown=tuple(lacking))
+    late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
+    return RollCall(late=_in_order(late))
+
+
+def _room(nodes: Sequence[str], hosts: Sequence[object]) -> int:
+    """How many ranks the nodes lack until all have as many as the fullest one."""
+    count = Counter(host for host in hosts if host is not None)
+    return sum(max(count.values(), default=0) - count[node] for node in nodes)
+
+
+def _in_order(late: dict[int, Member]) -> tuple[Member, ...]:
+    return tuple(late[rank] for rank in sorted(late))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except RunFormatError:
+        return {}

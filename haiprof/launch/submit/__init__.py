@@ -1,0 +1,1 @@
+"""Submission: one training job, started in the background here or by an engine on many nodes."""

@@ -1,0 +1,52 @@
+"""Follows a job's log until the job is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+_BLOCK_BYTES = 1 << 16
+
+
+def follow(
+    log: Path,
+    status: Callable[[], int | None],
+    out: BinaryIO | None,
+    *,
+    poll_s: float,
+) -> int:
+    """Copies what a job prints, as it prints it.
+
+    Args:
+        log: The job's log; it need not be there yet.
+        status: The job's exit status, null while it runs.
+        out: Where the log's bytes go; null waits in silence.
+        poll_s: Between two looks.
+
+    Returns:
+        The job's exit status.
+    """
+    offset = 0
+    while True:
+        ended = status()  # asked before the log is read: what was said last is in it
+        offset = _copy(log, offset, out)
+        if ended is not None:
+            return ended
+        time.sleep(poll_s)
+
+
+def _copy(log: Path, offset: int, out: BinaryIO | None) -> int:
+    if out is None:
+        return offset
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            while block := file.read(_BLOCK_BYTES):
+                out.write(block)
+                offset += len(block)
+    except FileNotFoundError:
+        return offset
+    out.flush()
+    return offset

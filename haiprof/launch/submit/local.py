@@ -1,0 +1,129 @@
+"""A job on this machine, in the background: in a session of its own, with a log file and an id."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from haiprof.config import ENV_ACTIVE, enabled, safe_name
+from haiprof.errors import HaiprofError, UsageError
+from haiprof.launch.submit.node import haiprof_words, node_words, own_haiprof, own_torchrun
+from haiprof.launch.submit.spec import JobSpec
+from haiprof.rundir.layout import RunPaths
+
+START_S = 10.0
+"""After so long without a word the job is believed to start slowly."""
+_POLL_S = 0.02
+_SHOWN_BYTES = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """A job that was started in the background here."""
+
+    id: str
+    """The name of its run directory."""
+    run: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    """Its launcher: a signal to it is a signal to the job."""
+
+    def status(self) -> int | None:
+        """The job's exit status; null while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+
+def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> LocalJob:
+    """Starts a job, and waits until it runs.
+
+    Args:
+        spec: The job.
+        environ: This process's environment, which the job gets too.
+        log_dir: Where its run directory and its log are put.
+
+    Raises:
+        UsageError: It asks for several nodes, its script does not exist, or there is no place.
+        HaiprofError: It ended at once; its first words are in the message.
+    """
+    if spec.nodes > 1:
+        raise UsageError(
+            f"--nodes {spec.nodes}: this is one machine",
+            hint="--on slurm, or --emit FORM for another engine",
+        )
+    check_script(spec)
+    log_dir = log_dir.absolute()
+    identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    identity = safe_name(spec.options.get("run-id", identity))
+    spec = replace(spec, options={**spec.options, "log-dir": str(log_dir), "run-id": identity})
+    run = log_dir / f"{safe_name(spec.name)}-{identity}"
+    log = run.with_name(f"{run.name}.log")
+    job = LocalJob(id=run.name, run=run, log=log, process=_start(spec, environ, log))
+    if enabled(environ):
+        _wait_for_start(job)
+    return job
+
+
+def check_script(spec: JobSpec) -> None:
+    """Whether the script is there.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not spec.module and spec.is_python and not Path(spec.program).is_file():
+        raise UsageError(f"{spec.program}: no such file", hint="haiprof submit SCRIPT.py")
+
+
+def local_words(spec: JobSpec) -> list[str]:
+    """The command: torchrun where a number of ranks is asked for, else the program alone."""
+    if spec.is_python and (spec.ranks_per_node or spec.gpus_per_node):
+        return node_words(spec, rendezvous=(), haiprof=own_haiprof(), torchrun=own_torchrun())
+    program = ["-m", spec.program] if spec.module else [spec.program]
+    return [*own_haiprof(), *haiprof_words(spec), "--", *program, *spec.arguments]
+
+
+def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("xb") as file:
+            return subprocess.Popen(
+                local_words(spec),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(spec, environ),
+                start_new_session=True,  # no terminal: closing one does not end the job
+            )
+    except OSError as error:
+        raise UsageError(f"cannot start into {log}: {error.strerror or error}") from None
+
+
+def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The job's environment; it is a job of its own, also where this one is recorded."""
+    passed = {name: value for name, value in environ.items() if name != ENV_ACTIVE}
+    active = environ.get(ENV_ACTIVE)
+    if active and "PYTHONPATH" in passed:
+        boot = str(RunPaths(Path(active)).boot)
+        folders = [f for f in passed["PYTHONPATH"].split(os.pathsep) if f != boot]
+        passed["PYTHONPATH"] = os.pathsep.join(folders)
+    return {**passed, **spec.environment}
+
+
+def _wait_for_start(job: LocalJob) -> None:
+    until = time.monotonic() + START_S
+    run = RunPaths(job.run)
+    while time.monotonic() < until:
+        status = job.status()
+        if status == 0 or any(run.node_folders()):  # the agent starts right after the job
+            return
+        if status is not None:
+            words = job.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").split()
+            raise HaiprofError(
+                f"the job ended at once with exit status {status}: {' '.join(words)}",
+                hint=f"see {job.log}",
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,1 @@
+"""The report page: one self-contained file, or served on this machine."""

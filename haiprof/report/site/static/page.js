@@ -1,0 +1,502 @@
+"use strict";
+// Draws the figures of the page. Their numbers stand in the page itself (gzip, base64), or come
+// from the server that the page came from; nobody else is ever asked.
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const CONFIG = {
+    displaylogo: false, responsive: true, scrollZoom: false,
+    modeBarButtons: [["toImage", "resetScale2d"]],
+  };
+  // The blue, grey and brown of Okabe and Ito's colours are too dark for a dark ground.
+  const ON_DARK = {
+    "#0072B2": "#4FA8E0", "#555555": "#AEB6C1", "#8C6D31": "#CBA65C", "#999999": "#A8A8A8",
+    "rgba(0, 114, 178, 0.25)": "rgba(79, 168, 224, 0.3)",
+  };
+  const drawn = new Map(); // element -> function that draws it anew
+  let data = null;
+
+  // ---- what came with the page -------------------------------------------------------------
+
+  function bytesOf(base64) {
+    const text = atob(base64);
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    return bytes;
+  }
+
+  function inflated(element) {
+    const bytes = bytesOf(element.textContent.trim());
+    element.textContent = "";
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  }
+
+  async function loadData() {
+    const element = byId("data");
+    if (!element.dataset.src) return JSON.parse(await inflated(element));
+    const answer = await fetch(element.dataset.src, { credentials: "same-origin" });
+    if (!answer.ok) throw new Error(`${element.dataset.src}: ${answer.status}`);
+    return answer.json();
+  }
+
+  async function loadPlotly() {
+    const element = byId("plotly");
+    const script = document.createElement("script");
+    if (!element.dataset.src) {
+      script.textContent = await inflated(element);
+      document.head.append(script);
+      return;
+    }
+    await new Promise((resolve, reject) => {
+      script.src = element.dataset.src;
+      script.onload = resolve;
+      script.onerror = () => reject(new Error("plotly.js cannot be loaded"));
+      document.head.append(script);
+    });
+  }
+
+  // ---- packed numbers ----------------------------------------------------------------------
+
+  let halves = null;
+
+  function halfTable() {
+    const table = new Float32Array(65536);
+    for (let code = 0; code < 65536; code++) {
+      const sign = code & 0x8000 ? -1 : 1, exponent = (code >> 10) & 31, part = code & 1023;
+      if (exponent === 31) table[code] = part ? NaN : sign * Infinity;
+      else if (exponent === 0) table[code] = sign * part * 2 ** -24;
+      else table[code] = sign * (1 + part / 1024) * 2 ** (exponent - 15);
+    }
+    return table;
+  }
+
+  function unpacked(packed) {
+    if (packed.f4 !== undefined) return new Float32Array(bytesOf(packed.f4).buffer);
+    if (packed.u2 !== undefined) {
+      const codes = new Uint16Array(bytesOf(packed.u2).buffer);
+      return Float64Array.from(codes, (code) => packed.low + code * packed.step);
+    }
+    halves = halves || halfTable();
+    const codes = new Uint16Array(bytesOf(packed.f2).buffer);
+    return Float64Array.from(codes, (code) => halves[code] * packed.scale);
+  }
+
+  /** A field that is unpacked once, when it is first needed. */
+  const kept = new WeakMap();
+  function numbers(packed) {
+    if (!kept.has(packed)) kept.set(packed, unpacked(packed));
+    return kept.get(packed);
+  }
+
+  // ---- looks -------------------------------------------------------------------------------
+
+  function color(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  }
+
+  function isDark() {
+    return matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches;
+  }
+
+  /** A colour of Python's, as it is seen on this ground. */
+  function tinted(name) { return (isDark() && ON_DARK[name]) || name; }
+
+  function axis(more) {
+    const grid = color("grid"), line = color("line");
+    return {
+      gridcolor: grid, zerolinecolor: grid, linecolor: line, tickcolor: line, ticks: "outside",
+      exponentformat: "none", automargin: true, ...more,
+    };
+  }
+
+  function layout(height, more) {
+    return {
+      height, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: data.style.font, size: 12, color: color("ink") },
+      margin: { l: 52, r: 12, t: 30, b: 34 },
+      showlegend: false,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: color("dim"), activecolor: color("ink") },
+      hoverlabel: { font: { family: data.style.font, size: 12 } }, ...more,
+    };
+  }
+
+  /** A figure that Python made, in the colours of this page. */
+  function themed(figure, height) {
+    const own = { ...figure.layout };
+    delete own.template; delete own.title; delete own.height; delete own.margin; delete own.legend;
+    for (const key of Object.keys(own)) {
+      if (/^[xy]axis\d*$/.test(key)) own[key] = { ...own[key], ...axis() };
+    }
+    for (const name of ["paper_bgcolor", "plot_bgcolor", "font", "hoverlabel"]) delete own[name];
+    const traces = figure.data.map((trace) => {
+      const made = { ...trace };
+      if (made.line) made.line = { ...made.line, color: tinted(made.line.color) };
+      if (made.fillcolor) made.fillcolor = tinted(made.fillcolor);
+      if (Array.isArray(made.marker?.color)) {
+        made.marker = { ...made.marker, color: made.marker.color.map(tinted) };
+      }
+      return made;
+    });
+    return { traces, layout: layout(height, own) };
+  }
+
+  /** What the lines and areas of a figure are, above it. */
+  function nameTraces(place, traces) {
+    let keys = place.previousElementSibling;
+    if (!keys?.classList.contains("keys")) {
+      keys = element("ul", "", "keys");
+      place.before(keys);
+    }
+    const shown = traces.filter((trace) => trace.name && trace.showlegend !== false);
+    keys.replaceChildren(...shown.map((trace) => keyOf({
+      name: trace.name, dash: trace.line.dash, color: trace.fillcolor || trace.line.color,
+      wide: Boolean(trace.fillcolor),
+    })));
+  }
+
+  /** The whole run, so that figures stand above each other. */
+  function timeAxis(more) {
+    return axis({ ticksuffix: " s", range: [0, data.span_s], ...more });
+  }
+
+  // ---- figures -----------------------------------------------------------------------------
+
+  function height(place) { return Number(place.dataset.height); }
+
+  function drawMade(place) {
+    const figure = data.figures[place.dataset.figure];
+    if (!figure) { place.hidden = true; return; }
+    const { traces, layout: own } = themed(figure, height(place));
+    if (place.dataset.figure === "over-time") {
+      for (const key of ["xaxis", "xaxis2"]) own[key].range = [0, data.span_s];
+    }
+    if (traces.some((trace) => trace.name)) nameTraces(place, traces);
+    Plotly.react(place, traces, own, CONFIG);
+  }
+
+  /** [rank][stretch] of what is chosen, in ms. */
+  function cells(part) {
+    const map = data.map, count = map.ranks.length * map.columns;
+    const names = part === "step" ? data.style.parts.filter((p) => p !== "step") : [part];
+    const sum = new Float64Array(count).fill(NaN);
+    for (const name of names) {
+      const values = numbers(map.phases[name]);
+      for (let i = 0; i < count; i++) {
+        if (!Number.isNaN(values[i])) sum[i] = (Number.isNaN(sum[i]) ? 0 : sum[i]) + values[i];
+      }
+    }
+    return map.ranks.map((_, row) => sum.subarray(row * map.columns, (row + 1) * map.columns));
+  }
+
+  /** The rows to draw: all, or those with the highest mean, the highest first. */
+  function rowsOf(values) {
+    const all = values.map((_, at) => at), most = Number(byId("rows")?.value);
+    if (!most) return all;
+    const means = values.map((row) => {
+      const known = row.filter((v) => !Number.isNaN(v));
+      return known.length ? known.reduce((a, b) => a + b, 0) / known.length : -Infinity;
+    });
+    return all.sort((a, b) => means[b] - means[a]).slice(0, most);
+  }
+
+  /** All ranks by their number; one row of a cell's height where there is one alone. */
+  function linearRows(ranks) {
+    const many = { type: "linear", tickformat: "d" };
+    if (ranks.length > 1) return many;
+    return { ...many, autorange: false, range: [ranks[0] + 0.5, ranks[0] - 0.5], dtick: 1 };
+  }
+
+  function drawMap(place) {
+    const map = data.map, part = byId("part").value;
+    const usual = map.typical_ms[part] ?? 0, step = map.typical_ms.step || 1;
+    const values = cells(part);
+    const rows = rowsOf(values), few = rows.length < map.ranks.length;
+    const width = (map.end_s - map.start_s) / map.columns;
+    const scale = data.style.map.colorscale.map(([at, tint]) =>
+      [at, tint === "#F2F2F2" ? color("middle") : tint]);
+    const trace = {
+      ...data.style.map, type: "heatmap", colorscale: scale, x0: map.start_s + width / 2,
+      y: rows.map((at) => (few ? String(map.ranks[at]) : map.ranks[at])), dx: width,
+      customdata: rows.map((at) => values[at]),
+      z: rows.map((at) => values[at].map((v) => ((v - usual) / step) * 100)),
+    };
+    const narrow = place.clientWidth < 600;
+    trace.colorbar = { ...trace.colorbar, thickness: narrow ? 8 : 12, len: 1 };
+    Plotly.react(place, [trace], layout(height(place), {
+      margin: { l: 52, r: narrow ? 4 : 12, t: 30, b: 36 },
+      xaxis: timeAxis(),
+      yaxis: axis({
+        autorange: "reversed", title: { text: "rank", standoff: 4 },
+        ...(few ? { type: "category", dtick: 1, tickfont: { size: 10 } } : linearRows(map.ranks)),
+      }),
+    }), CONFIG);
+    if (!place.dataset.listens) {
+      place.dataset.listens = "1";
+      place.on("plotly_click", (event) => choose(String(event.points[0].y)));
+    }
+  }
+
+  const MANY_POINTS = 1000;
+  const details = new Map(); // rank -> its steps, where the server has more than the page
+
+  /** More of a rank's steps, where the page has few of them and came from a server. */
+  async function fetchDetail(rank) {
+    const at = data.steps.ranks.indexOf(Number(rank));
+    const live = Boolean(document.documentElement.dataset.live);
+    if (!live || details.has(rank) || data.steps.counts[at] >= MANY_POINTS) return;
+    const answer = await fetch(`rank.json?rank=${rank}`, { credentials: "same-origin" });
+    if (!answer.ok) return;
+    details.set(rank, await answer.json());
+    if (byId("chooser").value === rank) again(document.querySelector('[data-figure="rank"]'));
+  }
+
+  function drawRank(place) {
+    const rank = byId("chooser").value, steps = details.get(rank) || data.steps;
+    const at = steps.ranks.indexOf(Number(rank));
+    const first = steps.counts.slice(0, at).reduce((a, b) => a + b, 0);
+    const end = first + steps.counts[at];
+    const time = numbers(steps.time).subarray(first, end);
+    const step = numbers(steps.step).subarray(first, end);
+    const traces = [];
+    for (const [phase, tint] of Object.entries(data.style.phases)) {
+      const y = numbers(steps.phases[phase]).subarray(first, end);
+      if (y.every(Number.isNaN)) continue;
+      traces.push({
+        type: "scatter", mode: "lines", name: phase, stackgroup: "step", x: time, y, customdata: step,
+        line: { width: 0, color: tint, shape: "hv" }, fillcolor: tinted(tint),
+        hovertemplate: `${phase}: %{y:.4g} ms (step %{customdata:.0f})<extra></extra>`,
+      });
+    }
+    nameTraces(place, traces);
+    Plotly.react(place, traces, layout(height(place), {
+      hovermode: "x unified", xaxis: timeAxis(), yaxis: axis({ rangemode: "tozero" }),
+    }), CONFIG);
+  }
+
+  const DRAW = { map: drawMap, rank: drawRank };
+
+  // ---- counters ----------------------------------------------------------------------------
+
+  function offsets(lines) {
+    let sum = 0;
+    return lines.map((line) => { const first = sum; sum += line.count; return first; });
+  }
+
+  function linesFor(place) {
+    const all = data.counters.lines;
+    if (place === "all") return all.map((_, i) => i).filter((i) => all[i].all);
+    const rank = Number(byId("chooser").value), host = data.hosts[rank];
+    return all.map((_, i) => i).filter((i) => all[i].own &&
+      (all[i].rank === rank || (all[i].rank === null && all[i].host === host)));
+  }
+
+  function element(tag, text, className) {
+    const made = document.createElement(tag);
+    if (text) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  }
+
+  const DASHES = { solid: "none", dot: "2 3", dash: "6 3", dashdot: "6 3 2 3" };
+
+  function keyOf(line) {
+    const item = element("li");
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "key"); svg.setAttribute("aria-hidden", "true");
+    const stroke = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    for (const [name, value] of Object.entries({
+      x1: 0, x2: 18, y1: 3, y2: 3, stroke: line.color, "stroke-width": line.wide ? 6 : 2,
+      "stroke-dasharray": DASHES[line.dash] || "none",
+    })) stroke.setAttribute(name, value);
+    svg.append(stroke);
+    item.append(svg, element("bdi", line.name));
+    return item;
+  }
+
+  /** Text from the job inside a figure: plotly reads a little markup, and this is none. */
+  function plain(text) {
+    return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "% {");
+  }
+
+  function drawPanel(box, panel, shown, first) {
+    const { lines, time, value } = data.counters;
+    const traces = shown.map((i) => {
+      const scale = value.scales[i], from = first[i], to = first[i] + lines[i].count;
+      return {
+        type: "scatter", mode: to - from > 1 ? "lines" : "markers", name: plain(lines[i].name),
+        x: numbers(time).subarray(from, to),
+        y: numbers(value).subarray(from, to).map((v) => v * scale),
+        line: { color: tinted(lines[i].color), width: 1.5, dash: lines[i].dash },
+        marker: { color: tinted(lines[i].color) },
+        hovertemplate: `${plain(lines[i].name)}: %{y:.4g} ${panel.unit}<extra></extra>`,
+      };
+    });
+    Plotly.react(box, traces, layout(170, {
+      margin: { l: 40, r: 6, t: 8, b: 26 },
+      xaxis: timeAxis({ nticks: 5 }),
+      yaxis: axis({ rangemode: "tozero", nticks: 5, ...(panel.top ? { range: [0, panel.top] } : {}) }),
+    }), { ...CONFIG, displayModeBar: false });
+  }
+
+  function fillPanels(place) {
+    for (const old of place.querySelectorAll(".plot")) forget(old);
+    place.replaceChildren();
+    const { panels, lines } = data.counters, first = offsets(lines);
+    const chosen = linesFor(place.dataset.panels);
+    let row = "";
+    panels.forEach((panel, number) => {
+      const shown = chosen.filter((i) => lines[i].panel === number);
+      if (!shown.length) return;
+      if (panel.row !== row) place.append(element("h3", panel.row));
+      row = panel.row;
+      const box = element("div", "", "panel"), keys = element("ul", "", "keys");
+      const plot = element("div", "", "plot");
+      plot.style.minHeight = "170px";
+      keys.append(...shown.map((i) => keyOf({ ...lines[i], color: tinted(lines[i].color) })));
+      box.append(element("h4", `${panel.title} (${panel.unit})`), keys, plot);
+      place.append(box);
+      watch(plot, () => drawPanel(plot, panel, shown, first));
+    });
+    if (!place.childElementCount) place.append(element("p", "No counter has a sample.", "dim"));
+  }
+
+  // ---- drawing what is looked at -----------------------------------------------------------
+
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      seen.unobserve(entry.target);
+      draw(entry.target);
+    }
+  }, { rootMargin: "400px" });
+  const waiting = new Map();
+
+  function watch(place, how) { waiting.set(place, how); seen.observe(place); }
+
+  function draw(place) {
+    const how = waiting.get(place);
+    if (!how) return;
+    waiting.delete(place);
+    drawn.set(place, how);
+    how();
+    place.dataset.drawn = "1";
+  }
+
+  function forget(place) {
+    seen.unobserve(place); waiting.delete(place);
+    if (drawn.delete(place)) Plotly.purge(place);
+  }
+
+  function again(place) { if (drawn.has(place)) drawn.get(place)(); }
+
+  /** In the colours that hold now. */
+  function redraw() {
+    for (const [place, how] of drawn) if (place.matches("figure")) how();
+    for (const place of document.querySelectorAll(".panels")) fillPanels(place);
+  }
+
+  // ---- choosing ----------------------------------------------------------------------------
+
+  function showAbout(rank) {
+    const table = byId("rank-table");
+    if (!table) return;
+    const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+    const own = [...table.tBodies[0].rows].filter((row) => {
+      const chosen = row.cells[0].textContent.split(".")[0] === rank;
+      row.classList.toggle("chosen", chosen);
+      return chosen;
+    });
+    const last = own[own.length - 1];
+    byId("about").replaceChildren(...(last ? heads.slice(1).map((head, i) => {
+      const pair = element("div");
+      pair.append(element("dt", head), element("dd", last.cells[i + 1].textContent));
+      return pair;
+    }) : []));
+  }
+
+  function showRank() {
+    showAbout(byId("chooser").value);
+    again(document.querySelector('[data-figure="rank"]'));
+    fillPanels(document.querySelector('[data-panels="rank"]'));
+    fetchDetail(byId("chooser").value).catch(() => {}); // the page has enough to show without it
+  }
+
+  function choose(rank) {
+    const chooser = byId("chooser");
+    if (![...chooser.options].some((option) => option.value === rank)) return;
+    chooser.value = rank;
+    showRank();
+    byId("rank").scrollIntoView();
+  }
+
+  function step(by) {
+    const chooser = byId("chooser");
+    const next = chooser.selectedIndex + by;
+    if (next < 0 || next >= chooser.options.length) return;
+    chooser.selectedIndex = next;
+    showRank();
+  }
+
+  function listen() {
+    for (const id of ["part", "rows"]) {
+      byId(id)?.addEventListener("change", () => again(document.querySelector('[data-figure="map"]')));
+    }
+    if (byId("chooser")) {
+      byId("chooser").addEventListener("change", showRank);
+      byId("previous").addEventListener("click", () => step(-1));
+      byId("next").addEventListener("click", () => step(1));
+      byId("rank-table")?.tBodies[0].addEventListener("click", (event) => {
+        const row = event.target.closest("tr");
+        if (row) choose(row.cells[0].textContent.split(".")[0]);
+      });
+    }
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    matchMedia("print").addEventListener("change", redraw);
+    addEventListener("beforeprint", () => { for (const place of [...waiting.keys()]) draw(place); });
+  }
+
+  // ---- while the job runs ------------------------------------------------------------------
+
+  const EVERY_MS = 5000;
+
+  function follow() {
+    if (!document.documentElement.dataset.live) return;
+    const text = byId("live-text");
+    byId("reload").addEventListener("click", () => location.reload());
+    const look = async () => {
+      try {
+        const answer = await fetch("summary.json", { credentials: "same-origin" });
+        if (!answer.ok) throw new Error(answer.status);
+        const now = await answer.json();
+        text.textContent = now.text;
+        byId("reload").hidden = !now.changed;
+        if (now.state === "running") setTimeout(look, EVERY_MS);
+      } catch {
+        text.textContent = "the server has ended; what is shown stays";
+      }
+    };
+    look();
+  }
+
+  async function start() {
+    try {
+      if (!globalThis.DecompressionStream) throw new Error("figures need a browser of 2023 or newer");
+      [data] = await Promise.all([loadData(), loadPlotly()]);
+      listen();
+      for (const place of document.querySelectorAll("figure.plot")) {
+        place.style.minHeight = `${height(place)}px`;
+        const how = DRAW[place.dataset.figure] || drawMade;
+        watch(place, () => how(place));
+      }
+      if (byId("chooser")) showRank();
+      fillPanels(document.querySelector('[data-panels="all"]'));
+      document.documentElement.dataset.ready = "1";
+    } catch (error) {
+      byId("problem").hidden = false;
+      byId("problem").textContent = `No figures: ${error.message}`;
+    }
+    follow();
+  }
+
+  start();
+})();

@@ -1,0 +1,149 @@
+"""What the traces of a run say, as tables for the page, and which files there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.analysis.trace.facade import TraceAnalysis
+from haiprof.analysis.trace.report import standard_report
+from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
+from haiprof.errors import HaiprofError
+from haiprof.report.functions_view import TITLES
+from haiprof.report.functions_view import shown_tables as function_tables
+from haiprof.report.memory_view import MemoryAnswers, memory_answers
+from haiprof.report.site.tables import PageTable, page_table
+from haiprof.report.text import printable
+from haiprof.report.trace_view import shown_tables
+from haiprof.rundir.layout import RunPaths
+from haiprof.units import ratio_text
+
+_FUNCTION_LIMIT, _MEMORY_LIMIT = 12, 10
+_OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionPart:
+    """One of the five reports on functions."""
+
+    title: str
+    meaning: tuple[str, ...]
+    tables: tuple[PageTable, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceParts:
+    """Sections of the page that need traces; each empty with its reason in `missing`."""
+
+    kernels: tuple[PageTable, ...] = ()
+    functions: tuple[FunctionPart, ...] = ()
+    memory: tuple[PageTable, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def trace_parts(run: RunPaths, *, read: bool) -> TraceParts:
+    """Reads the last window of a run's traces; what cannot be read is said, and never raised.
+
+    Args:
+        run: The run.
+        read: Whether traces are to be read at all: that takes long where they are large.
+    """
+    wanted = ("kernels", "Python functions", "memory")
+    if not read:
+        return TraceParts(missing=tuple((what, "left out by --no-traces") for what in wanted))
+    if not run.traces.is_dir() or not any(run.traces.glob("*.json*")):
+        why = "no traces in this run: `--trace` records a window"
+        return TraceParts(missing=tuple((what, why) for what in wanted))
+    missing: list[tuple[str, str]] = []
+    kernels, notes = _kernels(run, missing)
+    functions, memory = _functions(run, missing), _memory(run, missing)
+    return TraceParts(
+        kernels=kernels,
+        functions=functions,
+        memory=memory,
+        missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
+        notes=tuple(_short(note, run) for note in notes),
+    )
+
+
+def _short(text: str, run: RunPaths) -> str:
+    """On one line, with files named from the run directory on."""
+    return printable(text.replace(f"{run.root}/", ""))
+
+
+def _kernels(
+    run: RunPaths, missing: list[tuple[str, str]]
+) -> tuple[tuple[PageTable, ...], tuple[str, ...]]:
+    try:
+        report = standard_report(run.root)
+    except (HaiprofError, OSError) as error:
+        missing.append(("kernels", str(error)))
+        return (), ()
+    missing += report.missing.items()
+    tables = tuple(
+        page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
+        for each in shown_tables(report)
+    )
+    return tables, report.notes
+
+
+def _functions(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[FunctionPart, ...]:
+    try:
+        found = function_reports(TraceAnalysis(run.root).patterns())
+    except (HaiprofError, OSError) as error:
+        missing.append(("functions", str(error)))
+        return ()
+    return tuple(_parts(found))
+
+
+def _parts(found: FunctionReports) -> Iterator[FunctionPart]:
+    for report in found.reports:
+        share = report.facts["bottleneck"]["median"]
+        of = "" if share is None else f": {ratio_text(share)} of the time"
+        yield FunctionPart(
+            title=f"{report.title}{of}",
+            meaning=tuple(map(printable, report.meaning)),
+            tables=tuple(
+                page_table(TITLES[name], rows, columns, limit=_FUNCTION_LIMIT)
+                for name, rows, columns in function_tables(report)
+            ),
+            missing=tuple(map(printable, report.missing)),
+        )
+
+
+def _memory(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable, ...]:
+    try:
+        answers = memory_answers(TraceAnalysis(run.root), None)
+    except (HaiprofError, OSError) as error:
+        missing.append(("memory", str(error)))
+        return ()
+    missing += [(f"memory, {what}", why) for what, why in answers.missing.items()]
+    return tuple(_memory_tables(answers))
+
+
+def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
+    device = ["rank", "device_type", "device"]
+    levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
+    peaks = answers.timeline.group_by(device, maintain_order=True).agg(pl.col(levels).max())
+    names = [(name, name.removesuffix("_bytes").replace("_", " ")) for name in levels]
+    heads = [("rank", "rank"), ("device_type", "of"), *names]
+    yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
+    if answers.at_peak is not None:
+        origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+        named = answers.at_peak.with_columns(
+            name=pl.coalesce(origin, "operator", pl.lit(_OUTSIDE)), share_ratio=pl.col("ratio")
+        )
+        columns = [("rank", "rank"), ("name", "allocated by"), ("block_count", "blocks"),
+                   ("size_bytes", "size"), ("share_ratio", "share")]  # fmt: skip
+        largest = named.sort("size_bytes", descending=True)
+        yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
+    columns = [("rank", "rank"), ("name", "operator"), ("allocation_count", "allocations"),
+               ("allocated_bytes", "allocated"), ("freed_bytes", "freed"),
+               ("kept_bytes", "kept")]  # fmt: skip
+    ordered = operators.sort("allocated_bytes", descending=True, nulls_last=True)
+    yield page_table("By operator", ordered, columns, limit=_MEMORY_LIMIT)

@@ -1,0 +1,1 @@
+"""torch-tb-profiler kept working: right numbers from traces of today, pages without network."""

@@ -1,0 +1,1 @@
+"""Execution traces of PyTorch (ExecutionTraceObserver): read as frames, written with times."""
