@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 torch.manual_seed(0)
 class Data(Dataset):
-    def __len__(self): return 120
+    def __len__(self): return 200
     def __getitem__(self, place):
         time.sleep(0.008 + float(sys.argv[1]))
         return torch.randn(8, 16)
@@ -61,7 +62,6 @@ def test_real_runs_ten_percent_apart_are_found_and_equal_ones_are_not(
     logs = tmp_path / "logs"
     first = recorded(script, "first", 0.0, logs)
     second = recorded(script, "second", 0.0, logs, OMP_NUM_THREADS="2", SECRET_TOKEN="geheim")
-    slower = recorded(script, "slower", 0.004, logs)
 
     _, equal = compared(first, second, folder=tmp_path / "equal")
     assert equal["verdict"]["state"] in ("same", "undecided")
@@ -69,13 +69,18 @@ def test_real_runs_ten_percent_apart_are_found_and_equal_ones_are_not(
     assert {d["name"]: d["after"] for d in variables}["OMP_NUM_THREADS"] == "2"
     assert "geheim" not in json.dumps(equal)
 
-    status, found = compared(
-        slower, "--baseline", "last-good", "--fail-if-slower", "5%", folder=tmp_path / "slower"
-    )
-    assert found["baseline"]["path"] == str(second)
-    assert found["step_time"]["ratio"] == pytest.approx(1.18, abs=0.08)
-    assert found["verdict"]["state"] in ("slower", "undecided")
-    assert status == (10 if found["verdict"]["state"] == "slower" else 5)
+    for attempt in range(3):  # on a machine with other load a comparison may stay undecided
+        slower = recorded(script, f"slower{attempt}", 0.004, logs)
+        status, found = compared(
+            slower, "--baseline", "last-good", "--fail-if-slower", "5%", folder=tmp_path / "slower"
+        )
+        assert found["baseline"]["path"] == str(second)
+        assert found["step_time"]["ratio"] == pytest.approx(1.18, abs=0.08)
+        if found["verdict"]["state"] != "undecided":
+            break
+        assert status == 5
+        shutil.rmtree(slower)
+    assert (found["verdict"]["state"], status) == ("slower", 10)
     cause = next(part for part in found["parts"] if part["share_ratio"] is not None)
     assert cause["name"] == "dataloader"
     assert cause["is_significant"]

@@ -549,7 +549,7 @@ def test_job_outlives_who_submitted_it(work: Path) -> None:
     logs = work / "haiprof-logs"
     wait_until(lambda: logs.is_dir() and find_runs(logs))
     run = RunPaths(find_runs(logs)[0])
-    assert run.root in [job.run.root for job in running_jobs([])]
+    wait_until(lambda: run.root in [job.run.root for job in running_jobs([])])
     os.killpg(submitter.pid, signal.SIGHUP)  # its terminal is closed
     os.killpg(submitter.pid, signal.SIGKILL)
     submitter.wait()
