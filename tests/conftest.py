@@ -7,12 +7,14 @@ import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.one_slurm import one_machine_slurm
 
 Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
 
@@ -50,3 +52,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Slurm of this machine alone, whose commands find it; skips where there is none."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    with one_machine_slurm(folder) as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        yield

@@ -67,6 +67,12 @@ def text(value: object) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
+def mean(values: pl.Series) -> float | None:
+    """Mean without nulls; null where nothing is left."""
+    value = values.mean()
+    return float(value) if isinstance(value, (int, float)) else None
+
+
 def median(values: pl.Series) -> float | None:
     """Median without nulls; null where nothing is left."""
     value = values.median()

@@ -1,4 +1,4 @@
-"""What counters say of each rank and node while the judged steps ran: medians, and few points."""
+"""What counters say of each rank and node while the judged steps ran: averages, and few points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.analysis.counters import SourceMetrics, record_files, source_metrics
 from haiprof.analysis.device import Floats
 from haiprof.analysis.nesting import Ints
-from haiprof.analysis.records import median
+from haiprof.analysis.records import mean, median
 from haiprof.analysis.run import RunFiles
 
 POINT_COUNT = 240
@@ -56,6 +56,8 @@ _OF_NODES = {
     ),
 }
 _SERIES = ("memory_rss_bytes", "memory_used_bytes", "run_queue_wait_ratio")
+_LOST = "run_queue_wait_ratio"
+"""A share of time that is lost, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset(
     (s, m) for table in (_OF_RANKS, _OF_NODES) for s, ms in table.items() for m in ms
 )
@@ -75,6 +77,8 @@ class Counted:
 
     medians: Mapping[str, Mapping[int, float]]
     """By metric of a process or GPU: each rank's median, where known."""
+    core_waits: Mapping[int, float]
+    """Each rank's mean share of time in which its main thread could run and got no core."""
     points: pl.DataFrame
     """`rank`, `metric`, `time_ns`, `value`: a few series of each rank, thinned."""
     nodes: Mapping[str, Means]
@@ -96,6 +100,7 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
     medians: dict[str, dict[int, float]] = {}
+    waits: dict[int, float] = {}
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
     nodes: dict[str, Means] = {}
     for node in files.nodes:
@@ -111,10 +116,12 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
                 shared.append(found)
         for metric, ranks in _medians(series).items():
             medians.setdefault(metric, {}).update(ranks)
+        waits |= _mean_waits(series)
         points.append(_thinned([each for each in series if each.metric in _SERIES]))
         nodes[node.host] = _means(shared, of_hosts.get(node.host))
     ordered = {metric: dict(sorted(values.items())) for metric, values in sorted(medians.items())}
-    return Counted(medians=ordered, points=pl.concat(points), nodes=nodes)
+    core_waits = dict(sorted(waits.items()))
+    return Counted(medians=ordered, core_waits=core_waits, points=pl.concat(points), nodes=nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +151,27 @@ def _of_ranks(found: SourceMetrics, windows: Mapping[int, Window]) -> Iterator[_
             )  # fmt: skip
 
 
-def _medians(series: Iterable[_Series]) -> dict[str, dict[int, float]]:
-    """By metric and rank, where there is a value."""
+def _by_rank(series: Iterable[_Series]) -> Iterator[tuple[str, int, pl.Series]]:
+    """All values of each metric of each rank."""
     parts: dict[tuple[str, int], list[Floats]] = {}
     for each in series:
         parts.setdefault((each.metric, each.rank), []).append(each.values)
-    found: dict[str, dict[int, float]] = {}
     for (metric, rank), values in parts.items():
-        middle = median(pl.Series(np.concatenate(values), nan_to_null=True))
+        yield metric, rank, pl.Series(np.concatenate(values), nan_to_null=True)
+
+
+def _mean_waits(series: Iterable[_Series]) -> dict[int, float]:
+    """By rank, where there is a value."""
+    waits = _by_rank(each for each in series if each.metric == _LOST)
+    means = ((rank, mean(values)) for _, rank, values in waits)
+    return {rank: share for rank, share in means if share is not None}
+
+
+def _medians(series: Iterable[_Series]) -> dict[str, dict[int, float]]:
+    """By metric and rank, where there is a value."""
+    found: dict[str, dict[int, float]] = {}
+    for metric, rank, values in _by_rank(series):
+        middle = median(values)
         if middle is not None:
             found.setdefault(metric, {})[rank] = middle
     return found

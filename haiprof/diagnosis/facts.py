@@ -63,7 +63,7 @@ class Facts:
     busy_cores: Mapping[int, float]
     """The same with its children: DataLoader workers."""
     core_waits: Mapping[int, float]
-    """Median share of time in which the rank's main thread could run and got no core."""
+    """Share of time in which the rank's main thread could run and got no core."""
     process_counts: Mapping[int, float]
     """Median number of processes of the rank, its children included."""
     placements: Mapping[int, Placement]
@@ -138,7 +138,7 @@ def gather_facts(
         gpu_use=counted.of("utilization_ratio"),
         main_cores=counted.of("cpu_main_cores"),
         busy_cores=counted.of("cpu_cores"),
-        core_waits=counted.of("run_queue_wait_ratio"),
+        core_waits=counted.core_waits,
         process_counts=counted.of("process_count"),
         counted=counted,
         placements=placements(analyzer.files),
@@ -315,12 +315,6 @@ def phase_medians(facts: Facts, *phases: str) -> tuple[str, tuple[float, ...]] |
     values = [median(steps[name]) for name in (*names, "step_ns")]
     known = tuple(value for value in values if value is not None)
     return (clock, known) if len(known) == len(values) and known[-1] else None
-
-
-def mean(values: pl.Series) -> float | None:
-    """Mean without nulls; null where nothing is left."""
-    value = values.mean()
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def median_share(facts: Facts, phase: str) -> float | None:

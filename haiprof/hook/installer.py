@@ -88,15 +88,6 @@ class Installer:
         self.recorder.forked = self._restart
         self.recorder.calibrate = self.calibrate
 
-    def _attempt(self, name: str, part: Callable[[], None]) -> str:
-        try:
-            part()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self.recorder.lines.append({"type": "patch_failed", "phase": name, "reason": reason})
-            return reason
-        return "ok"
-
     def uninstall(self) -> None:
         """Puts the originals back; what somebody wrapped again stays, and is inert."""
         self.state.close()  # first: whatever stays in place is inert from here on

@@ -133,7 +133,9 @@ class State:
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
         watched = self.watch.begin(kind, target) if self.watch is not None else None
-        self.slow = self.device is not None or self.watch is not None or not self.recorder.armed
+        self.slow = self.device is not None or not self.recorder.armed
+        if self.watch is not None:  # asked after: another thread may put one in meanwhile
+            self.slow = True
         mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
         if watched is None or mark is None:
             return mark or watched

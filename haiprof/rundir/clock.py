@@ -21,7 +21,3 @@ class ClockAnchor:
         before = time.perf_counter_ns()
         wall = time.time_ns()
         return cls(wall, (before + time.perf_counter_ns()) // 2)
-
-    def to_wall(self, mono_ns: int) -> int:
-        """Unix time in ns of a monotonic time in ns."""
-        return mono_ns - self.mono_ns + self.wall_ns

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.schema import NULL_I64, Table
+from haiprof.rundir.schema import Table
 
 if TYPE_CHECKING:
     from haiprof.samplers.ranks import RankReports
@@ -184,8 +184,3 @@ def os_status(error: OSError) -> Status:
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ESRCH):
         return "absent"
     return "unsupported"
-
-
-def or_null(value: int | None) -> int:
-    """The value as an i64 column stores it."""
-    return NULL_I64 if value is None else value

@@ -302,15 +302,21 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
 # -- cores ----------------------------------------------------------------------------------------
 
 
-def neighbours(root: Path, *, wait: float, node: float) -> Verdict:
+def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> Verdict:
+    """Others come at a time in s; until then the rank's half core is all that is used."""
     write_story(root, lambda *_: BALANCED, steps=800)
+
+    def host(t: float) -> dict[str, float]:
+        busy = 0.5 * (t + 2) + (node - 0.5) * max(t - since, 0.0)
+        return {"cpu_count": 2, "cpu_user_ns": int(busy * NS_PER_S),
+                "cpu_idle_ns": int((2 * (t + 2) - busy) * NS_PER_S)}  # fmt: skip
+
     counters(
         root,
         lambda t: {"cpu_ns": int(0.5 * (t + 2) * NS_PER_S),
                    "cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
-                   "run_queue_wait_ns": int(wait * (t + 2) * NS_PER_S)},
-        host=lambda t: {"cpu_count": 2, "cpu_user_ns": int(node * (t + 2) * NS_PER_S),
-                        "cpu_idle_ns": int((2 - node) * (t + 2) * NS_PER_S)},
+                   "run_queue_wait_ns": int(wait * max(t - since, 0.0) * NS_PER_S)},
+        host=host,
     )  # fmt: skip
     placed(root)
     return judged(root)
@@ -322,6 +328,12 @@ def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:
     assert {e.name: e.value for e in finding.evidence}[
         "cores used by others on its node"
     ] == pytest.approx(1.5, abs=0.05)
+
+
+def test_neighbours_that_come_late_are_named_with_what_they_cost_in_all(root: Path) -> None:
+    finding = found(neighbours(root, wait=0.6, node=2.0, since=9.0), "busy_neighbours")
+    wait = {e.name: e.value for e in finding.evidence}["rank 0: could run and got no core"]
+    assert 0.15 < wait < 0.3  # 0.6 in less than half of the run
 
 
 @pytest.mark.parametrize(("wait", "node"), [(0.02, 2.0), (0.4, 0.6)])

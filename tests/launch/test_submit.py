@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from haiprof.launch.submit.spec import (
 from haiprof.launch.submit.yaml_text import yaml_text
 from haiprof.rundir.layout import RunPaths
 from haiprof.rundir.manifest import find_runs, read_manifest
-from tests.analysis.trace.one_slurm import one_machine_slurm
 from tests.integration.jobs import PYTHON, environment
 
 HOSTILE = (
@@ -590,16 +589,6 @@ def test_job_that_cannot_start_is_said_at_once(work: Path) -> None:
     done = submitted("no-such-program-here")
     assert done.returncode == 1
     assert "no-such-program-here" in done.stderr
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("submitit")
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    with one_machine_slurm(folder) as conf:
-        monkeypatch.setenv("SLURM_CONF", str(conf))
-        yield
 
 
 @pytest.mark.slow

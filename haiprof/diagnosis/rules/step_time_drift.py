@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import polars as pl
 
+from haiprof.analysis.records import mean
 from haiprof.analysis.step_frame import STEP_PHASES
 from haiprof.diagnosis.change_point import Rise, rise
-from haiprof.diagnosis.facts import Facts, mean
+from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.thresholds import (
     DRIFT_MAIN_RATIO,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import polars as pl
 import pytest
 
+from haiprof.analysis.trace.pool import Progress, Question, Serial
 from haiprof.analysis.trace.temporal import with_launch
 from haiprof.traces.find import trace_files
 from haiprof.traces.trace import Trace
@@ -28,6 +29,24 @@ REAL_TRACES = (
 WITHOUT_D11 = tuple(name for name in REAL_TRACES if "simple_add" not in name and "b200" not in name)
 GPU_CATEGORIES = {"kernel", "Kernel", "gpu_memcpy", "Memcpy", "gpu_memset", "Memset"}
 REPOSITORY = Path(__file__).parents[3]
+
+
+class Counting(Serial):
+    """A pool that says which files it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Path] = []
+
+    def map(
+        self,
+        question: Question[Any],
+        paths: Sequence[Path],
+        options: Mapping[str, Any],
+        progress: Progress | None = None,
+    ) -> list[Any]:
+        self.asked += paths
+        return super().map(question, paths, options, progress)
 
 
 def traces(name: str) -> Path:

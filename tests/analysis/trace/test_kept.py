@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,16 @@ from polars.testing import assert_frame_equal
 
 import haiprof
 from haiprof.analysis.trace import kept, report
-from haiprof.analysis.trace.pool import Progress, Question, Serial
 from haiprof.analysis.trace.report import TraceReport, standard_report
-from tests.analysis.trace.shared import REAL_TRACES, kernel, launch, rank_file, step, traces
-
-
-class Counting(Serial):
-    """A pool that says which files it was asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Path] = []
-
-    def map(
-        self,
-        question: Question[Any],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
-        progress: Progress | None = None,
-    ) -> list[Any]:
-        self.asked += paths
-        return super().map(question, paths, options, progress)
+from tests.analysis.trace.shared import (
+    REAL_TRACES,
+    Counting,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    traces,
+)
 
 
 def asked(path: Path, **options: Any) -> tuple[TraceReport, int]:

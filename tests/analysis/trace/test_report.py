@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof.analysis.trace.facade import TraceAnalysis
-from haiprof.analysis.trace.pool import LocalProcesses, Progress, Question, Serial
+from haiprof.analysis.trace.pool import LocalProcesses, Serial
 from haiprof.analysis.trace.report import SECTIONS, TraceReport, standard_report
 from haiprof.errors import MissingDataError
-from tests.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
+from tests.analysis.trace.shared import Counting, event, kernel, launch, rank_file, step, traces
 
 REAL = [
     "dlrm_v100_8ranks",
@@ -38,24 +37,6 @@ METHODS = {
 }
 
 
-class Counting(Serial):
-    """A pool that counts visits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visits: list[Path] = []
-
-    def map(
-        self,
-        question: Question[Any],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
-        progress: Progress | None = None,
-    ) -> list[Any]:
-        self.visits += paths
-        return super().map(question, paths, options, progress)
-
-
 def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
     for rank in (0, 1):
         calls = [launch(5, 1), launch(6, 101)] if rank in launches_of else []
@@ -68,7 +49,7 @@ def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that no answers are kept yet
     pool = Counting()
     standard_report(traces("dlrm_v100_8ranks"), pool=pool)
-    assert len(pool.visits) == len(set(pool.visits)) == 8
+    assert len(pool.asked) == len(set(pool.asked)) == 8
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from haiprof.analysis.trace.cluster import cluster_pool
 from haiprof.analysis.trace.report import standard_report
 from haiprof.analysis.trace.slurm import SlurmCluster, SlurmOptions
 from haiprof.errors import MissingExtraError, UsageError
-from tests.analysis.trace.one_slurm import one_machine_slurm
 from tests.analysis.trace.shared import kernel, rank_file, traces
 
 
@@ -84,16 +82,6 @@ def test_machine_without_slurm_is_one_error(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="sbatch"):
         standard_report(rank_file(tmp_path, 0, [kernel("a", 1, 1)]), pool=SlurmCluster())
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("dask_jobqueue")
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    with one_machine_slurm(folder) as conf:
-        monkeypatch.setenv("SLURM_CONF", str(conf))
-        yield
 
 
 @pytest.mark.slow
