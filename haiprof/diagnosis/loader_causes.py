@@ -11,6 +11,7 @@ from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
     BURST_RARE_RATIO,
+    BURST_UNUSUAL_RATIO,
     CORES_FULL_RATIO,
     EPOCH_MAIN_RATIO,
     FREE_CORES,
@@ -140,7 +141,10 @@ def _epochs(facts: Facts, loading: _Loading) -> LoaderCause | None:
 
 
 def _rare_samples(facts: Facts, loading: _Loading) -> LoaderCause | None:
-    """Few steps hold most of the waiting: fewer than bursts of so many workers would give."""
+    """Few steps hold most of the waiting: fewer than bursts of so many workers would give.
+
+    What each step waits as usual, the median, is left out: slow samples are slow beside others.
+    """
     if loading.workers is None:
         return None
     rare = [_rare_share(facts.of_rank(r)["dataloader_host_ns"].to_numpy()) for r in facts.world]
@@ -154,17 +158,18 @@ def _rare_samples(facts: Facts, loading: _Loading) -> LoaderCause | None:
         "length): time dataset[i] for each i; prepare them ahead, or read further ahead "
         "(prefetch_factor)",
         evidence=(
-            Evidence(name="steps that hold 80 % of the waiting", value=typical, unit="ratio"),
+            Evidence(name="steps with 80 % of the unusual waiting", value=typical, unit="ratio"),
             Evidence(name="workers", value=float(loading.workers), unit="count"),
         ),
     )
 
 
 def _rare_share(waits: Floats) -> float:
-    """Share of the steps that together hold 80 % of the waiting."""
-    ordered = np.sort(waits.astype(np.float64))[::-1]
-    if not ordered.sum():
+    """Share of the steps with 80 % of the waiting beyond the median; 1 where that is little."""
+    excess = np.maximum(waits - np.median(waits), 0.0) if len(waits) else np.zeros(0)
+    if excess.sum() <= BURST_UNUSUAL_RATIO * waits.sum():
         return 1.0
+    ordered = np.sort(excess)[::-1]
     reached = np.cumsum(ordered) >= BURST_MAIN_RATIO * ordered.sum()
     return float((int(reached.argmax()) + 1) / len(ordered))
 

@@ -188,8 +188,10 @@ FIRST_BATCH_RATIO = 0.10
 EPOCH_MAIN_RATIO = 0.50
 BURST_MAIN_RATIO = 0.80
 BURST_RARE_RATIO = 0.50
-"""Waiting is concentrated where 80 % of it (TraceML's coverage) lies in fewer than half as many
-steps as bursts of W workers would give, which is one in W. Own choice."""
+"""Waiting beyond the median is concentrated where 80 % of it (TraceML's coverage) lies in fewer
+than half as many steps as bursts of W workers would give, which is one in W. Own choice."""
+BURST_UNUSUAL_RATIO = 0.50
+"""Most of the waiting is more than the median step's. Own choice."""
 LOADER_IDLE_RATIO = 0.50
 """Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
 which training waits for them. Own choice."""

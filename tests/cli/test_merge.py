@@ -237,7 +237,7 @@ def viewer(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield show
     for server in servers:
         server.terminate()
-        server.communicate(timeout=20)
+        server.communicate(timeout=90)
 
 
 def ask(page: Page, sql: str) -> list[list[str]]:

@@ -63,7 +63,7 @@ def test_of_a_run_the_merged_trace_is_taken_unless_a_rank_is_named(tmp_path: Pat
 def ask(running: Served, path: str, **headers: str) -> tuple[int, bytes, str | None]:
     address = urlsplit(running.url)
     assert address.hostname is not None
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=90)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     found = answer.status, answer.read(), answer.getheader("Set-Cookie")

@@ -198,10 +198,20 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
     assert "persistent_workers=True" in finding.remedy
 
 
-def test_few_slow_samples_are_told_from_bursts_of_workers(root: Path) -> None:
-    write_story(root, lambda rank, step: (0.2 if step % 15 else 400.0, *BALANCED[1:]), steps=300)
+@pytest.mark.parametrize("usual_ms", [0.2, 14.0])
+def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual_ms: float) -> None:
+    waits = lambda step: usual_ms if step % 15 else 400.0  # noqa: E731
+    write_story(root, lambda rank, step: (waits(step), *BALANCED[1:]), steps=300)
     note(root, 0, type="dataloader", workers=2)
     assert found(judged(root), "dataloader_bound").cause == "slow_samples"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None:
+    waits = lambda step: 0.2 if step % workers else 40.0 * workers  # noqa: E731
+    write_story(root, lambda rank, step: (waits(step), *BALANCED[1:]), steps=300)
+    note(root, 0, type="dataloader", workers=workers)
+    assert found(judged(root), "dataloader_bound").cause != "slow_samples"
 
 
 # -- interruptions --------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ def test_run_that_was_killed_outright_reads_like_any_other(tmp_path: Path) -> No
         launcher = psutil.Process(process.pid)
         for victim in [launcher, *launcher.children(recursive=True)]:
             victim.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=90)
     analyzer = Analyzer(tmp_path / "logs")
     assert analyzer.steps().height >= 10
     assert analyzer.ranks()["recording_ended"].to_list() == [None]

@@ -71,7 +71,7 @@ def test_scalars_follow_ends_on_sigterm(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(6)
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=90)
     finally:
         process.kill()
         process.wait()
