@@ -130,6 +130,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "load": round(load, 2),
         "took_s": round(took, 1),
         "strangers_cores": round(strangers, 2),
+        "stolen_cores": round(others[2] / took, 2),
     }
     return {**found, **numbers, "but for neighbours": alone}
 
@@ -154,13 +155,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """CPU time of the whole machine, and of the processes that this one started and has awaited."""
+def cpu_seconds() -> tuple[float, float, float]:
+    """CPU time of the machine, of the processes that this one has awaited, and what was stolen."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     ticks = [int(field) for field in fields]
     busy = sum(ticks[:3]) + sum(ticks[5:7])
     used = os.times()
-    return busy / os.sysconf("SC_CLK_TCK"), used.children_user + used.children_system
+    tick = os.sysconf("SC_CLK_TCK")
+    return busy / tick, used.children_user + used.children_system, ticks[7] / tick
 
 
 def without_neighbours(case: Case, found: dict[str, Any], strangers: float) -> str:
@@ -243,15 +245,17 @@ def judged(case: Case, folder: Path, status: int) -> dict[str, Any]:
 def show(rows: Sequence[tuple[Case, dict[str, Any]]], out: Path | None) -> None:
     """Prints the confusion table, and writes it beside the results."""
     lines = [
-        "| case | ranks | expected | outcome | others used | findings, in order |",
-        "|---|---|---|---|---|---|",
+        "| case | ranks | expected | outcome | others used | stolen | findings, in order |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case, row in rows:
         expected = case.expected or "nothing"
         found = ", ".join(row.get("findings", [])) or row.get("why", "-")
         others = f"{max(row.get('strangers_cores', 0.0), 0.0):.2f} cores"
+        stolen = f"{row['stolen_cores']:.2f} cores" if "stolen_cores" in row else "-"
         lines.append(
-            f"| {case.name} | {case.ranks} | {expected} | {row['outcome']} | {others} | {found} |"
+            f"| {case.name} | {case.ranks} | {expected} | {row['outcome']} | {others} | {stolen} "
+            f"| {found} |"
         )
     lines += ["", *count("All counted", "outcome", rows)]
     lines += count("But for neighbours that were really there", "but for neighbours", rows)

@@ -42,6 +42,7 @@ _OF_NODES = {
         "cpu_count",
         "cpu_utilization_ratio",
         "cpu_iowait_ratio",
+        "cpu_steal_ratio",
         "memory_total_bytes",
         "memory_available_bytes",
         "swap_in_bytes_per_s",
@@ -65,6 +66,7 @@ _SOURCES = (*_OF_RANKS, *_OF_NODES)
 _MEAN_SCHEMA = {
     "time_ns": pl.Int64, "entity": pl.String, "metric": pl.String, "value": pl.Float64
 }  # fmt: skip
+STOLEN_SCHEMA = {"host": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 POINT_SCHEMA = {"rank": pl.Int64, "metric": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 Window = tuple[int, int]
 """First and last Unix time in ns."""
@@ -83,6 +85,8 @@ class Counted:
     """`rank`, `metric`, `time_ns`, `value`: a few series of each rank, thinned."""
     nodes: Mapping[str, Means]
     """By host and entity (null: the node itself): mean of each metric of host and cgroup."""
+    stolen: pl.DataFrame
+    """`host`, `time_ns`, `value`: of the time with work, the hypervisor's share; thinned."""
 
     def of(self, metric: str) -> Mapping[int, float]:
         """Median by rank of one metric."""
@@ -102,6 +106,7 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
     medians: dict[str, dict[int, float]] = {}
     waits: dict[int, float] = {}
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
+    stolen = [pl.DataFrame(schema=STOLEN_SCHEMA)]
     nodes: dict[str, Means] = {}
     for node in files.nodes:
         series: list[_Series] = []
@@ -119,9 +124,13 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         waits |= _mean_waits(series)
         points.append(_thinned([each for each in series if each.metric in _SERIES]))
         nodes[node.host] = _means(shared, of_hosts.get(node.host))
+        stolen += [_stolen(node.host, each, of_hosts.get(node.host)) for each in shared]
     ordered = {metric: dict(sorted(values.items())) for metric, values in sorted(medians.items())}
     core_waits = dict(sorted(waits.items()))
-    return Counted(medians=ordered, core_waits=core_waits, points=pl.concat(points), nodes=nodes)
+    return Counted(
+        medians=ordered, core_waits=core_waits, points=pl.concat(points), nodes=nodes,
+        stolen=pl.concat(stolen),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +212,26 @@ def _thinned(series: Sequence[_Series]) -> pl.DataFrame:
         .sort("rank", "metric", "time_ns")
         .select(pl.col(name).cast(kind) for name, kind in POINT_SCHEMA.items())
         .collect()
+    )
+
+
+def _stolen(host: str, found: SourceMetrics, window: Window | None) -> pl.DataFrame:
+    """Steal by steal and work, over time."""
+    values = {m.name: m.values for m in found.metrics if found.source == "host"}
+    if window is None or not {"cpu_steal_ratio", "cpu_utilization_ratio"} <= values.keys():
+        return pl.DataFrame(schema=STOLEN_SCHEMA)
+    steal, work = values["cpu_steal_ratio"], values["cpu_utilization_ratio"]
+    inside = (found.time_ns >= window[0]) & (found.time_ns <= window[1])
+    at = np.flatnonzero(inside & (steal + work > 0))
+    part = (found.time_ns[at] - window[0]) // max((window[1] - window[0]) // POINT_COUNT, 1)
+    rows = pl.DataFrame(
+        {"part": part, "time_ns": found.time_ns[at], "value": steal[at] / (steal[at] + work[at])}
+    )
+    return (
+        rows.group_by("part")
+        .agg(pl.col("time_ns").median().cast(pl.Int64), pl.col("value").mean())
+        .sort("part")
+        .select(pl.lit(host).alias("host"), "time_ns", "value")
     )
 
 

@@ -14,6 +14,7 @@ from haiprof.diagnosis.finding import Abstention, Finding
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
 from haiprof.diagnosis.reacted import reacted_lines
 from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.rules.cpu_stolen import stolen_notes
 from haiprof.diagnosis.traced import traced_lines
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
@@ -56,7 +57,7 @@ def diagnose(
         events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
-        notes=tuple(analyzer.notes()),
+        notes=(*analyzer.notes(), *stolen_notes(facts)),
         traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
         reactions=reacted_lines(facts.reactions, analyzer.run),
     )

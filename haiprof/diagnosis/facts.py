@@ -42,6 +42,8 @@ class NodeCpu:
     """Periods of that limit in which something ran; null where they are not counted."""
     throttled_ratio: float | None
     """Share of those in which something had to stop; null without any."""
+    stolen_ratio: float | None
+    """Of the time in which the CPUs had work, what the hypervisor kept; null where not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,13 @@ class Facts:
     """Where each rank ran, where that was recorded."""
     node_cpus: Mapping[str, NodeCpu]
     """By host; those that have ranks with steps."""
+    stolen: Mapping[int, float]
+    """Share of time that the hypervisor took from the rank's main thread, as far as known.
+
+    That is steal's share of its node's work, in the time in which the thread had a core: Linux
+    counts stolen time as time of the thread (kernel/sched/clock.c; without
+    CONFIG_PARAVIRT_TIME_ACCOUNTING), and if it did not, more was lost.
+    """
     training_ns: float
     """Time in training steps of the rank that has most of it."""
     save_ns: float
@@ -129,6 +138,7 @@ def gather_facts(
     windows = _windows(spans, analyzer.ranks())
     pauses = _last_attempts(analyzer.pauses())
     counted = count(analyzer.files, spans.drop("attempt"), windows)
+    main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
     return Facts(
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
@@ -136,13 +146,14 @@ def gather_facts(
         first_steps=pl.concat([steps.clear(), *(_first_step(part) for part in parts.values())]),
         ranks=analyzer.ranks(),
         gpu_use=counted.of("utilization_ratio"),
-        main_cores=counted.of("cpu_main_cores"),
+        main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
         core_waits=counted.core_waits,
         process_counts=counted.of("process_count"),
         counted=counted,
         placements=placements(analyzer.files),
-        node_cpus=_node_cpus(counted, windows),
+        node_cpus=node_cpus,
+        stolen=_stolen(analyzer.ranks(), main_cores, node_cpus),
         training_ns=float(max((part["step_ns"].sum() for part in parts.values()), default=0)),
         save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
@@ -244,6 +255,26 @@ def _node_cpus(counted: Counted, windows: pl.DataFrame) -> dict[str, NodeCpu]:
     }
 
 
+def _stolen(
+    ranks: pl.DataFrame, main_cores: Mapping[int, float], node_cpus: Mapping[str, NodeCpu]
+) -> dict[int, float]:
+    """By rank, where its node's steal and its own CPU use are known."""
+    found = {}
+    for rank, host in ranks.select("rank", "host").drop_nulls().rows():
+        node, main = node_cpus.get(host), main_cores.get(rank)
+        if node is not None and node.stolen_ratio is not None and main is not None:
+            found[rank] = node.stolen_ratio * min(main, 1.0)
+    return found
+
+
+def _stolen_ratio(entities: Sequence[Mapping[str, float | None]]) -> float | None:
+    for means in entities:
+        steal, work = means.get("cpu_steal_ratio"), means.get("cpu_utilization_ratio")
+        if steal is not None and work is not None:
+            return steal / (steal + work) if steal else 0.0
+    return None
+
+
 def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) -> NodeCpu:
     """From the means by metric of the node, of its cgroup and of those above that have a limit.
 
@@ -259,6 +290,7 @@ def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) ->
         limit_cores=min(limits, default=None) if limit is None else limit,
         period_count=None if periods is None else periods * seconds,
         throttled_ratio=_throttled_ratio(most),
+        stolen_ratio=_stolen_ratio(entities),
     )
 
 

@@ -84,6 +84,11 @@ Own choice."""
 CORE_WAIT_WARNING_RATIO = 0.15
 """Share of time in which the main thread could run and got no core. Above the tenth that others may
 have caused. Own choice."""
+STOLEN_WARNING_RATIO = 0.25
+STOLEN_NOTED_RATIO = 0.05
+"""Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
+is noted and taken off what other rules find; by a quarter the loop is a third slower. Own choice.
+"""
 CORE_WAIT_CRITICAL_RATIO = 0.30
 """With a third of the time lost in waiting, a free core would make the loop half again as fast.
 Own choice."""
@@ -158,7 +163,7 @@ COMPARE_COUNTER_RATIO = 0.10
 """A counter that changed by less is not shown: memory in use, say, is never twice the same. Own
 choice."""
 COMPARE_LOAD_RATIO = 0.10
-"""Share of the nodes' cores that other programs used in the slower run, from which on it is asked
+"""Share of the nodes' cores that others used in the slower run, from which on it is asked
 what that may explain, however much they used in the other one; a change of that share by as much is
 said where nothing is asked. TraceML's 10 % of what a step should not hold."""
 COMPARE_SHARED_CORE_RATIO = 0.50

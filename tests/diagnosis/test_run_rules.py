@@ -353,6 +353,56 @@ def test_busy_neighbours_need_waiting_and_somebody_else(
     assert "busy_neighbours" not in rules(neighbours(root, wait=wait, node=node))
 
 
+def stolen(root: Path, *, steal: float, later: float | None = None, **story: Any) -> Verdict:
+    """A main thread that always runs on one of two cores; steal in cores, from 8 s on `later`."""
+    write_story(root, steps=800, **story)
+    then = steal if later is None else later
+
+    def host(t: float) -> dict[str, float]:
+        taken = steal * (t + 2) + (then - steal) * max(t - 8, 0.0)
+        idle = 1.0 * (t + 2)
+        return {
+            "cpu_count": 2,
+            "cpu_user_ns": int((2 * (t + 2) - idle - taken) * NS_PER_S),
+            "cpu_steal_ns": int(taken * NS_PER_S),
+            "cpu_idle_ns": int(idle * NS_PER_S),
+        }
+
+    busy = lambda t: int((t + 2) * NS_PER_S)  # noqa: E731
+    counters(root, lambda t: {"cpu_ns": busy(t), "cpu_main_ns": busy(t)}, host=host)
+    placed(root)
+    return judged(root)
+
+
+@pytest.mark.parametrize(("steal", "fires", "noted"), [(0.4, True, False), (0.1, False, True),
+                                                       (0.0, False, False)])  # fmt: skip
+def test_cores_that_the_hypervisor_takes_are_named(
+    root: Path, steal: float, fires: bool, noted: bool
+) -> None:
+    verdict = stolen(root, steal=steal, times=lambda *_: BALANCED)
+    assert rules(verdict) == (["cpu_stolen"] if fires else [])
+    assert any("hypervisor" in note for note in verdict.notes) is noted
+    if fires:
+        value = found(verdict, "cpu_stolen").evidence[0].value
+        assert value == pytest.approx(steal, abs=0.02)
+
+
+@pytest.mark.parametrize("steal", [0.0, 0.15])
+def test_what_steal_may_explain_is_no_finding(root: Path, steal: float) -> None:
+    verdict = stolen(root, steal=steal, times=lambda *_: (2.5, *BALANCED[1:]))
+    assert ("dataloader_bound" in rules(verdict)) is (steal == 0)
+    assert ("hypervisor" in dict(verdict.abstained).get("dataloader_bound", "")) is (steal > 0)
+
+
+@pytest.mark.parametrize("later", [0.0, 0.25])
+def test_drift_that_steal_explains_is_no_finding(root: Path, later: float) -> None:
+    slower = lambda rank, step: tuple(  # noqa: E731
+        ms * (1.3 if step * 18 > 8000 else 1.0) for ms in BALANCED
+    )
+    verdict = stolen(root, steal=0.0, later=later, times=slower)
+    assert ("step_time_drift" in rules(verdict)) is (later == 0)
+
+
 @pytest.mark.parametrize(
     ("threads", "cores", "fires"),
     [(2, 1.0, True), (2, 1.8, False), (1, 1.0, False), (2, 0.5, False)],

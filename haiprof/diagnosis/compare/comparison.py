@@ -62,7 +62,7 @@ class Comparison:
             return ""
         slower = self.loads[1] if self.change.is_slower else self.loads[0]
         return (
-            f"other programs used {ratio_text(slower.other_ratio)} of the cores in the slower "
+            f"others used {ratio_text(slower.other_ratio)} of the cores in the slower "
             f"run, which may explain {duration_text(explained_ns)} per step"
         )
 
@@ -141,7 +141,7 @@ def least_ns(change: Change) -> float:
 
 
 def other_load_ns(change: Change, loads: tuple[Load, Load]) -> float:
-    """How much of a step's difference other programs may explain at most; 0 where none.
+    """How much of a step's difference others on the cores may explain at most; 0 where none.
 
     What they took in the slower run: a full machine looks alike in both, and is not. Time in which
     the main thread waited for a core, and its work on cores that are shared, in proportion to the
@@ -193,7 +193,7 @@ def _of_load(found: Comparison) -> Iterator[str]:
     more = other_load_change(found.loads)
     if more is not None and abs(more) > COMPARE_LOAD_RATIO and not found.undecided:
         word = "more" if more > 0 else "less"
-        yield f"other programs used {ratio_text(abs(more))} {word} of the cores in the new run"
+        yield f"others used {ratio_text(abs(more))} {word} of the cores in the new run"
     waited = waited_ns(found.change, found.loads)
     claimed = found.change.is_slower or found.change.is_faster
     if claimed and waited and waited / found.change.difference_ns >= COMPARE_WAIT_RATIO:

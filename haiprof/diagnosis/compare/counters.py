@@ -49,7 +49,7 @@ class Load:
     """How busy others kept the cores of the ranks' nodes."""
 
     other_cores: float | None
-    """Cores used by processes that are not the job's, over all nodes."""
+    """Cores used by processes that are not the job's, or by other machines (steal): all nodes'."""
     core_count: float | None
     wait_ratio: float | None
     """Share of time in which a rank's main thread could run and got no core; mean over ranks."""
@@ -129,7 +129,7 @@ def load_of(side: Side) -> Load:
     nodes = {
         metric: dict(host.filter(pl.col("metric") == metric).group_by("host").agg(
             pl.col("value").mean()).rows())
-        for metric in ("cpu_count", "cpu_utilization_ratio")
+        for metric in ("cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio")
     }  # fmt: skip
     processes = inside.filter(pl.col("source") == "process")
     own = processes.filter(pl.col("metric") == "cpu_cores")
@@ -137,7 +137,9 @@ def load_of(side: Side) -> Load:
         pl.col("value").sum()).rows())  # fmt: skip
     known = sorted(nodes["cpu_count"].keys() & nodes["cpu_utilization_ratio"].keys() & used.keys())
     cores = sum(nodes["cpu_count"][name] for name in known)
-    busy = sum(nodes["cpu_count"][n] * nodes["cpu_utilization_ratio"][n] for n in known)
+    taken = {n: nodes["cpu_steal_ratio"].get(n, 0.0) + nodes["cpu_utilization_ratio"][n]
+             for n in known}  # fmt: skip
+    busy = sum(nodes["cpu_count"][name] * taken[name] for name in known)
     return Load(
         other_cores=max(busy - sum(used[name] for name in known), 0.0) if known else None,
         core_count=cores if known else None,

@@ -10,6 +10,7 @@ from haiprof.diagnosis.rules.allocator_retries import allocator_retries
 from haiprof.diagnosis.rules.backward_bound import backward_bound
 from haiprof.diagnosis.rules.busy_neighbours import busy_neighbours
 from haiprof.diagnosis.rules.checkpoint_stalls import checkpoint_stalls
+from haiprof.diagnosis.rules.cpu_stolen import cpu_stolen
 from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
 from haiprof.diagnosis.rules.data_imbalance import data_imbalance
 from haiprof.diagnosis.rules.dataloader_bound import dataloader_bound
@@ -61,6 +62,7 @@ RULES: tuple[Callable[[Facts], Judgement], ...] = (
     step_time_drift,
     jitter,
     cpu_throttled,
+    cpu_stolen,
     shared_cores,
     too_few_cores,
     busy_neighbours,

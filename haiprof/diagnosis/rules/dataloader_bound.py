@@ -6,6 +6,7 @@ from haiprof.analysis.records import number
 from haiprof.diagnosis.facts import Facts, median, median_share
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import loader_cause
+from haiprof.diagnosis.rules.cpu_stolen import explained
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     DATALOADER_CRITICAL_RATIO,
@@ -26,6 +27,9 @@ def dataloader_bound(facts: Facts) -> Judgement:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     if share < DATALOADER_WARNING_RATIO:
         return None
+    lost = max(facts.stolen.values(), default=0.0)
+    if share - lost < DATALOADER_WARNING_RATIO:
+        return Abstention(rule=RULE, why=explained(ratio_text(share), lost))
     enough = facts.steps.height >= CRITICAL_MIN_STEPS
     critical = share >= DATALOADER_CRITICAL_RATIO and enough
     why = loader_cause(facts, share)

@@ -8,6 +8,7 @@ import polars as pl
 
 from haiprof.diagnosis.facts import Facts, median
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rules.cpu_stolen import explained
 from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.thresholds import (
@@ -39,6 +40,9 @@ def late_rank(facts: Facts) -> Judgement:
     share = worst["late_ns_per_step"] / step_ns
     if share < RANK_EXCESS_WARNING_RATIO:
         return None
+    lost = facts.stolen.get(worst["rank"], 0.0)
+    if share - lost < RANK_EXCESS_WARNING_RATIO:
+        return Abstention(rule=RULE, why=explained(ratio_text(share), lost))
     told = ranks_uneven(facts)
     if isinstance(told, Finding) and told.rank == worst["rank"]:
         return None  # which names the phase as well

@@ -12,6 +12,7 @@ from haiprof.analysis.step_frame import STEP_PHASES
 from haiprof.diagnosis.change_point import Rise, rise
 from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rules.cpu_stolen import explained
 from haiprof.diagnosis.thresholds import (
     DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
@@ -34,6 +35,9 @@ def step_time_drift(facts: Facts) -> Judgement:
     found = rise(series["step_ns"].to_numpy())
     if found.growth < DRIFT_RATIO or found.p_value >= DRIFT_P_VALUE:
         return None
+    lost = _stolen(facts, int(series["step"][found.since]))
+    if found.growth - lost < DRIFT_RATIO:
+        return Abstention(rule=RULE, why=explained(ratio_text(found.growth), lost))
     third = series.height // 3
     grown = {phase: _growth(series[f"{phase}_host_ns"], third) for phase in STEP_PHASES}
     phase = max(grown, key=lambda name: grown[name])
@@ -67,6 +71,23 @@ def _finding(
         cause=("sudden" if found.is_sudden else "gradual") + ("" if phase else "_all_phases"),
         explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
     )
+
+
+def _stolen(facts: Facts, since: int) -> float:
+    """By how much steps became longer as the hypervisor took more of the cores.
+
+    Work that took 1 takes 1 / (1 - steal): of the host on which that grew most; 0 where none did.
+    """
+    at = facts.steps.filter(pl.col("step") == since)["start_ns"].min()
+    if not isinstance(at, int):
+        return 0.0
+    after = pl.col("time_ns") >= at
+    sides = facts.counted.stolen.group_by("host").agg(
+        pl.col("value").filter(~after).mean().alias("before"),
+        pl.col("value").filter(after).mean().alias("after"),
+    )
+    rows = sides.drop_nulls().select("before", "after").rows()
+    return max([(1 - b) / (1 - a) - 1 for b, a in rows if b < a < 1], default=0.0)
 
 
 _BOUND = {
