@@ -230,7 +230,7 @@ def cpu_s(found: dict[str, Metric]) -> float:
 
 @pytest.mark.slow
 def test_training_job_is_scraped_while_it_runs(tmp_path: Path, port: int) -> None:
-    words = ["--prometheus-port", str(port), str(EXAMPLE), "--steps", "400"]
+    words = ["--prometheus-port", str(port), str(EXAMPLE), "--steps", "120"]
     with launched(tmp_path, *words) as process:
         first = until(port, lambda found: "haiprof_process_cpu_time_seconds" in found, process)
         second = until(port, lambda found: cpu_s(found) > cpu_s(first), process)
