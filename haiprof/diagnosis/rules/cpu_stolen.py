@@ -1,0 +1,64 @@
+"""The hypervisor gives the machine's cores to other virtual machines."""
+
+from __future__ import annotations
+
+from haiprof.diagnosis.cores import SLOWED_ALIKE
+from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
+from haiprof.diagnosis.thresholds import STOLEN_NOTED_RATIO, STOLEN_WARNING_RATIO
+from haiprof.units import ratio_text
+
+RULE = "cpu_stolen"
+
+
+def explained(share: str, lost: float) -> str:
+    """Why another rule stays silent: what steal took from the main threads may be all of it."""
+    return f"{share}, of which {ratio_text(lost)} may be what the hypervisor took of the cores"
+
+
+def stolen_notes(facts: Facts) -> tuple[str, ...]:
+    """What the verdict says of steal that is no finding."""
+    lost = max(facts.stolen.values(), default=0.0)
+    if not STOLEN_NOTED_RATIO <= lost < STOLEN_WARNING_RATIO:
+        return ()
+    return (
+        f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which ranks "
+        "trained (steal): their steps are longer by that",
+    )
+
+
+def cpu_stolen(facts: Facts) -> Judgement:
+    """Fires where a main thread lost a quarter of the time to what the hypervisor did.
+
+    Steal is "time spent in other operating systems when running in a virtualized environment"
+    (proc(5), /proc/stat). Less of it is a note of the verdict, and taken off what other rules find.
+    """
+    if not facts.stolen:
+        return Abstention(rule=RULE, why="no CPU times of a node, or of its ranks, were recorded")
+    rank = max(facts.stolen, key=lambda r: (facts.stolen[r], -r))
+    lost = facts.stolen[rank]
+    if lost < STOLEN_WARNING_RATIO:
+        return None
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which "
+        f"rank {rank} trained",
+        evidence=(
+            Evidence(name=f"rank {rank}: main thread lost by steal", value=lost, unit="ratio"),
+            Evidence(
+                name="cores used by that main thread", value=facts.main_cores[rank], unit="cores"
+            ),
+            Evidence(
+                name="ranks that lost as much",
+                value=float(sum(each >= STOLEN_WARNING_RATIO for each in facts.stolen.values())),
+                unit="count",
+            ),
+        ),
+        remedy="nothing inside this machine takes them: ask for one with cores of its own "
+        "(dedicated or pinned vCPUs; burstable types are throttled this way without credits), or "
+        "move to another host",
+        confidence=0.5,  # a fault of the job comes before it
+        explains=(*SLOWED_ALIKE, *COMPUTED_BATCHES, "data_imbalance"),
+    )
