@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import os
-from collections.abc import Iterable, Mapping
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -22,6 +25,8 @@ MERGED_NAME = "merged"
 """Begins the name of `haiprof merge`'s output, unless another one is given: all ranks once more."""
 LINKED_NAME = "linked"
 """Begins the name of `haiprof link`'s output: execution traces with times."""
+_EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
+_HEAD_BYTES = 64
 # What stands beside traces and ends like them.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
@@ -32,8 +37,9 @@ def trace_files(source: str | Path) -> list[Path]:
     """The trace files that a path means, by name; of a run those of all windows.
 
     Args:
-        source: A file; a folder with one file per rank, or with their summaries alone; a run
-            directory with its `traces`, in which raw ones count that nobody will compress any more.
+        source: A file; a folder with one file per rank, or with their summaries alone, in which
+            execution traces may stand, too; a run directory with its `traces`, in which raw ones
+            count that nobody will compress any more.
 
     Raises:
         TraceFormatError: There is nothing, or no trace in it.
@@ -44,13 +50,14 @@ def trace_files(source: str | Path) -> list[Path]:
     if not path.is_dir():
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
-    found = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
+    there = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
+    found = [path for path in there if not _is_execution_trace(path)]
     if folder.name == "traces":
         found += raw_traces(folder, [file.name for file in found])
     if not found:
         found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
     if not found:
-        raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder))
+        raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder, there))
     return found
 
 
@@ -68,7 +75,18 @@ def window_files(source: str | Path, window: int | None = None) -> list[Path]:
     return one_window(trace_files(source), window)
 
 
-def _why_none(folder: Path) -> str:
+def _is_execution_trace(path: Path) -> bool:
+    """Whether it begins as those of ExecutionTraceObserver; what cannot be read is a trace."""
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
+            return _EXECUTION_TRACE.match(file.read(_HEAD_BYTES)) is not None
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
+    if passed_over:
+        return f"{passed_over[0].name} is an execution trace (ExecutionTraceObserver)"
     try:
         waiting = [n for n in os.listdir(folder / ".parts") if n.endswith(SIDECAR_SUFFIX)]
     except OSError:

@@ -19,6 +19,7 @@ from haiprof.analysis.execution.pairs import pairs
 from haiprof.cli.app import run_command
 from haiprof.errors import MissingDataError, TraceFormatError
 from haiprof.traces.execution.trace import load_execution_trace
+from haiprof.traces.find import trace_files
 from tests.analysis.trace.shared import event, kernel, launch, step, traces, write_trace
 from tests.conftest import Once
 from tests.traces.execution import node, record, record_pair, write_execution
@@ -218,6 +219,21 @@ def test_a_run_without_execution_traces_says_how_to_record_them(tmp_path: Path) 
     with pytest.raises(MissingDataError, match="no execution trace") as caught:
         pairs(tmp_path)
     assert "--execution-trace" in caught.value.hint
+
+
+def test_execution_traces_may_stand_among_the_timelines_under_any_name(tmp_path: Path) -> None:
+    for name in ("dlrm_v100_8ranks", "dlrm_v100_8ranks_et"):
+        for path in traces(name).iterdir():
+            (tmp_path / path.name).symlink_to(path)
+    assert len(trace_files(tmp_path)) == 8
+    found, alone = pairs(tmp_path)
+    assert [pair.rank for pair in found] == list(range(8))
+    assert alone == []
+    for path in trace_files(tmp_path):
+        path.unlink()
+    with pytest.raises(TraceFormatError, match="no trace") as caught:
+        trace_files(tmp_path)
+    assert "execution trace" in caught.value.hint
 
 
 def test_files_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
