@@ -33,7 +33,6 @@ from haiprof.analysis.reactions import Reaction, outcome_text, reactions  # noqa
 from haiprof.analysis.run import open_run  # noqa: E402
 from haiprof.diagnosis.engine import diagnose  # noqa: E402
 from haiprof.rundir.manifest import newest_run  # noqa: E402
-from tests.analysis.trace.one_slurm import one_machine_slurm  # noqa: E402
 from tests.integration.jobs import environment  # noqa: E402
 from tests.integration.nodes_job import (  # noqa: E402
     REACH,
@@ -42,6 +41,7 @@ from tests.integration.nodes_job import (  # noqa: E402
     nodes_job,
     own_steps,
 )
+from tests.one_slurm import one_machine_slurm  # noqa: E402
 
 RANK = 3
 SLOW_MS = 20
