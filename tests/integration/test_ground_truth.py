@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 MEASURED = ("dataloader", "forward", "backward", "optimizer")
 PHASES = (*MEASURED, "other")
 RELATIVE_TOLERANCE = 0.02
-ABSOLUTE_TOLERANCE_NS = 300_000
+ABSOLUTE_TOLERANCE_NS = (
+    500_000  # torch's own wrapper of an optimizer takes 0.3 ms here after a sleep
+)
 STEPS = 40
 
 SCRIPT = """
