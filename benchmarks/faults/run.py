@@ -259,6 +259,11 @@ def show(rows: Sequence[tuple[Case, dict[str, Any]]], out: Path | None) -> None:
         )
     lines += ["", *count("All counted", "outcome", rows)]
     lines += count("But for neighbours that were really there", "but for neighbours", rows)
+    if any("stolen_cores" not in row for _, row in rows):
+        lines += [
+            "",
+            'A dash under "stolen": not measured beside that run.',
+        ]
     print("\n" + "\n".join(lines))
     if out is not None:
         head = f"# What was wrong, and what haiprof said\n\n{__doc__.splitlines()[0]}\n\n"

@@ -75,9 +75,9 @@ class Facts:
     stolen: Mapping[int, float]
     """Share of time that the hypervisor took from the rank's main thread, as far as known.
 
-    That is steal's share of its node's work, in the time in which the thread had a core: Linux
-    counts stolen time as time of the thread (kernel/sched/clock.c; without
-    CONFIG_PARAVIRT_TIME_ACCOUNTING), and if it did not, more was lost.
+    That is steal's share of its node's work, in the time in which the thread had a core. Linux
+    counts stolen time as time of the thread, unless built with CONFIG_PARAVIRT_TIME_ACCOUNTING
+    (`update_rq_clock_task`, kernel/sched/core.c): then more was lost.
     """
     training_ns: float
     """Time in training steps of the rank that has most of it."""

@@ -51,7 +51,7 @@ def cpu_stolen(facts: Facts) -> Judgement:
                 name="cores used by that main thread", value=facts.main_cores[rank], unit="cores"
             ),
             Evidence(
-                name="ranks that lost as much",
+                name="ranks that lost a quarter or more",
                 value=float(sum(each >= STOLEN_WARNING_RATIO for each in facts.stolen.values())),
                 unit="count",
             ),

@@ -35,23 +35,30 @@ def step_time_drift(facts: Facts) -> Judgement:
     found = rise(series["step_ns"].to_numpy())
     if found.growth < DRIFT_RATIO or found.p_value >= DRIFT_P_VALUE:
         return None
-    lost = _stolen(facts, int(series["step"][found.since]))
+    since = int(series["step"][found.since])
+    of_step = facts.steps.filter(pl.col("step") == since)
+    began_ns: int = of_step.select(pl.col("start_ns").min()).item()
+    lost = _stolen(facts, began_ns)
     if found.growth - lost < DRIFT_RATIO:
         return Abstention(rule=RULE, why=explained(ratio_text(found.growth), lost))
     third = series.height // 3
     grown = {phase: _growth(series[f"{phase}_host_ns"], third) for phase in STEP_PHASES}
     phase = max(grown, key=lambda name: grown[name])
     named = grown[phase] >= DRIFT_PHASE_RATIO * (found.after - found.before)
-    return _finding(facts, series, found, phase if named else None, grown[phase])
+    changed = tuple(_changed(facts, since, began_ns)) if found.is_sudden else ()
+    return _finding(series, found, phase if named else None, grown[phase], changed)
 
 
 def _finding(
-    facts: Facts, series: pl.DataFrame, found: Rise, phase: str | None, grown: float
+    series: pl.DataFrame,
+    found: Rise,
+    phase: str | None,
+    grown: float,
+    changed: tuple[tuple[str, Evidence], ...],
 ) -> Finding:
     where = f"most of it in {phase}" if phase else "in several phases alike"
     since = int(series["step"][found.since])
     when = f"at step {since}" if found.is_sudden else f"little by little, since about step {since}"
-    changed = tuple(_changed(facts, since)) if found.is_sudden else ()
     return Finding(
         rule=RULE,
         severity="warning",
@@ -73,15 +80,12 @@ def _finding(
     )
 
 
-def _stolen(facts: Facts, since: int) -> float:
+def _stolen(facts: Facts, began_ns: int) -> float:
     """By how much steps became longer as the hypervisor took more of the cores.
 
     Work that took 1 takes 1 / (1 - steal): of the host on which that grew most; 0 where none did.
     """
-    at = facts.steps.filter(pl.col("step") == since)["start_ns"].min()
-    if not isinstance(at, int):
-        return 0.0
-    after = pl.col("time_ns") >= at
+    after = pl.col("time_ns") >= began_ns
     sides = facts.counted.stolen.group_by("host").agg(
         pl.col("value").filter(~after).mean().alias("before"),
         pl.col("value").filter(after).mean().alias("after"),
@@ -118,20 +122,17 @@ def _growth(values: pl.Series, third: int) -> float:
     return float(np.median(numbers[-third:]) - np.median(numbers[:third]))
 
 
-def _changed(facts: Facts, since: int) -> Iterable[tuple[str, Evidence]]:
+def _changed(facts: Facts, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
     """What else is different after that step: waiting for cores, saves, compilations."""
-    at = facts.steps.filter(pl.col("step") == since)["start_ns"].min()
-    if not isinstance(at, int):
-        return
     waits = facts.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
-    sides = (pl.col("time_ns") < at, pl.col("time_ns") >= at)
+    sides = (pl.col("time_ns") < began_ns, pl.col("time_ns") >= began_ns)
     before, after = (mean(waits.filter(side)["value"]) for side in sides)
     if before is not None and after is not None and after - before >= HARDWARE_DIFFERENCE_RATIO:
         yield (
             "waiting for cores began",
             Evidence(name="wait for cores from then on", value=after, unit="ratio"),
         )
-    compiled = facts.told.compilations.filter(pl.col("time_ns") >= at)["count"].to_list()
+    compiled = facts.told.compilations.filter(pl.col("time_ns") >= began_ns)["count"].to_list()
     if len(compiled) > 1:
         count = float(max(compiled) - min(compiled))
         yield "compilations began", Evidence(name="compilations since", value=count, unit="count")
