@@ -1,13 +1,30 @@
-"""The one compiled part of haiprof; without a compiler it is left out, and loading takes longer."""
+"""The compiled parts of haiprof; without a compiler they are left out, and plain Python does it."""
 
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
         Extension(
-            "haiprof.traces._native",
-            ["haiprof/traces/native.c"],
+            "haiprof.trace_format.kineto._native",
+            ["haiprof/trace_format/kineto/native.c"],
             optional=True,
-        )
+        ),
+        # No module of Python's, and without its headers: what a job's interpreter loads by ctypes.
+        Extension(
+            "haiprof.in_job._hand_over",
+            ["haiprof/in_job/hand_over.c"],
+            extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
+            optional=True,
+        ),
+        *(
+            Extension(  # loaded by the job's interpreter, which need not be haiprof's own
+                f"haiprof.in_job._{name}",
+                [f"haiprof/in_job/{name}.c"],
+                define_macros=[("Py_LIMITED_API", "0x030A0000")],
+                py_limited_api=True,
+                optional=True,
+            )
+            for name in ("spans", "frames")
+        ),
     ]
 )

@@ -26,8 +26,8 @@ from compare import save
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from haiprof.diagnosis.compare.compared_run import open_side  # noqa: E402
 from haiprof.diagnosis.compare.comparison import Comparison, compare_runs  # noqa: E402
-from haiprof.diagnosis.compare.side import open_side  # noqa: E402
 
 RUNS = {"first": 1.0, "second": 1.0, "3 %": 1.03, "10 %": 1.10}
 PAIRS = {"equal": ("first", "second"), "3 % apart": ("first", "3 %"),

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from haiprof.rundir import schema
-from haiprof.rundir.clock import ClockAnchor
-from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.manifest import Manifest, write_manifest
-from haiprof.rundir.tables.host import HOST
-from haiprof.rundir.tables.process import PROCESS
-from haiprof.rundir.writer import LineWriter, RecordWriter
+from haiprof.run_format import schema
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.writer import LineWriter, RecordWriter
 
 RESULTS = Path(__file__).parent / "results" / "diagnose_scale.json"
 CLOCK = ClockAnchor(1_700_000_000_000_000_000, 1_000)

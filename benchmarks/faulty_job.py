@@ -163,7 +163,7 @@ def main() -> None:
     if rank == 0:
         print("LOSSES", losses.hexdigest(), flush=True)
     dist.barrier()
-    time.sleep(0.2)  # tests/integration/loops.py says why
+    time.sleep(0.2)  # tests/process/loops.py says why
     dist.destroy_process_group()
 
 

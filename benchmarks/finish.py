@@ -11,7 +11,7 @@ import time
 import zlib
 from pathlib import Path
 
-from haiprof.launch.finish import CHUNK_BYTES, GZIP_LEVEL
+from haiprof.agent.finish_traces import CHUNK_BYTES, GZIP_LEVEL
 
 LEVELS = (1, 2, 3, 4, 6, 9)
 USUAL = 6

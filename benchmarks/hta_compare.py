@@ -6,7 +6,7 @@
 Every reader is a fresh process that loads a trace (a folder of ranks) and asks four questions; the
 time is that of both, without imports; haiprof has no cache to begin with. A number is equal where
 both agree to 0.1 % (ranks in sum). Where they do not, the defects of HTA are named that apply to
-the trace (docs/hta-differences.md); tests/analysis/trace/ holds haiprof's numbers to exact
+the trace (docs/hta-differences.md); tests/unit/analysis/trace/ holds haiprof's numbers to exact
 arithmetic, and to HTA's on the events that HTA keeps.
 """
 
@@ -28,8 +28,8 @@ QUESTIONS = ("idle", "compute", "overlap", "idle streams", "kernels")
 OURS = """
 import json, resource, sys, time
 import polars as pl
-from haiprof.analysis.trace.classify import COMMUNICATION, with_kind
-from haiprof.analysis.trace.facade import TraceAnalysis
+from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
+from haiprof import TraceAnalysis
 found, before = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 asked = TraceAnalysis(sys.argv[1])

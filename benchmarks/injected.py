@@ -29,19 +29,19 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from haiprof import Analyzer  # noqa: E402
-from haiprof.analysis.reactions import Reaction, outcome_text, reactions  # noqa: E402
-from haiprof.analysis.run import open_run  # noqa: E402
 from haiprof.diagnosis.engine import diagnose  # noqa: E402
-from haiprof.rundir.manifest import newest_run  # noqa: E402
-from tests.integration.jobs import environment  # noqa: E402
-from tests.integration.nodes_job import (  # noqa: E402
+from haiprof.run_analysis.reactions import Reaction, outcome_text, reactions  # noqa: E402
+from haiprof.run_analysis.run_files import open_run  # noqa: E402
+from haiprof.run_format.manifest import newest_run  # noqa: E402
+from tests.one_slurm import one_machine_slurm  # noqa: E402
+from tests.process.jobs import environment  # noqa: E402
+from tests.process.nodes_job import (  # noqa: E402
     REACH,
     RUN,
     SCRIPT,
     nodes_job,
     own_steps,
 )
-from tests.one_slurm import one_machine_slurm  # noqa: E402
 
 RANK = 3
 SLOW_MS = 20

@@ -91,11 +91,12 @@ def timed(step: Callable[[], None], steps: int) -> list[int]:
 
 def in_process(step: Callable[[], None], run_dir: Path, kind: str, blocks: int) -> dict[str, list]:
     """Times of blocks with the hook in place and without, in shuffled pairs."""
-    from haiprof.hook.installer import Installer
-    from haiprof.hook.recorder import Recorder
+    from haiprof.in_job.installer import Installer
+    from haiprof.in_job.recorder import Recorder
 
     run_dir.mkdir(parents=True)
-    recorder = Recorder.from_config({"run_dir": str(run_dir), "time": 0, "warmup": 0})
+    config = {"run_dir": str(run_dir), "time": 0, "warmup": 0, "recorder": ["phases"]}
+    recorder = Recorder.from_config(config)
     rows: dict[str, list] = {"bare": [], "haiprof": []}
     for _ in range(blocks):
         for name in random.sample(list(rows), 2):

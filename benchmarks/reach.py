@@ -2,7 +2,7 @@
 
     python benchmarks/reach.py [--agents 10 100 1250 10000] [--json FILE]
 
-The controller is a launcher's (`haiprof.launch.reach`), in a process of its own; the agents are
+The controller is a launcher's (`haiprof.agent.reach`), in a process of its own; the agents are
 connections of one other process, on the same cores. Measured from the moment the controller's
 tick hands the request over: until the last agent has it, and until the last reply is back. A
 launcher's tick, at the most 0.5 s before and after, comes on top.
@@ -19,10 +19,20 @@ import resource
 import time
 from pathlib import Path
 
-from haiprof.launch.reach.controller import Controller
-from haiprof.launch.reach.wire import LENGTH, frame
+from haiprof.agent.reach.controller import Controller
+from haiprof.agent.reach.messages import LENGTH, SIGNATURE_BYTES, seal
+from haiprof.agent.reach.proof import (
+    AGENT,
+    ANSWER_BYTES,
+    CONTROLLER,
+    MAGIC,
+    NONCE_BYTES,
+    Handshake,
+    new_nonce,
+)
 
-TOKEN = "t" * 43
+KEY = b"k" * 32
+REPLY = json.dumps({"id": "a", "reply": {"name": "0", "state": "done", "rank": 0}}).encode()
 REQUEST = {
     "id": "a",
     "kind": "trace",
@@ -32,15 +42,24 @@ REQUEST = {
 }
 
 
-async def agent(address, arrived, limit):
+async def agent(address, number, arrived, limit):
     async with limit:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(frame({"token": TOKEN, "host": "x"}))
+        # As on a real network, where each node has an address of its own.
+        own = f"127.1.{number >> 8}.{number & 255}"
+        reader, writer = await asyncio.open_connection(*address, local_addr=(own, 0))
+        nonce = new_nonce()
+        writer.write(MAGIC + nonce)
+        answer = await reader.readexactly(ANSWER_BYTES)
+        handshake = Handshake(key=KEY, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
+        assert handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:])
+        writer.write(handshake.proof(AGENT))
         await writer.drain()
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    await reader.readexactly(length)
+    framed = await reader.readexactly(LENGTH.size)
+    framed += await reader.readexactly(*LENGTH.unpack(framed))
+    signature = await reader.readexactly(SIGNATURE_BYTES)
+    assert handshake.signer(CONTROLLER).is_next(framed, signature)
     arrived.append(time.perf_counter())
-    writer.write(frame({"id": "a", "reply": {"name": "0", "state": "done", "rank": 0}}))
+    writer.write(seal(REPLY, handshake.signer(AGENT)))
     await writer.drain()
     await reader.read(1)  # until the controller goes
     writer.close()
@@ -49,7 +68,7 @@ async def agent(address, arrived, limit):
 async def agents(address, count, pipe):
     arrived: list[float] = []
     limit = asyncio.Semaphore(500)
-    tasks = [asyncio.create_task(agent(address, arrived, limit)) for _ in range(count)]
+    tasks = [asyncio.create_task(agent(address, i, arrived, limit)) for i in range(count)]
     while len(arrived) < count:
         await asyncio.sleep(0.01)
     pipe.send(max(arrived))
@@ -61,7 +80,7 @@ def clients(address, count, pipe):
 
 
 def measure(count: int) -> dict[str, float]:
-    controller = Controller("127.0.0.1", 0, TOKEN)
+    controller = Controller("127.0.0.1", 0, KEY)
     controller.start()
     here, there = multiprocessing.Pipe()
     began = time.perf_counter()
@@ -75,8 +94,12 @@ def measure(count: int) -> dict[str, float]:
     cpu = time.process_time()
     sent = time.perf_counter()
     controller.broadcast(REQUEST)
-    while len(controller.replies) < count:
-        time.sleep(0.002)
+    taken = 0
+    while taken < count:
+        if controller.take() is None:
+            time.sleep(0.002)
+        else:
+            taken += 1
     answered = time.perf_counter() - sent
     arrived = here.recv() - sent
     cpu = time.process_time() - cpu

@@ -3,11 +3,11 @@
     python benchmarks/report_page.py                         8 and 1,024 ranks, 300 steps each
     python benchmarks/report_page.py --ranks 1024 --steps 2000
 
-Runs are synthesised (tests/report/many_ranks.py). A page is loaded from disk in headless Chromium,
-each time in a new tab: until its figures can be drawn (`ready`), until the first one is drawn, and
-until all are, scrolled through. `task` is how long the page's main thread was at work, by the
-clock: other work on the machine lengthens it. Beside it stands a page with nothing but plotly's
-script inside, the least that a page with plotly figures can take.
+Runs are synthesised (tests/unit/report/many_ranks.py). A page is loaded from disk in headless
+Chromium, each time in a new tab: until its figures can be drawn (`ready`), until the first one is
+drawn, and until all are, scrolled through. `task` is how long the page's main thread was at work,
+by the clock: other work on the machine lengthens it. Beside it stands a page with nothing but
+plotly's script inside, the least that a page with plotly figures can take.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from haiprof import Analyzer
-from haiprof.report.site.content import page_content
-from haiprof.report.site.render import plotly_js, write_report
+from haiprof.show.page.content import page_content
+from haiprof.show.page.render import plotly_js, write_report
 from tests.browser import Page, open_browser
-from tests.report.many_ranks import write_flight, write_many
+from tests.unit.report.many_ranks import write_flight, write_many
 
 REPEATS = 3
 READY = "document.documentElement.dataset.ready === '1'"

@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 from compare import save
 
-from haiprof.config import RECORDERS, Options
-from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.reader import read_lines
-from haiprof.samplers.loop import SamplingLoop
-from haiprof.samplers.procfs import read_process
-from haiprof.units import NS_PER_S
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.base.options import RECORDERS, Options
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import read_process
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import read_lines
 
 HOST = "bench"
 RANK = """

@@ -28,8 +28,8 @@ from compare import save
 OURS = """
 import json, resource, sys, time
 import polars
-from haiprof.analysis.trace.facade import TraceAnalysis
-from haiprof.traces import native
+from haiprof import TraceAnalysis
+from haiprof.trace_format.kineto import native
 assert native.is_compiled(), "the scanner was not built: python setup.py build_ext --inplace"
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start, cpu = time.perf_counter(), time.process_time()
@@ -114,7 +114,7 @@ def one_round(trace: Path, hta_python: str | None) -> dict[str, dict]:
         link.symlink_to(trace.resolve())
         home = Path(folder) / "cache"
         ours = measured(sys.executable, OURS, link, home)
-        shutil.rmtree(link.parent / f".{link.name}.haiprof")
+        shutil.rmtree(home)
         python = measured(sys.executable, PYTHON, link, home)
         theirs = (
             measured(hta_python, HTA, trace.resolve(), home)

@@ -31,7 +31,7 @@ from compare import save
 MERGE = """
 import json, resource, sys
 from pathlib import Path
-from haiprof.analysis.trace.merge import MergeOptions, merge_traces
+from haiprof.trace_analysis.merge import MergeOptions, merge_traces
 options = MergeOptions(by_collectives=sys.argv[2] == "collectives", force=True)
 report = merge_traces([Path(p) for p in sys.argv[3:]], Path(sys.argv[1]), options)
 who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
@@ -95,8 +95,7 @@ def merged(traces: list[Path], folder: Path) -> dict[str, float]:
 
 def aligned(traces: list[Path], folder: Path) -> dict[str, float]:
     """With a reading of the collectives before it, and no cache."""
-    for trace in traces:
-        shutil.rmtree(trace.parent / f".{trace.name}.haiprof", ignore_errors=True)
+    shutil.rmtree(folder / "cache", ignore_errors=True)
     return measured(traces, folder, "collectives")
 
 

@@ -26,8 +26,8 @@ LOAD = """
 import json, os, resource, sys, time
 from pathlib import Path
 import polars
-from haiprof.analysis.trace.pool import LocalProcesses, Serial
-from haiprof.traces.tables import TABLES
+from haiprof.trace_analysis.pool import LocalProcesses, Serial
+from haiprof.trace_format.kineto.tables import TABLES
 def load(trace):
     return sum(getattr(trace, table).height for table in TABLES)
 if __name__ == "__main__":
@@ -49,7 +49,7 @@ print(json.dumps({"s": time.perf_counter() - start}))
 """
 ANSWER = """
 import json, sys, time
-from haiprof.analysis.trace.report import standard_report
+from haiprof.trace_analysis.report import standard_report
 start = time.perf_counter()
 standard_report(sys.argv[1])
 print(json.dumps({"s": time.perf_counter() - start}))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from haiprof.analysis.whatif.operations import OperationWhatIf, operation_table
+from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 
 FOLDER = Path(__file__).parents[2] / "shared" / "traces" / "straggler_whatif"
 Row = tuple[str, float, float]

@@ -24,10 +24,10 @@ import torch
 from compare import against, interleaved, save, table
 from loop import stepper
 
-from haiprof.hook.installer import Installer
-from haiprof.hook.recorder import Recorder
-from haiprof.hook.trace import attach
-from haiprof.rundir.layout import RunPaths
+from haiprof.in_job.installer import Installer
+from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.windows.driver import attach
+from haiprof.run_format.layout import RunPaths
 
 BEFORE = 8  # steps of a block before its window
 LENGTH = {"mlp": 60, "transformer": 8}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from haiprof.analysis.analyzer import Analyzer as Analyzer
-    from haiprof.analysis.trace.facade import TraceAnalysis as TraceAnalysis
+from haiprof.base.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from haiprof.api.analyzer import Analyzer as Analyzer
+    from haiprof.api.trace_analysis import TraceAnalysis as TraceAnalysis
+
 __all__ = ["Analyzer", "TraceAnalysis", "__version__"]
 
 # Names loaded on first use: the hook imports this package inside the job, where nothing of the
 # analysis (polars, plotly) may be loaded or even installed.
 _LAZY = {
-    "Analyzer": "haiprof.analysis.analyzer",
-    "TraceAnalysis": "haiprof.analysis.trace.facade",
+    "Analyzer": "haiprof.api.analyzer",
+    "TraceAnalysis": "haiprof.api.trace_analysis",
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 
-from haiprof.cli.names import COMMANDS
+from haiprof.cli.names import COMMANDS, WORDS, nearest
 
 NOT_FOUND = 127  # as a shell reports a program that does not exist
 
@@ -12,40 +14,75 @@ NOT_FOUND = 127  # as a shell reports a program that does not exist
 def main(argv: list[str] | None = None) -> int:
     """Runs haiprof; a first word that names no command is the job's script or program."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"] and not os.path.exists("help"):
+        words = [*words[1:2], "--help"]
     if words and words[0] in COMMANDS:
         from haiprof.cli import main as command_main
 
         return command_main(words)
+    if words[:1] == ["completion"]:
+        return _complete(words[1:])
     if words and words[0] == "run":
         words = words[1:]
     if not words or words[0] in ("-h", "--help", "-V", "--version"):
         return _explain(words)
+    if _is_mistyped(words[0]):
+        return _refuse(words[0])
+    from haiprof.cli.own_command import own_command
     from haiprof.launch.run import main as launch_main
 
-    status = launch_main(words)
-    if status == NOT_FOUND:
-        _suggest(words[0])
-    return status
+    return launch_main(words, own_command)
 
 
-def _suggest(word: str) -> None:
-    """A mistyped command was taken for a program."""
-    import difflib
+def _is_mistyped(word: str) -> bool:
+    """Whether the first word is neither an option, nor a program or script that exists."""
+    if os.path.isdir(word):
+        return True
+    if word.startswith("-") or os.sep in word or word.endswith(".py") or os.path.exists(word):
+        return False
+    return shutil.which(word) is None
 
-    for name in difflib.get_close_matches(word, COMMANDS, n=1):
-        sys.stderr.write(f"haiprof: did you mean: haiprof {name}\n")
+
+def _refuse(word: str) -> int:
+    """Says what was meant; no job is begun and no run directory made."""
+    from haiprof.base.messages import print_message
+
+    if os.path.isdir(word):
+        print_message(f"error: {word}: a folder, where a command or a program was expected")
+        print_message(f"did you mean: haiprof verdict {word}")
+        return NOT_FOUND
+    print_message(f"error: {word}: no command of haiprof, no program and no file")
+    near = nearest(word, WORDS) or nearest(word, os.listdir())
+    print_message(f"did you mean: haiprof {near}" if near else "hint: haiprof --help")
+    return NOT_FOUND
+
+
+def _complete(words: list[str]) -> int:
+    """`haiprof completion SHELL`: prints the shell's completion script."""
+    from haiprof.base.messages import print_message
+    from haiprof.cli.completion import SHELLS, completion_script
+
+    if len(words) != 1 or words[0] not in SHELLS:
+        print_message(f"error: completion: name a shell: {', '.join(SHELLS)}")
+        print_message('hint: eval "$(haiprof completion bash)"')
+        return 2
+    sys.stdout.write(completion_script(words[0]))
+    return 0
 
 
 def _explain(words: list[str]) -> int:
     """Help and version; help without being asked for it goes to stderr with status 2."""
-    from haiprof.cli.launch_help import help_text, version_text
+    from haiprof.cli.launch_help import brief_text, help_text, version_text
     from haiprof.launch.command import AFTER_SCRIPT
 
     if words and words[0] in ("-V", "--version"):
         sys.stdout.write(version_text())
         return 0
-    (sys.stdout if words else sys.stderr).write(help_text(COMMANDS, AFTER_SCRIPT))
-    return 0 if words else 2
+    if not words:
+        sys.stderr.write(brief_text())
+        return 2
+    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT))
+    return 0
 
 
 if __name__ == "__main__":

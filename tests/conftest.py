@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,58 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import sampling
 from tests.one_slurm import one_machine_slurm
 
 Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
 
-# A busy machine makes single examples slow; pytest's own timeout ends what hangs.
-settings.register_profile("haiprof", deadline=None)
-settings.load_profile("haiprof")
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.PROOFS = config.option.markexpr == "proof"
+    # A busy machine makes single examples slow; pytest's own timeout ends what hangs.
+    settings.register_profile("haiprof", deadline=None, max_examples=sampling.examples(100))
+    settings.load_profile("haiprof")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What tries a sample of its cases is a proof too, with all of them."""
+    if sampling.PROOFS:
+        for item in items:
+            of_properties = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+            if of_properties or item.get_closest_marker("sampled"):
+                item.add_marker("proof")
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Long values are cut: the id goes into a variable that every process inherits."""
+    if isinstance(val, (str, bytes)) and len(val) > 100:
+        return f"{ascii(val)[:40]}...{len(val)}"
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests of one group run on one worker, or not at all: their jobs have one name."""
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    for item in session.items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Proofs begin only until `HAIPROF_PROOFS_UNTIL`, in Unix seconds: CI has an end."""
+    until = float(os.environ.get("HAIPROF_PROOFS_UNTIL", "inf"))
+    if item.get_closest_marker("proof") and time.time() > until:
+        pytest.skip("no time is left for this proof")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of traces goes to one folder of the test session, not to the user's."""
+    cache = tmp_path_factory.getbasetemp() / "user-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from haiprof.samplers.perf_events import ATTR, EXCLUDE_KERNEL, INHERIT, READ_FORMAT, RECORD
+from haiprof.linux.perf_events import ATTR, EXCLUDE_KERNEL, INHERIT, READ_FORMAT, RECORD
 from tests.fakes import FakeTree
 
 DEVICES = "sys/bus/event_source/devices"

@@ -1,20 +1,19 @@
-"""A small real training job with one fault, chosen by name; without one it is healthy.
+"""A small training job, healthy as it stands; draw.py puts pieces of kinds in where `# <place>` is.
 
-    python benchmarks/faults/job.py --model mlp --fault sleep_forward --seconds 10
-    torchrun --nproc-per-node 2 benchmarks/faults/job.py --model mlp --fault rank_forward
+    python benchmarks/faults/job.py
+    torchrun --nproc-per-node 2 benchmarks/faults/job.py
 
-It knows nothing of haiprof. Sizes are such that a step takes 10 to 40 ms on one core.
+It knows nothing of haiprof. A step of most models takes about 20 ms on one core.
 """
 
-# ruff: noqa: D102 - forward, backward and step are torch's own names
+# ruff: noqa: D101, D102, N812, RET504 - a script whose parts are put together
 
 from __future__ import annotations
 
-import argparse
-import gc
+import contextlib
+import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,431 +22,419 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-CLASSES = 16
-VOCABULARY = 64
+FAMILY, STYLE = "mlp", "plain"
+SECONDS, BATCH, LENGTH = 9.0, 64, 64 * 400
+LOADER, WORKERS, PERSISTENT, ACCUMULATE, THREADS = True, 0, True, 1, 1
+LOSE = 0.0  # seconds that a fault takes in a step
+# <constants>
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+LAST = RANK == WORLD - 1
+CLASSES, VOCABULARY = 16, 64
+FOLDER = Path(tempfile.mkdtemp())
+DICE = random.Random(5 + RANK)
+LOST = [0.0, 0]
+
+
+@contextlib.contextmanager
+def lost() -> Iterator[None]:
+    """Counts what a fault takes."""
+    began = time.perf_counter()
+    yield
+    LOST[0] += time.perf_counter() - began
+    LOST[1] += 1
+
+
+def loops(seconds: float) -> int:
+    """How many turns of a Python loop take so much CPU time here."""
+    rates = []
+    for _ in range(5):
+        began = time.thread_time()
+        sum(i * i for i in range(20_000))
+        rates.append(20_000 / max(time.thread_time() - began, 1e-6))
+    return max(int(seconds * sorted(rates)[2]), 1)
+
+
+TURNS = loops(LOSE)
 
 
 # -- models -------------------------------------------------------------------------------------
 
 
 class Mlp(nn.Module):
-    """Four layers of 512."""
-
     shape = (512,)
 
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width: int = 640) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(512, width), nn.GELU(), nn.Linear(width, width), nn.GELU(),
-            nn.Linear(width, width), nn.GELU(), nn.Linear(width, CLASSES),
-        )  # fmt: skip
+        self.first = nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, width))
+        self.last = nn.Sequential(nn.GELU(), nn.Linear(width, width), nn.GELU())
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        return self.head(self.last(self.first(x)))
 
 
 class Cnn(nn.Module):
-    """Three convolutions and a head."""
-
     shape = (3, 24, 24)
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(width, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        )  # fmt: skip
+        self.last = nn.Sequential(
+            nn.MaxPool2d(2), nn.Conv2d(32, 48, 3, padding=1), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(48, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.first(x)))
+
+
+class Unet(nn.Module):
+    shape = (3, 16, 16)
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 32, 3, padding=1), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Conv2d(32, 48, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(), nn.Linear(48, CLASSES),
-        )  # fmt: skip
+        self.first = nn.Conv2d(3, 32, 3, padding=1)
+        self.down = nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        self.last = nn.ConvTranspose2d(64, 32, 2, stride=2)
+        self.head = nn.Linear(32, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        top = F.relu(self.first(x))
+        return self.head((self.last(F.relu(self.down(top))) + top).mean((2, 3)))
 
 
 class Transformer(nn.Module):
-    """Two encoder layers over 48 tokens."""
-
     shape = (48,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 96)
+        self.first = nn.Embedding(VOCABULARY, 96)
         layer = nn.TransformerEncoderLayer(96, 4, 256, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(96, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed((x.abs() * 20).long() % VOCABULARY)).mean(1))
+        return self.head(self.last(self.first((x.abs() * 20).long() % VOCABULARY)).mean(1))
+
+
+class Vit(nn.Module):
+    shape = (3, 24, 24)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 96, 4, stride=4)
+        layer = nn.TransformerEncoderLayer(96, 4, 192, dropout=0.1, batch_first=True)
+        self.last = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(96, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.first(x).flatten(2).transpose(1, 2)).mean(1))
 
 
 class Recurrent(nn.Module):
-    """One LSTM over 32 steps."""
-
     shape = (32, 48)
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(48, 128, batch_first=True)
+        self.first = nn.Linear(48, 64)
+        self.last = nn.LSTM(64, 128, batch_first=True)
         self.head = nn.Linear(128, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+        return self.head(self.last(self.first(x))[0][:, -1])
 
 
-class TinyOperators(nn.Module):
-    """A model of very many very small operators."""
-
+class Recommender(nn.Module):
     shape = (64,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(64)) for _ in range(4)])
-        self.head = nn.Linear(64, CLASSES)
+        self.first = nn.EmbeddingBag(4096, 128, mode="sum")
+        self.last = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
+        self.head = nn.Linear(512, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(60):
-            for scale in self.scales:
-                x = torch.tanh(x * scale + 0.01)
-        return self.head(x)
+        return self.head(self.last(self.first((x.abs() * 1000).long() % 4096)))
 
 
-MODELS = {
-    "mlp": Mlp, "cnn": Cnn, "transformer": Transformer, "lstm": Recurrent, "tiny": TinyOperators,
+class Graph(nn.Module):
+    shape = (64, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96)
+        self.last = nn.ModuleList([nn.Linear(192, 96) for _ in range(3)])
+        self.head = nn.Linear(96, CLASSES)
+        source = torch.arange(64).repeat(4)
+        self.register_buffer("source", source)
+        self.register_buffer("target", (source * 7 + torch.arange(256)) % 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.last:
+            gathered = torch.zeros_like(x).index_add(1, self.target, x[:, self.source])
+            x = F.relu(layer(torch.cat((x, gathered), -1)))
+        return self.head(x.mean(1))
+
+
+FAMILIES = {
+    "mlp": Mlp, "cnn": Cnn, "unet": Unet, "transformer": Transformer, "vit": Vit,
+    "lstm": Recurrent, "recommender": Recommender, "graph": Graph,
 }  # fmt: skip
 
 
-# -- what is wrong ------------------------------------------------------------------------------
+class Net(nn.Module):
+    """A model of the family, with what a kind adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FAMILIES[FAMILY]()
+        self.calls = 0
+        # <model_init>
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **_: object) -> object:
+        self.calls += 1
+        # <forward>
+        out = self.inner(x)
+        # <after_forward>
+        return out if labels is None else {"loss": F.cross_entropy(out, labels), "logits": out}
 
 
-def spin(seconds: float) -> None:
-    """Uses the CPU for so long."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        sum(range(500))
+# -- data ---------------------------------------------------------------------------------------
 
 
 class Samples(Dataset):
-    """Random samples; making one may be slow in several ways."""
-
-    def __init__(self, options: argparse.Namespace, shape: tuple[int, ...]) -> None:
-        self.fault = options.fault
-        self.length = options.length
-        self.shape = shape
-        self.opened = False
-        self.pool = torch.randn(256, *shape, generator=torch.Generator().manual_seed(1))
-        self.file = Path(tempfile.gettempdir()) / f"samples-{os.getppid()}"
-        if self.fault == "slow_storage" and not self.file.exists():
-            self.file.write_bytes(os.urandom(1 << 16))
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self._delay(index)
-        return self.pool[index % len(self.pool)], index % CLASSES
-
-    def _delay(self, index: int) -> None:
-        fault = self.fault
-        if fault == "slow_storage":
-            with self.file.open("rb") as file:  # a request of 1 ms per sample, as over a network
-                os.pread(file.fileno(), 1 << 14, 0)
-                time.sleep(0.001)
-        elif fault in ("heavy_transform", "few_workers"):
-            spin(0.0015)
-        elif fault == "slow_index" and index % 997 == 7:
-            time.sleep(0.6)
-        elif fault == "first_batch" and not self.opened:
-            self.opened = True
-            time.sleep(4.0)
-        elif fault == "rank_dataloader" and RANK == WORLD - 1:
-            time.sleep(0.0008)
-
-
-class Backwards(torch.autograd.Function):
-    """Nothing forward; sleeps backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)  # type: ignore[attr-defined]
-        return grad, None
-
-
-class Faulty(nn.Module):
-    """A model with a fault in its forward or backward."""
-
-    def __init__(self, inner: nn.Module, options: argparse.Namespace) -> None:
-        super().__init__()
-        self.inner = inner
-        self.fault = options.fault
-        self.calls = 0
-        self.dice = random.Random(5 + RANK)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fault, last = self.fault, RANK == WORLD - 1
-        self.calls += 1
-        if fault == "sleep_forward" or (fault == "rank_forward" and last):
-            time.sleep(0.03)
-        elif fault == "python_forward":
-            spin(0.03)
-        elif fault == "jitter" and self.dice.random() < 0.05:
-            time.sleep(0.15)
-        elif fault == "drift":
-            time.sleep(0.0001 * self.calls)
-        elif fault == "regression" and self.calls > 160:
-            time.sleep(0.02)
-        elif fault == "hang" and last and self.calls > 60:
-            time.sleep(1e6)
-        if fault == "sleep_backward_end":  # after all gradients that anybody averages
-            x = Backwards.apply(x.requires_grad_(), 0.09)
-        out = self.inner(x)
-        if fault == "sleep_backward" or (fault == "rank_backward" and last):
-            out = Backwards.apply(out, 0.09 if fault == "sleep_backward" else 0.04)
-        return out
-
-
-class SlowAdam(torch.optim.AdamW):
-    """An optimizer with Python work of its own."""
-
-    seconds = 0.0
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        spin(self.seconds / 2)
-        time.sleep(self.seconds / 2)
-        return super().step(closure)  # type: ignore[arg-type]
-
-
-class Node:
-    """Part of a reference cycle."""
+    """Samples of a pool of random ones."""
 
     def __init__(self) -> None:
-        self.me = self
-        self.load = [[] for _ in range(20)]
+        shape = FAMILIES[FAMILY].shape
+        self.pool = torch.randn(256, *shape, generator=torch.Generator().manual_seed(1))
+        self.calls = 0
+        # <data_init>
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.calls += 1
+        x = self.pool[index % len(self.pool)]
+        # <item>
+        return x, index % CLASSES
+
+
+def collate(samples: list[tuple[Tensor, int]]) -> list[Tensor]:
+    # <collate>
+    return default_collate(samples)
+
+
+def make_loader() -> DataLoader:
+    data, more = Samples(), {}
+    if WORKERS:
+        more["persistent_workers"] = PERSISTENT
+    # <loader>
+    return DataLoader(
+        data, batch_size=BATCH, shuffle=True, drop_last=True, num_workers=WORKERS,
+        collate_fn=collate, generator=torch.Generator().manual_seed(RANK), **more,
+    )  # fmt: skip
+
+
+def batches(loader: DataLoader | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Without end, one epoch after another."""
+    while loader is not None:
+        yield from loader
+    x, y = torch.randn(BATCH, *FAMILIES[FAMILY].shape), torch.randint(CLASSES, (BATCH,))
+    while True:
+        yield x, y
 
 
 # -- the loop -----------------------------------------------------------------------------------
 
-
-class Job:
-    """One training job."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        torch.manual_seed(options.seed)
-        model = MODELS[options.model]()
-        self.shape = MODELS[options.model].shape
-        model = Faulty(model, options) if options.fault else model
-        if options.fault == "recompiles" or options.compile:
-            torch._dynamo.config.recompile_limit = 10_000
-            torch._dynamo.config.accumulated_recompile_limit = 10_000
-            model = torch.compile(model, backend="eager", dynamic=False)
-        self.model = DistributedDataParallel(model) if WORLD > 1 else model
-        slow = 0.06 if options.fault == "sleep_optimizer" else 0.0
-        if options.fault == "rank_optimizer" and RANK == WORLD - 1:
-            slow = 0.03
-        SlowAdam.seconds = slow
-        kind = SlowAdam if slow else torch.optim.AdamW
-        self.optimizer = kind(self.model.parameters(), lr=1e-3)
-        self.data = Samples(options, self.shape)
-        self.kept: list[object] = []
-        self.dice = random.Random(3 + RANK)
-        self.step = 0
-        self.deadline = 0.0
-        self.folder = Path(tempfile.mkdtemp())
-
-    def loader(self) -> DataLoader:
-        """As the options say."""
-        options = self.options
-        many = {"persistent_workers": options.persistent} if options.workers else {}
-        return DataLoader(
-            self.data, batch_size=options.batch, shuffle=True, drop_last=True,
-            num_workers=options.workers, generator=torch.Generator().manual_seed(RANK), **many,
-        )  # fmt: skip
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Without end, one epoch after another."""
-        if self.options.loader:
-            loader = self.loader()
-            while True:
-                yield from loader
-        x = torch.randn(self.options.batch, *self.shape)
-        y = torch.randint(CLASSES, (self.options.batch,))
-        while True:
-            yield x, y
-
-    def run(self) -> int:
-        """Trains until the time is up on rank 0; returns the number of steps."""
-        options, micro = self.options, 0
-        loss_of = nn.CrossEntropyLoss()
-        for x, y in self.batches():
-            self.deadline = self.deadline or time.monotonic() + options.seconds
-            x, y = self.changed(x, y)
-            loss = loss_of(self.model(x), y)
-            (loss / options.accumulate).backward()
-            micro += 1
-            if micro % options.accumulate:
-                continue
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-            self.between(loss)
-            if self.over():
-                return self.step
-        return self.step
-
-    def changed(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch as the fault would have it."""
-        fault = self.options.fault
-        if fault == "data_imbalance":
-            turn = (self.step + RANK) % WORLD == 0 if WORLD > 1 else False
-            times = self.dice.choice((3, 4)) if turn else 1
-            return x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)
-        if fault == "rank_data" and RANK == WORLD - 1:
-            return x.repeat_interleave(3, 0), y.repeat_interleave(3, 0)
-        if fault == "recompiles":
-            count = 8 + self.step % (len(x) - 8)
-            return x[:count], y[:count]
-        if self.options.noise:
-            count = max(1, int(len(x) * (1 - self.options.noise * self.dice.random())))
-            return x[:count], y[:count]
-        return x, y
-
-    def between(self, loss: Tensor) -> None:
-        """What people do after a step, and what goes wrong there."""
-        fault, step = self.options.fault, self.step
-        if fault == "outside":
-            time.sleep(0.05)
-        elif fault == "rank_outside" and RANK == 0:
-            time.sleep(0.03)
-        elif fault == "python_outside":
-            spin(0.05)
-        elif fault == "gc_storm":
-            self.kept.append([Node() for _ in range(400)])
-            del self.kept[:-300]
-            for _ in range(2):
-                [Node() for _ in range(500)]
-            if step % 2 == 0:
-                gc.collect()
-        elif fault == "memory_creep":
-            self.kept.append(torch.ones(1 << 19))
-        elif fault == "checkpoints" and step % 8 == 0 and RANK == 0:
-            weights = [torch.randn(1 << 20) for _ in range(40)]
-            torch.save({"model": self.model.state_dict(), "more": weights}, self.folder / "c.pt")
-        elif fault == "evaluation" and step % 20 == 0:
-            self.evaluate(150)
-        if self.options.evaluate and step % 50 == 0:
-            self.evaluate(2)
-        if self.options.save and step % 100 == 0 and RANK == 0:
-            torch.save(self.model.state_dict(), self.folder / "healthy.pt")
-        if self.options.print_loss and step % 10 == 0 and RANK == 0:
-            print(f"step {step} loss {loss.item():.4f}", flush=True)
-
-    def evaluate(self, batches: int) -> None:
-        """Without gradients."""
-        self.model.eval()
-        with torch.no_grad():
-            for _ in range(batches):
-                self.model(torch.randn(self.options.batch, *self.shape))
-        self.model.train()
-
-    def over(self) -> bool:
-        """Whether rank 0's time is up: told every 10 steps to all."""
-        late = time.monotonic() > self.deadline
-        if WORLD == 1:
-            return late
-        if self.step % 10:
-            return False
-        flag = torch.tensor([late])
-        dist.broadcast(flag, 0)
-        return bool(flag.item())
+ENDS = [0.0]
+KEPT: list[object] = []
 
 
-def gan(options: argparse.Namespace) -> int:
-    """A generator and a discriminator that train in turns."""
-    torch.manual_seed(options.seed)
-    make, judge = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512)), Mlp()
-    first = torch.optim.Adam(make.parameters(), lr=1e-4)
-    second = torch.optim.Adam(judge.parameters(), lr=1e-4)
-    loss_of, end, step = nn.CrossEntropyLoss(), time.monotonic() + options.seconds, 0
-    data = DataLoader(Samples(options, (512,)), batch_size=options.batch, drop_last=True)
-    while True:
-        for x, y in data:
-            fake = make(torch.randn(len(x), 64))
-            second.zero_grad()
-            (loss_of(judge(x), y) + loss_of(judge(fake.detach()), y)).backward()
-            second.step()
-            first.zero_grad()
-            loss_of(judge(fake), y).backward()
-            first.step()
-            step += 1
-            if time.monotonic() > end:
-                return step
+def over(step: int) -> bool:
+    """Whether rank 0's time is up: told every 10 steps to all."""
+    ENDS[0] = ENDS[0] or time.monotonic() + SECONDS
+    late = time.monotonic() > ENDS[0]
+    if WORLD == 1 or step % 10:
+        return late and WORLD == 1
+    flag = torch.tensor([late])
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
 
 
-def lightning(options: argparse.Namespace) -> int:
-    """The same MLP in Lightning's Trainer."""
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    kind, more = torch.optim.AdamW, {}
+    # <optimizer>
+    return kind([p for p in model.parameters() if p.requires_grad], lr=1e-4, **more)
+
+
+def before_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    # <before_training>
+    return
+
+
+def change_batch(x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    # <batch>
+    return x, y
+
+
+def before_update(model: nn.Module, step: int) -> None:
+    # <before_update>
+    return
+
+
+def after_step(model: nn.Module, step: int, loss: Tensor) -> None:
+    # <after_step>
+    return
+
+
+def evaluate(model: nn.Module, count: int, batch: int = BATCH) -> None:
+    model.eval()
+    with torch.no_grad():
+        for _ in range(count):
+            model(torch.randn(batch, *FAMILIES[FAMILY].shape))
+    model.train()
+
+
+def plain() -> int:
+    model = Net()
+    # <model>
+    optimizer = make_optimizer(model)
+    net = DistributedDataParallel(model) if WORLD > 1 else model
+    before_training(model, optimizer)
+    step = micro = 0
+    for x, y in batches(make_loader() if LOADER else None):
+        x, y = change_batch(x, y, step)
+        hold = WORLD > 1 and (micro + 1) % ACCUMULATE
+        with net.no_sync() if hold else contextlib.nullcontext():
+            loss = F.cross_entropy(net(x), y) / ACCUMULATE
+            loss.backward()
+        micro += 1
+        if micro % ACCUMULATE:
+            continue
+        before_update(net, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        after_step(net, step, loss)
+        if over(step):
+            break
+    return step
+
+
+def accelerate() -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = make_optimizer(model)
+    net, prepared, loader = accelerator.prepare(model, optimizer, make_loader())
+    before_training(model, optimizer)
+    step = 0
+    for x, y in batches(loader):
+        x, y = change_batch(x, y, step)
+        loss = F.cross_entropy(net(x), y)
+        accelerator.backward(loss)
+        before_update(net, step)
+        prepared.step()
+        prepared.zero_grad()
+        step += 1
+        after_step(net, step, loss)
+        if over(step):
+            break
+    return step
+
+
+def trainer() -> int:
+    import transformers
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args: object, state: object, control: object, **more: object) -> None:
+            after_step(more["model"], state.global_step, torch.zeros(()))
+            control.should_training_stop = over(state.global_step)
+
+    def together(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        x, y = collate(samples)
+        return {"x": x, "labels": y}
+
+    model = Net()
+    optimizer = make_optimizer(model)
+    before_training(model, optimizer)
+    settings = transformers.TrainingArguments(
+        output_dir=str(FOLDER), max_steps=10**6, per_device_train_batch_size=BATCH, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=50,
+        dataloader_num_workers=WORKERS, dataloader_persistent_workers=bool(WORKERS),
+        remove_unused_columns=False,
+    )  # fmt: skip
+    job = transformers.Trainer(
+        model, settings, train_dataset=Samples(), data_collator=together, callbacks=[Watch()],
+        optimizers=(optimizer, None),
+    )  # fmt: skip
+    job.train()
+    return int(job.state.global_step)
+
+
+def lightning() -> int:
     import lightning
+
+    class Watch(lightning.Callback):
+        def on_train_batch_end(self, job: object, module: object, *_: object) -> None:
+            after_step(module.model, job.global_step, torch.zeros(()))
+            job.should_stop = over(job.global_step)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Mlp()
+            self.model = Net()
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            return F.cross_entropy(self.model(batch[0]), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            optimizer = make_optimizer(self.model)
+            before_training(self.model, optimizer)
+            return optimizer
 
-    trainer = lightning.Trainer(
-        max_time={"seconds": options.seconds}, accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    job = lightning.Trainer(
+        max_epochs=-1, min_epochs=0, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(FOLDER),
+        callbacks=[Watch()],
     )  # fmt: skip
-    data = Samples(options, (512,))
-    trainer.fit(Module(), DataLoader(data, batch_size=options.batch, drop_last=True))
-    return int(trainer.global_step)
+    job.fit(Module(), make_loader())
+    return int(job.global_step)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=(*MODELS, "gan", "lightning"), default="mlp")
-    parser.add_argument("--fault", default="")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=64 * 400)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--persistent", action="store_true")
-    parser.add_argument("--no-loader", dest="loader", action="store_false")
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="0 leaves torch's default")
-    parser.add_argument("--noise", type=float, default=0.0, help="share by which batches vary")
-    parser.add_argument("--evaluate", action="store_true")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--print-loss", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+def own() -> int:
+    step = 0
+    # <own>
+    return step
 
 
 def main() -> None:
-    """Runs the job."""
-    options = arguments()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if THREADS:
+        torch.set_num_threads(THREADS)
+    torch.manual_seed(3)
     if WORLD > 1:
         dist.init_process_group("gloo")
-    alone = {"gan": gan, "lightning": lightning}.get(options.model)
-    steps = alone(options) if alone else Job(options).run()
-    print(f"total {steps} steps", file=sys.stderr)
+    # <setup>
+    began = time.monotonic()
+    step = globals()[STYLE]()
+    truth = {"steps": step, "lost_s": LOST[0], "lost_count": LOST[1],
+             "train_s": time.monotonic() - (ENDS[0] - SECONDS if ENDS[0] else began)}  # fmt: skip
+    where = os.environ.get("FAULTS_TRUTH")
+    if where:
+        (Path(where) / f"truth-{RANK}.json").write_text(json.dumps(truth))
     if WORLD > 1:
         dist.barrier()
         time.sleep(0.2)  # as examples/two_ranks_slow_one.py

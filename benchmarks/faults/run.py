@@ -1,21 +1,27 @@
-"""Runs real jobs with one fault each, and healthy ones, and scores what haiprof says of them.
+"""Runs real jobs that a seed draws, faulty and healthy ones, and scores what haiprof says of them.
 
-    python benchmarks/faults/run.py
-    python benchmarks/faults/run.py --only "slow rank" --repeat 3 --keep /tmp/runs
+    python benchmarks/faults/run.py --seeds 0-39             tune on these
+    python benchmarks/faults/run.py --seeds 1000-1039        report these: once, and never again
+    python benchmarks/faults/run.py --seeds 12 --keep /tmp/runs
+    python benchmarks/faults/run.py --rejudge /tmp/runs      judge what was kept, run nothing
 
-Every job runs alone under `haiprof` as a user would start it. A case counts as named first where
-the first finding is the expected rule, with the expected cause and rank where the case says them;
-as named where any finding is. A finding on a healthy run is a false alarm. The load of the machine
-before each job stands beside its result: beside other load a run proves nothing.
+Seeds below 1000 are for tuning; what is found on the others stands in results/faults.md and
+results/faults.json, each seed once, whatever came of it. Every job runs alone under `haiprof` as
+a user would start it; with --loaded two busy processes run beside it. Right is a fault whose first
+finding is one of the accepted ones, about the right rank. Beside --loaded, or where others used a
+quarter of a core, what is said of neighbours and of steal is true, and left out. A fault that took
+less than a tenth of the time may be silent. A finding on a healthy job is a false one; a note
+(severity info) is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
+import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,38 +33,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import CASES, Case
+from draw import Case, draw, write_job
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
-from haiprof.rundir.manifest import find_runs
 
-HERE = Path(__file__).parent
-JOB = HERE / "job.py"
-RESULTS = HERE.parent / "results" / "faults.json"
-CGROUP = Path("/sys/fs/cgroup/cpu/haiprof_faults")
-NEIGHBOURS = 4
+RESULTS = Path(__file__).parents[1] / "results" / "faults.json"
+CGROUPS = (Path("/sys/fs/cgroup/cpu/haiprof_faults"), Path("/sys/fs/cgroup/haiprof_faults"))
+FIRST_REPORTED = 1000
 LIMIT_S = 90
 STRANGERS_CORES = 0.25
+SMALL_SHARE = 0.10
+SURROUNDINGS = ("busy_neighbours", "cpu_stolen")
 QUOTA_US, PERIOD_US = 50_000, 100_000
-COLUMNS = ("named first", "named", "missed", "silent", "false alarm", "skipped")
 
 
-def command(case: Case, logs: Path) -> list[str]:
+def command(case: Case, folder: Path) -> list[str]:
     """How the job is started."""
-    job = [str(JOB), *shlex.split(case.options), "--seconds", str(case.seconds)]
     python = [sys.executable]
     if case.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks)]
-        python += [*torchrun, "--master-port", "0", "--rdzv-backend", "c10d"]
-        python += ["--rdzv-endpoint", "localhost:0"]
-    run = [sys.executable, "-m", "haiprof", "run", "--quiet", "--log-dir", str(logs)]
-    run += ["--steps", case.trace] if case.trace else []
-    line = [*run, "--", *python, *job]
-    if case.under == "one_core":
+        python += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks)]
+        python += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    run = [sys.executable, "-m", "haiprof", "run", "--quiet", "--log-dir", str(folder / "logs")]
+    line = [*run, *case.kind.options, "--", *python, str(folder / "train.py")]
+    if case.kind.under == "one_core":
         return ["taskset", "-c", "1", *line]
-    if case.under == "quota":
-        return ["sh", "-c", f'echo $$ > {CGROUP}/cgroup.procs; exec "$@"', "sh", *line]
+    if case.kind.under == "quota":
+        return ["sh", "-c", f'echo $$ > {make_quota()}/cgroup.procs; exec "$@"', "sh", *line]
     return line
 
 
@@ -70,15 +71,15 @@ def neighbours(case: Case) -> Iterator[None]:
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start() -> None:
+    def start(count: int) -> None:
         line = [sys.executable, "-c", "while True: pass"]
-        started.extend(subprocess.Popen(line, start_new_session=True) for _ in range(NEIGHBOURS))
+        started.extend(subprocess.Popen(line, start_new_session=True) for _ in range(count))
 
-    timer = threading.Timer(3.0 + case.seconds / 2, start)
-    if case.beside == "neighbours":
-        start()
-    elif case.beside == "late":
+    timer = threading.Timer(5.0 + case.kind.seconds / 2, start, args=(4,))
+    if case.kind.beside == "late":
         timer.start()
+    elif case.kind.beside or case.loaded:
+        start(4 if case.kind.beside else 2)
     try:
         yield
     finally:
@@ -88,66 +89,60 @@ def neighbours(case: Case) -> Iterator[None]:
             process.wait()
 
 
-def make_quota() -> bool:
-    """A cgroup with half a core; whether this machine lets us."""
-    try:
-        CGROUP.mkdir(exist_ok=True)
-        (CGROUP / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (CGROUP / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
-    except OSError:
-        return False
-    return True
+def make_quota() -> Path | None:
+    """A cgroup with half a core; None where this machine does not let us."""
+    for cgroup in CGROUPS:
+        with contextlib.suppress(OSError):
+            cgroup.mkdir(exist_ok=True)
+            (cgroup / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (cgroup / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
+            return cgroup
+    return None
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Runs and judges one job."""
-    if case.under == "quota" and not make_quota():
+    if case.kind.under == "quota" and make_quota() is None:
         return {"outcome": "skipped", "why": "no cgroup of the cpu controller can be made"}
     folder.mkdir(parents=True)
-    environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "ignore"}
-    (folder / "tmp").mkdir()
-    if case.threads:
-        environment["OMP_NUM_THREADS"] = str(case.threads)
-    load, before = os.getloadavg()[0], cpu_seconds()
-    began = time.monotonic()
-    with neighbours(case), (folder / "output.txt").open("wb") as output:
+    write_job(case, folder / "train.py")
+    environment = {
+        **os.environ, "FAULTS_TRUTH": str(folder),
+        "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    if case.kind.threads:
+        environment["OMP_NUM_THREADS"] = str(case.kind.threads)
+    before, began = cpu_seconds(), time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as scratch,  # short: sockets are made in it
+        neighbours(case),
+        (folder / "output.txt").open("wb") as output,
+    ):
         process = subprocess.Popen(
-            command(case, folder / "logs"), env=environment, stdout=output, stderr=output,
-            start_new_session=True,
+            command(case, folder), env={**environment, "TMPDIR": scratch}, stdout=output,
+            stderr=output, cwd=folder, start_new_session=True,
         )  # fmt: skip
         try:
-            found = hanging(case, folder) if case.under == "hang" else None
-            process.wait(timeout=None if found is None and case.under != "hang" else 0.1)
+            process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             end(process)
-    if found is None:
-        found = judged(case, folder, process.returncode)
     took = time.monotonic() - began
-    others = [after - was for after, was in zip(cpu_seconds(), before, strict=True)]
-    strangers = (others[0] - others[1]) / took
-    alone = without_neighbours(case, found, strangers)
+    busy, children, stolen = (
+        after - was for after, was in zip(cpu_seconds(), before, strict=True)
+    )  # neighbours of ours are children too
     numbers = {
-        "load": round(load, 2),
+        "status": process.returncode,
         "took_s": round(took, 1),
-        "strangers_cores": round(strangers, 2),
-        "stolen_cores": round(others[2] / took, 2),
+        "strangers_cores": round(max(busy - children, 0.0) / took, 2),
+        "stolen_cores": round(stolen / took, 2),
     }
-    return {**found, **numbers, "but for neighbours": alone}
+    (folder / "machine.json").write_text(json.dumps(numbers), encoding="utf-8")
+    return judged(case, folder)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the launcher to end its workers, which are in sessions of their own; then by force."""
-    ranks = [
-        int(line.split()[0])
-        for line in subprocess.run(
-            ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()[1:]
-        if f"{JOB} --fault hang" in line
-    ]
+    """Asks the launcher to end the job; then by force."""
     os.killpg(process.pid, signal.SIGTERM)
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     try:
         process.wait(timeout=20)
     except subprocess.TimeoutExpired:
@@ -159,194 +154,211 @@ def cpu_seconds() -> tuple[float, float, float]:
     """CPU time of the machine, of the processes that this one has awaited, and what was stolen."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     ticks = [int(field) for field in fields]
+    used, tick = os.times(), os.sysconf("SC_CLK_TCK")
     busy = sum(ticks[:3]) + sum(ticks[5:7])
-    used = os.times()
-    tick = os.sysconf("SC_CLK_TCK")
     return busy / tick, used.children_user + used.children_system, ticks[7] / tick
 
 
-def without_neighbours(case: Case, found: dict[str, Any], strangers: float) -> str:
-    """The outcome where a true finding about processes that were not ours is not counted.
-
-    This machine is shared: where strangers used a quarter of a core and more, `busy_neighbours` is
-    no mistake on a case that has none of its own.
-    """
-    first = "busy_neighbours"
-    named = [name for name in found.get("findings", []) if name != first]
-    if (
-        strangers < STRANGERS_CORES
-        or case.expected == first
-        or len(named) == len(found.get("findings", []))
-    ):
-        return str(found["outcome"])
-    if not case.expected:
-        return "false alarm" if named else "silent"
-    rule, _, _ = named[0].partition("/") if named else ("", "", "")
-    if found["outcome"] == "named" and case.expected in (rule, named[0]):
-        return "named first"
-    return str(found["outcome"])
-
-
-def hanging(case: Case, folder: Path) -> dict[str, Any]:
-    """Asks a job that hangs, some seconds after it stopped."""
-    limit = time.monotonic() + LIMIT_S
-    while not find_runs_or_none(folder / "logs") and time.monotonic() < limit:
-        time.sleep(0.5)
-    run = find_runs_or_none(folder / "logs")[0]
-    while len(list((run / "ranks").glob("*/rank.json"))) < case.ranks and time.monotonic() < limit:
-        time.sleep(0.5)
-    time.sleep(8)
-    line = [sys.executable, "-m", "haiprof", "snapshot", str(run), "--hang", "--json"]
-    asked = subprocess.run(line, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    content = json.loads(asked.stdout) if asked.stdout else {}
-    suspects = [each.get("rank") for each in content.get("suspects", [])]
-    first = suspects[:1] == [case.rank]
-    outcome = "named first" if first else "named" if case.rank in suspects else "missed"
-    return {"outcome": outcome, "findings": [f"suspect {rank}" for rank in suspects]}
-
-
-def find_runs_or_none(logs: Path) -> list[Path]:
-    """Runs below a log directory that may not exist yet."""
-    return find_runs(logs) if logs.is_dir() else []
-
-
-def judged(case: Case, folder: Path, status: int) -> dict[str, Any]:
-    """Scores the verdict on a finished job."""
-    if status:
-        return {"outcome": "missed", "why": f"the job ended with status {status}"}
+def judged(case: Case, folder: Path) -> dict[str, Any]:
+    """Scores the verdict on a job that has run."""
+    numbers = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+    truths = [json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("truth-*.json")]
+    if numbers["status"] or not truths:
+        return {**numbers, "outcome": "broken", "findings": []}
     verdict = diagnose(Analyzer(folder / "logs"))
-    named = [f"{f.rule}/{f.cause}" if f.cause else f.rule for f in verdict.findings]
-    hits = [
-        place
-        for place, f in enumerate(verdict.findings)
-        if case.expected in (f.rule, named[place]) and case.rank in (None, f.rank)
-    ]
-    if not case.expected:
-        outcome = "false alarm" if named else "silent"
-    else:
-        outcome = "named first" if hits[:1] == [0] else "named" if hits else "missed"
-    beside = [
-        name
-        for name, f in zip(named, verdict.findings, strict=True)
-        if case.expected and case.expected not in (f.rule, name) and f.explained_by is None
-    ]
-    return {
-        "outcome": outcome,
-        "findings": named,
-        "beside": beside,
+    share = max(t["lost_s"] / max(t["train_s"], 1e-3) for t in truths)
+    beside = case.loaded or numbers["strangers_cores"] >= STRANGERS_CORES or case.kind.beside
+    hidden = set(SURROUNDINGS) - set(case.kind.accepted)
+    own = [
+        f for f in verdict.findings
+        if not (beside and {f.rule, f.explained_by} & hidden)
+    ]  # fmt: skip
+    right = [f for f in own if _is_right(case, f)]
+    facts = {
+        **numbers,
+        "share": round(share, 3) if share else None,
+        "steps": truths[0]["steps"],
+        "findings": [
+            (f"{f.rule}/{f.cause}" if f.cause else f.rule)
+            + ("" if f.lost_ratio is None else f" {f.lost_ratio:.0%}")
+            + (f" by {f.explained_by}" if f.explained_by else "")
+            for f in verdict.findings
+        ],
+        "severities": [f.severity for f in verdict.findings],
         "titles": [f.title for f in verdict.findings],
-        "step_ns": verdict.step_ns,
-        "step_count": verdict.step_count,
-        "abstained": len(verdict.abstained),
-        "checked": len(verdict.checked),
     }
+    if case.is_healthy:
+        false = any(f.severity != "info" for f in own)
+        return {**facts, "outcome": "false finding" if false else "note" if own else "silent"}
+    if right and own[0] is right[0]:
+        return {**facts, "outcome": "right", "line": _line(case, folder, right[0])}
+    if not own and share and share < SMALL_SHARE:
+        return {**facts, "outcome": "small"}
+    return {**facts, "outcome": "named" if right else "wrong" if own else "missed"}
 
 
-def show(rows: Sequence[tuple[Case, dict[str, Any]]], out: Path | None) -> None:
-    """Prints the confusion table, and writes it beside the results."""
-    lines = [
-        "| case | ranks | expected | outcome | others used | stolen | findings, in order |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for case, row in rows:
-        expected = case.expected or "nothing"
-        found = ", ".join(row.get("findings", [])) or row.get("why", "-")
-        others = f"{max(row.get('strangers_cores', 0.0), 0.0):.2f} cores"
-        stolen = f"{row['stolen_cores']:.2f} cores" if "stolen_cores" in row else "-"
-        lines.append(
-            f"| {case.name} | {case.ranks} | {expected} | {row['outcome']} | {others} | {stolen} "
-            f"| {found} |"
-        )
-    lines += ["", *count("All counted", "outcome", rows)]
-    lines += count("But for neighbours that were really there", "but for neighbours", rows)
-    if any("stolen_cores" not in row for _, row in rows):
-        lines += [
-            "",
-            'A dash under "stolen": not measured beside that run.',
+def _is_right(case: Case, finding: Any) -> bool:
+    accepted = {finding.rule, f"{finding.rule}/{finding.cause}"} & set(case.kind.accepted)
+    return bool(accepted) and (case.rank is None or finding.rank in (case.rank, None))
+
+
+def _line(case: Case, folder: Path, finding: Any) -> bool | None:
+    """Whether the finding names a faulty line; None where none is, or lines are not recorded."""
+    faulty = write_job(case, folder / "train.py")
+    lines = getattr(finding, "code_lines", None)
+    if not faulty or lines is None:
+        return None
+    return any(line.line in faulty and line.file.endswith("train.py") for line in lines)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The scores in a line each, with 95 % intervals."""
+    lines = []
+    for loaded in (False, True):
+        some = [row for row in rows if _is_loaded(row) is loaded]
+        faults = [
+            r for r in some if r["fault"] and r["outcome"] in ("right", "named", "wrong", "missed")
         ]
-    print("\n" + "\n".join(lines))
-    if out is not None:
-        head = f"# What was wrong, and what haiprof said\n\n{__doc__.splitlines()[0]}\n\n"
-        out.with_suffix(".md").write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+        healthy = [
+            r
+            for r in some
+            if not r["fault"] and r["outcome"] in ("silent", "note", "false finding")
+        ]
+        lined = [r["line"] for r in faults if r.get("line") is not None]
+        where = "beside busy neighbours" if loaded else "idle"
+        lines += [
+            f"- {where}: right cause first "
+            f"{_of(sum(r['outcome'] == 'right' for r in faults), len(faults))}",
+            f"- {where}: healthy jobs with a false finding "
+            f"{_of(sum(r['outcome'] == 'false finding' for r in healthy), len(healthy))}",
+            f"- {where}: line of code named {_of(sum(lined), len(lined))}",
+        ]
+    return lines
 
 
-def count(title: str, key: str, rows: Sequence[tuple[Case, dict[str, Any]]]) -> list[str]:
-    """One summary of the outcomes."""
-    outcomes = [row.get(key, row["outcome"]) for _, row in rows]
-    counts = {name: outcomes.count(name) for name in COLUMNS}
-    faults = [row for case, row in rows if case.expected and row["outcome"] != "skipped"]
-    healthy = [row for case, row in rows if not case.expected]
-    lines = [f"{title}: " + ", ".join(f"{name} {count}" for name, count in counts.items() if count)]
-    if faults:
-        lines.append(f"- right cause first: {counts['named first']} of {len(faults)}")
-    if healthy:
-        lines.append(f"- healthy runs with a finding: {counts['false alarm']} of {len(healthy)}")
-    return [*lines, ""]
+def _is_loaded(row: dict[str, Any]) -> bool:
+    """Whether others used the cores, ours or not: by what was measured beside the job."""
+    return row["loaded"] or row.get("strangers_cores", 0.0) >= STRANGERS_CORES
+
+
+def _of(count: int, whole: int) -> str:
+    """`9 of 10 (60 % to 98 %)`: Wilson's interval."""
+    if not whole:
+        return "- of 0"
+    z, share = 1.96, count / whole
+    middle = share + z * z / (2 * whole)
+    spread = z * math.sqrt(share * (1 - share) / whole + z * z / (4 * whole * whole))
+    low, high = ((middle + sign * spread) / (1 + z * z / whole) for sign in (-1, 1))
+    return f"{count} of {whole} (95 %: {max(low, 0):.0%} to {min(high, 1):.0%})"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each job."""
+    lines = [
+        "| seed | kind | job | share | others, stolen | outcome | line | findings, in order |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        share = "" if r.get("share") is None else f"{r['share']:.0%}"
+        line = {True: "yes", False: "no", None: ""}[r.get("line")]
+        others = f"{r.get('strangers_cores', 0):.1f}, {r.get('stolen_cores', 0):.1f}"
+        found = ", ".join(r.get("findings", [])) or r.get("why", "-")
+        lines.append(
+            f"| {r['seed']}{' loaded' if r['loaded'] else ''} | {r['kind']} | {r['job']} | {share} "
+            f"| {others} | {r['outcome']} | {line} | {found} |"
+        )
+    return lines
+
+
+def described(case: Case) -> dict[str, Any]:
+    """What a row says of the job itself."""
+    workers = f", {case.workers} workers" if case.workers else ""
+    return {
+        "seed": case.seed, "loaded": case.loaded, "kind": case.kind.name,
+        "fault": not case.is_healthy, "expected": list(case.kind.accepted), "rank": case.rank,
+        "job": f"{case.family}, {case.style}, {case.ranks} ranks{workers}, {case.magnitude:.2g}x",
+    }  # fmt: skip
+
+
+def reported() -> list[dict[str, Any]]:
+    """Every seed that was ever reported."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+
+
+def report(row: dict[str, Any]) -> None:
+    """Keeps one row for good."""
+    lock = Path(tempfile.gettempdir()) / "haiprof-faults-results.lock"
+    with lock.open("w") as held:  # several may run at a time
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _write_results([*reported(), row])
+
+
+def _write_results(rows: Sequence[dict[str, Any]]) -> None:
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    head = (
+        "# What was wrong, and what haiprof said\n\n"
+        "Seeds that no rule was tuned on, each reported once.\n"
+    )
+    text = [head, *summary(rows), "", *table(rows)]
+    RESULTS.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def seeds_of(text: str) -> list[int]:
+    """`3,7-9` as numbers."""
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def main() -> None:
-    """Runs the chosen cases one after another; results are saved after each."""
+    """Runs the chosen seeds one after another; those to be reported are kept after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", help="part of a case's name; may repeat")
-    parser.add_argument("--kind", choices=("faults", "healthy"))
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="keep the run directories here")
+    parser.add_argument("--seeds", type=seeds_of, default=[], help="3,7-9")
+    parser.add_argument("--loaded", action="store_true", help="two busy processes beside each")
+    parser.add_argument("--only", choices=("faults", "healthy"))
+    parser.add_argument("--keep", type=Path, help="keep jobs and run directories here")
     parser.add_argument("--rejudge", type=Path, help="judge what --keep kept here, and run nothing")
-    parser.add_argument("--out", type=Path, default=None, help="JSON; all cases: the results")
+    parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds; no more jobs")
     options = parser.parse_args()
-    chosen = [
-        case
-        for case in CASES
-        if (not options.only or any(part in case.name for part in options.only))
-        and (options.kind is None or bool(case.expected) is (options.kind == "faults"))
-    ]
-    out = options.out or (None if options.only else RESULTS)
-    if options.rejudge is not None:
-        rows = rejudged(options.rejudge, out or RESULTS)
-        save(out or RESULTS, rows)
-        show(rows, out or RESULTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # neighbours must not stay
+    if options.rejudge:
+        rows = []
+        for folder in sorted(options.rejudge.iterdir(), key=lambda p: p.name.zfill(8)):
+            case = draw(int(folder.name.split("-")[0]), loaded=folder.name.endswith("-loaded"))
+            if (options.seeds and case.seed not in options.seeds) or not (
+                folder / "machine.json"
+            ).exists():
+                continue
+            rows.append(described(case) | judged(case, folder))
+        print("\n".join([*table(rows), "", *summary(rows)]))
         return
-    root = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    rows = []
-    for number in range(options.repeat):
-        for place, case in enumerate(chosen):
-            folder = root / f"{number * len(chosen) + place:03d}"
+    known = {row["seed"] for row in reported()}
+    root, began, rows = (
+        options.keep or Path(tempfile.mkdtemp(prefix="faults-")),
+        time.monotonic(),
+        [],
+    )
+    for seed in options.seeds:
+        case = draw(seed, loaded=options.loaded)
+        if options.only and case.is_healthy is (options.only == "faults"):
+            continue
+        if time.monotonic() - began > options.stop_after:
+            break
+        if seed in known:
+            print(f"seed {seed}: reported already")
+            continue
+        folder = root / (f"{seed}-loaded" if options.loaded else f"{seed}")
+        shutil.rmtree(folder, ignore_errors=True)
+        row = described(case) | run_case(case, folder)
+        rows.append(row)
+        print(table([row])[-1], flush=True)
+        if seed >= FIRST_REPORTED:
+            report(row)
+        if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-            row = run_case(case, folder)
-            rows.append((case, row))
-            print(
-                f"{place + 1}/{len(chosen)} {case.name}: {row['outcome']} {row.get('findings')} "
-                f"load {row.get('load')}", flush=True,
-            )  # fmt: skip
-            if options.keep is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            if out is not None:
-                save(out, rows)
-    show(rows, out)
-
-
-def rejudged(kept: Path, results: Path) -> list[tuple[Case, dict[str, Any]]]:
-    """What the rules of now say of runs that were kept, with what was measured beside them then."""
-    by_name = {case.name: case for case in CASES}
-    rows = []
-    for place, row in enumerate(json.loads(results.read_text(encoding="utf-8"))):
-        case = by_name[row["case"]]
-        folder = kept / f"{place:03d}"
-        if row["outcome"] != "skipped" and case.under != "hang":
-            row |= judged(case, folder, 0)
-            row["but for neighbours"] = without_neighbours(case, row, row["strangers_cores"])
-        rows.append((case, row))
-    return rows
-
-
-def save(path: Path, rows: Sequence[tuple[Case, dict[str, Any]]]) -> None:
-    """All results so far."""
-    content = [
-        {"case": case.name, "options": case.options, "ranks": case.ranks, "expected": case.expected}
-        | row
-        for case, row in rows
-    ]
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(summary(rows)))
 
 
 if __name__ == "__main__":

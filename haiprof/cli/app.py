@@ -1,108 +1,123 @@
-"""The commands that read runs, put together in one screen."""
+"""The typer application with all commands that read runs."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-import typer
-
-from haiprof.cli.attach import attach
-from haiprof.cli.chakra import chakra
-from haiprof.cli.compare import compare
-from haiprof.cli.diagnose import diagnose
-from haiprof.cli.doctor import doctor
-from haiprof.cli.export import export
-from haiprof.cli.functions import functions
-from haiprof.cli.kineto_agent import kineto_agent
-from haiprof.cli.link import link
-from haiprof.cli.list import list_runs
-from haiprof.cli.merge import merge
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_DEBUG
+from haiprof.cli.kept import Recording, ask, print_kept
 from haiprof.cli.names import COMMANDS
-from haiprof.cli.output import say, show_error
-from haiprof.cli.overview import overview
-from haiprof.cli.perfetto import perfetto
-from haiprof.cli.ps import ps
-from haiprof.cli.query import query
-from haiprof.cli.rank import rank
-from haiprof.cli.report import report
-from haiprof.cli.scalars import scalars
-from haiprof.cli.snapshot import snapshot
-from haiprof.cli.submit import submit
-from haiprof.cli.tensorboard import tensorboard
-from haiprof.cli.top import top
-from haiprof.cli.trace_critical_path import critical_path
-from haiprof.cli.trace_diff import trace_diff
-from haiprof.cli.trace_memory import memory_timeline
-from haiprof.cli.trace_now import trace_now
-from haiprof.cli.trace_report import trace_report
-from haiprof.cli.verdict import verdict
-from haiprof.cli.view import view
-from haiprof.cli.what_if import what_if
-from haiprof.config import ENV_DEBUG
-from haiprof.errors import HaiprofError, UsageError
+from haiprof.cli.target import LOG_DIR, default_log_dir
 
-_FUNCTIONS: dict[str, Callable[..., None]] = {
-    "overview": overview,
-    "rank": rank,
-    "list": list_runs,
-    "verdict": verdict,
-    "report": report,
-    "view": view,
-    "diagnose": diagnose,
-    "scalars": scalars,
-    "tensorboard": tensorboard,
-    "perfetto": perfetto,
-    "doctor": doctor,
-    "export": export,
-    "trace-report": trace_report,
-    "functions": functions,
-    "merge": merge,
-    "link": link,
-    "chakra": chakra,
-    "query": query,
-    "compare": compare,
-    "trace-diff": trace_diff,
-    "what-if": what_if,
-    "critical-path": critical_path,
-    "memory-timeline": memory_timeline,
-    "ps": ps,
-    "top": top,
-    "attach": attach,
-    "snapshot": snapshot,
-    "trace-now": trace_now,
-    "kineto-agent": kineto_agent,
-    "submit": submit,
+if TYPE_CHECKING:
+    import typer
+
+_MODULES = {
+    "list": ("list", "list_runs"),
+    "critical-path": ("trace_critical_path", "critical_path"),
+    "memory-timeline": ("trace_memory", "memory_timeline"),
 }
-# What the parser raises for a command line it cannot take; typer carries click or its own copy.
-_ParserError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Module and function of the commands that are not named as both."""
+_OWN_LOG_DIR = frozenset({"diagnose", "ps", "top", "attach", "snapshot", "trace-now", "submit"})
+"""Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _INTERRUPTED = 130
 
 
-def make_app() -> typer.Typer:
-    """The typer application; its commands are those of `names.COMMANDS`."""
+def command_function(name: str) -> Callable[..., None]:
+    """The function of a command; its module is imported now."""
+    module, function = _MODULES.get(name, (name.replace("-", "_"),) * 2)
+    found = getattr(importlib.import_module(f"haiprof.cli.{module}"), function)
+    return cast("Callable[..., None]", found)
+
+
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The typer application of some commands: of all, if none are named."""
+    import typer
+
     app = typer.Typer(
         name="haiprof", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
     )
-    for name in COMMANDS:
-        app.command(name)(_FUNCTIONS[name])
+    app.callback()(_no_options)  # without it, one command alone is taken for the whole program
+    for name in names:
+        function = command_function(name)
+        app.command(name)(function if name in _OWN_LOG_DIR else take_log_dir(function))
     return app
 
 
+def _no_options() -> None:
+    """The application itself has none."""
+
+
+def take_log_dir(function: Callable[..., None]) -> Callable[..., None]:
+    """The same command with `--log-dir`, which names the log directory of what is left out."""
+    from haiprof.cli.arguments import LogDir
+
+    @functools.wraps(function)
+    def command(log_dir: Path | None, **options: object) -> None:
+        del log_dir  # its callback has taken it, before the other arguments were parsed
+        function(**options)
+
+    signature = inspect.signature(function, eval_str=True)
+    added = inspect.Parameter(
+        "log_dir", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=LogDir
+    )
+    parameters = [*signature.parameters.values(), added]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    del command.__wrapped__
+    return command
+
+
 def run_command(argv: Sequence[str]) -> int:
-    """Parses and runs one command; every known error ends here as one line and a status."""
-    command = typer.main.get_command(make_app())
+    """Runs one command, or prints what it said before where nothing has changed since."""
+    words = list(argv)
+    LOG_DIR.set(None)
     try:
-        status = command.main(list(argv), prog_name="haiprof", standalone_mode=False)
+        question = ask(words, default_log_dir())
+    except HaiprofError:
+        question = None  # the command itself says what is wrong
+    if question is None:
+        return _run(words)
+    kept = question.kept()
+    if kept is not None:
+        print_kept(kept)
+        return 0
+    with Recording() as recording:
+        status = _run(words)
+    if status == 0:
+        question.keep(**recording.streams())
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    """Parses and runs one command; every known error becomes one line and a status here."""
+    import typer
+
+    from haiprof.cli.output import show_error
+
+    # The parser's errors for an invalid command line; typer carries click or its own copy.
+    parser_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
+    try:
+        names = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
+        command = typer.main.get_command(make_app(names))
+        status = command.main(argv, prog_name="haiprof", standalone_mode=False)
         sys.stdout.flush()
     except HaiprofError as error:
         return show_error(error)
-    except _ParserError as error:
+    except parser_error as error:
         return show_error(_usage_error(error, argv))
     except (typer.Abort, KeyboardInterrupt):
-        say("interrupted", sys.stderr)
+        print_message("interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()
@@ -122,7 +137,7 @@ def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
 
 
 def _defect(error: Exception) -> HaiprofError:
-    """An error that nobody foresaw, with the place for a report."""
+    """An unexpected error, with the place for a report."""
     if os.environ.get(ENV_DEBUG) == "1":
         raise error
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -133,6 +148,6 @@ def _defect(error: Exception) -> HaiprofError:
 
 
 def _reader_gone() -> int:
-    """Somebody like `head` closed our stdout; nothing more can be said there."""
+    """Handles a closed stdout, such as by `head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 141

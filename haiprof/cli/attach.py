@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, job_or_processes
-from haiprof.cli.output import Output, say
+from haiprof.cli.output import Output
 from haiprof.cli.target import default_log_dir
-from haiprof.errors import UsageError
 
 if TYPE_CHECKING:
-    from haiprof.jobs.attach import Attached
+    from haiprof.live.attach import Attached
 
 Seconds = Annotated[float, typer.Option("--time", min=0.5, help="For how many seconds.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Also trace some steps with torch.profiler.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps to trace.")]
-Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks in the trace (dearer).")]
+Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks in the trace (slower).")]
 Inject = Annotated[
     bool,
     typer.Option(
@@ -31,9 +32,9 @@ Inject = Annotated[
 
 
 def attach(
-    job: JobName = None, seconds: Seconds = 60.0, trace: Trace = False, steps: Steps = 5,
-    stacks: Stacks = False, inject: Inject = False, log_dir: LogDirs = None,
-    as_json: AsJson = False,
+    job: JobName = None, seconds: Seconds = 60.0, trace: Trace = False,
+    steps: Steps = DEFAULT_STEPS, stacks: Stacks = False, inject: Inject = False,
+    log_dir: LogDirs = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Record a running job for a while, and show what makes it slow.
 
@@ -50,7 +51,7 @@ def attach(
 
       haiprof attach 4711 --inject               a process that was started without haiprof
     """
-    from haiprof.jobs.attach import Wish, attach_inside, attach_job, attach_outside
+    from haiprof.live.attach import AttachRequest, attach_injecting, attach_job, attach_sampling
 
     found, processes = job_or_processes(job, log_dir)
     if found is None and trace and not inject:
@@ -59,34 +60,35 @@ def attach(
             hint=f"haiprof attach {job} --inject --trace",
         )
     options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
-    wish = Wish(time_s=seconds, trace=options, log_dir=default_log_dir())
+    wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir())
 
     def progress(text: str) -> None:
-        say(text, sys.stderr)
+        print_message(text)
 
     if found is not None:
         done = attach_job(found, wish, progress)
     elif inject:
-        done = attach_inside(processes, wish, progress)
+        done = attach_injecting(processes, wish, progress)
     else:
-        done = attach_outside(processes, wish, progress)
+        done = attach_sampling(processes, wish, progress)
     _show(done, Output(json=as_json))
 
 
 def _show(done: Attached, output: Output) -> None:
-    from haiprof.analysis.analyzer import Analyzer
+    from haiprof.diagnosis.document import as_document
     from haiprof.diagnosis.engine import diagnose
-    from haiprof.jobs.attach import OUTSIDE, RECORDED
-    from haiprof.report.attach_view import attach_view
-    from haiprof.report.export import save_verdict
-    from haiprof.report.run_header import manifest_or_none, run_header
+    from haiprof.live.attach import OUTSIDE, RECORDED
+    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.show.export import save_verdict
+    from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.show.views.attach import attach_view
 
     part = done.between if done.how == RECORDED else None
-    analyzer = Analyzer(done.run, between=part)
+    analyzer = RunFrames(done.run, between=part)
     found = diagnose(analyzer) if done.how != OUTSIDE else None
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     if part is None and found is not None:
         save_verdict(found, header, analyzer.run)
-    data = {**done.as_json(), "verdict": found.as_json() if found is not None else None}
+    data = {**done.as_json(), "verdict": as_document(found) if found is not None else None}
     output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
     output.hint(f"next: haiprof overview {done.run}")

@@ -7,19 +7,22 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.link import ExecutionTraces
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, Waiting, Window
-from haiprof.errors import UsageError
+from haiprof.cli.target import existing_log_dir, trace_target
+from haiprof.cli.trace_arguments import Rank, ReadProgress, Window
 
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN_OR_LINKED",
+        metavar="[RUN_OR_LINKED]",
         help="A run directory or a folder with traces and execution traces, or what "
         "haiprof link wrote, or bare execution traces.",
         show_default=False,
+        default_factory=existing_log_dir,
+        callback=trace_target,
     ),
 ]
 Folder = Annotated[
@@ -92,11 +95,12 @@ def chakra(
 
       haiprof chakra RUN --graph graph.graphml --rank 3 --step 102
     """
-    from haiprof.analysis.execution.chakra import write_chakra
-    from haiprof.analysis.execution.drawn import drawn
-    from haiprof.analysis.execution.source import graphs
-    from haiprof.plots.execution_graph import check_ending, write_graph
-    from haiprof.report.chakra_view import chakra_view, row_of
+    from haiprof.base.safe_files import make_named_folder
+    from haiprof.show.figures.execution_graph import check_ending, write_graph
+    from haiprof.show.views.chakra import chakra_view, row_of
+    from haiprof.trace_analysis.execution.chakra import write_chakra
+    from haiprof.trace_analysis.execution.drawing import draw_graph
+    from haiprof.trace_analysis.execution.source import graphs
 
     if (folder is None) == (graph_file is None):
         raise UsageError("name -o DIR for Chakra files or --graph FILE for a picture")
@@ -104,16 +108,16 @@ def chakra(
         check_ending(graph_file)
     output = Output(json=as_json)
     rows, notes = [], []
-    with Waiting(quiet=as_json):
+    with ReadProgress(quiet=as_json):
         for graph, said in graphs(source, execution, window=window, rank=rank):
             notes += said
             if folder is not None:
                 path = folder / f"{name}.{graph.rank}.et"
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_named_folder(folder)
                 write_chakra(path, graph)
             elif graph_file is not None:
                 path = graph_file
-                picture = drawn(graph, max_nodes=max_nodes, step=step, depth=depth)
+                picture = draw_graph(graph, max_nodes=max_nodes, step=step, depth=depth)
                 write_graph(path, picture)
                 notes += picture.notes
             rows.append(row_of(graph, path))

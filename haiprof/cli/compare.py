@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 from haiprof.cli.trace_diff import SLOWER, parse_percent
-from haiprof.errors import MissingDataError, UsageError
 
 LAST_GOOD = "last-good"
 
@@ -71,12 +71,12 @@ def compare(
 
       haiprof compare before after --json | jq .verdict
     """
+    from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
+    from haiprof.diagnosis.compare.compared_run import side_of
     from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
-    from haiprof.diagnosis.compare.side import side_of
-    from haiprof.report.compare_rows import headline, what_would_decide
-    from haiprof.report.compare_view import compare_data, compare_view
-    from haiprof.units import ratio_text
+    from haiprof.show.tables.compare import headline, what_would_decide
+    from haiprof.show.views.compare import compare_data, compare_view
 
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.cli.arguments import AsJson
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.cli.arguments import AsJson, Everything
 from haiprof.cli.job_arguments import LogDirs, the_job
-from haiprof.cli.output import Output, say
+from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
-from haiprof.errors import UsageError
 
 if TYPE_CHECKING:
-    from haiprof.analysis.analyzer import Analyzer
-    from haiprof.rundir.layout import RunPaths
+    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.run_format.layout import RunPaths
 
 _TRACE_STEPS = 5
 Target = Annotated[
@@ -41,6 +41,7 @@ SaveTraces = Annotated[
 def diagnose(
     target: Target = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, log_dir: LogDirs = None, as_json: AsJson = False,
+    everything: Everything = False,
 ) -> None:  # fmt: skip
     """Find out why a job is slow: causes in order, with proof and remedy, and what was checked.
 
@@ -58,8 +59,8 @@ def diagnose(
     """
     from haiprof.diagnosis.document import as_document, save_document
     from haiprof.diagnosis.engine import diagnose as judge
-    from haiprof.report.card import verdict_card
-    from haiprof.report.run_header import manifest_or_none, run_header
+    from haiprof.show.card import verdict_card
+    from haiprof.show.run_header import manifest_or_none, run_header
 
     if save_traces and not collect:
         raise UsageError("--save-traces goes with --collect: what has ended has no more steps")
@@ -77,24 +78,24 @@ def diagnose(
     content = as_document(found, since_ns=since)
     save_document(content, analyzer.run)
     output = Output(json=as_json)
-    output.show(lambda width: verdict_card(found, header, width=width), content)
+    output.show(
+        lambda width: verdict_card(found, header, width=width, everything=everything), content
+    )
     output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
-    from haiprof.jobs.collect import collect
+    from haiprof.live.collect import collect
 
     trace = {"count": _TRACE_STEPS} if traces else None
-    (since, _), traced = collect(
-        run, seconds, trace=trace, progress=lambda text: say(text, sys.stderr)
-    )
+    (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)
     if traced is not None and not traced.done:
         why = next((rank.reason for rank in traced.ranks if rank.reason), "no rank answered")
-        say(f"no trace: {why}", sys.stderr)
+        print_message(f"no trace: {why}")
     return since
 
 
-def _found(target: str | None, log_dir: list[Path] | None) -> Analyzer:
+def _found(target: str | None, log_dir: list[Path] | None) -> RunFrames:
     """The run of a directory, or of a running job of that name."""
     if target is None or Path(target).exists():
         return open_target(None if target is None else Path(target))

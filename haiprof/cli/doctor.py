@@ -35,12 +35,12 @@ def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
 
       srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
-    from haiprof.cli.doctor_view import doctor_view
-    from haiprof.launch.nsys import find_nsys
-    from haiprof.rundir.layout import RunPaths
-    from haiprof.samplers.base import Node
-    from haiprof.samplers.survey import counter_row, survey
-    from haiprof.samplers.tools import find_permissions, find_tools, software
+    from haiprof.agent.nsys import find_nsys
+    from haiprof.agent.samplers.sampler import Node
+    from haiprof.agent.samplers.survey import counter_row, survey
+    from haiprof.agent.samplers.tools import find_permissions, find_tools, software
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.show.views.doctor import doctor_view
 
     here = Node(run=RunPaths(_NO_RUN), host=socket.gethostname(), pid=os.getpid())
     counters = survey(here)

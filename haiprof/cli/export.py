@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import RunDir
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
-from haiprof.errors import UsageError
 
 
 class Format(str, Enum):
@@ -24,7 +24,7 @@ class Format(str, Enum):
     OTLP_JSON = "otlp-json"
 
 
-class What(str, Enum):
+class Table(str, Enum):
     """What `--what` takes."""
 
     COUNTERS = "counters"
@@ -39,7 +39,7 @@ _FORMAT_HELP = (
     "otlp-json: every sample. The last two hold counters as they were read."
 )
 FormatOption = Annotated[Format, typer.Option("--format", help=_FORMAT_HELP)]
-WhatOption = Annotated[What, typer.Option("--what", help="The table, for csv and parquet.")]
+TableOption = Annotated[Table, typer.Option("--what", help="The table, for csv and parquet.")]
 OutputFile = Annotated[
     Path | None,
     typer.Option(
@@ -59,7 +59,7 @@ Lines = Annotated[
 def export(
     directory: RunDir = None,
     format_: FormatOption = Format.CSV,
-    what: WhatOption = What.COUNTERS,
+    what: TableOption = Table.COUNTERS,
     output: OutputFile = None,
     force: Force = False,
     lines: Lines = False,
@@ -76,7 +76,7 @@ def export(
 
       haiprof export --format otlp-json --lines -o job.jsonl
     """
-    from haiprof.report.exports.run_export import Export, write_export
+    from haiprof.compat.exports.run_export import Export, write_export
 
     _check(format_, what, output, lines)
     analyzer = open_target(directory)
@@ -88,15 +88,15 @@ def export(
         Output().hint(f"wrote {written.count} {written.unit} to {output}")
 
 
-def _check(format_: Format, what: What, output: Path | None, lines: bool) -> None:
-    """Refuses what does not go together.
+def _check(format_: Format, what: Table, output: Path | None, lines: bool) -> None:
+    """Refuses contradictory options.
 
     Raises:
-        UsageError: It does not.
+        UsageError: They contradict each other.
     """
     if format_ is Format.PARQUET and output is None:
         raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
-    if format_ not in _TABULAR and what is not What.COUNTERS:
+    if format_ not in _TABULAR and what is not Table.COUNTERS:
         raise UsageError(
             f"{format_.value} holds counters only", hint=f"--format csv --what {what.value}"
         )

@@ -14,13 +14,14 @@ from haiprof.cli.trace_arguments import (
     Cluster,
     CsvFolder,
     Force,
+    ReadProgress,
     StepRange,
     Traces,
-    Waiting,
     Window,
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.trace_check import say_faults
 
 
 class Kind(str, Enum):
@@ -66,18 +67,19 @@ def functions(
 
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
     """
-    from haiprof.analysis.trace.facade import TraceAnalysis
     from haiprof.diagnosis.functions.reports import function_reports
-    from haiprof.report.functions_view import functions_view
+    from haiprof.show.views.functions import functions_view
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
-    with Waiting(quiet=as_json) as waiting:
-        analysis = TraceAnalysis(traces, pool=pool, window=window)
+    with ReadProgress(quiet=as_json) as waiting:
+        analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, progress=waiting)
+    say_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
     if csv is not None:
-        from haiprof.report.exports.tables import write_tables
+        from haiprof.compat.exports.tables import write_tables
 
         tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
         tables["functions_by_rank"] = found.functions

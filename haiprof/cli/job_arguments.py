@@ -10,8 +10,8 @@ import typer
 from haiprof.cli.target import default_log_dir
 
 if TYPE_CHECKING:
-    from haiprof.jobs.find import RunningJob
-    from haiprof.samplers.training import Process
+    from haiprof.linux.training_processes import Process
+    from haiprof.live.find import RunningJob
 
 JobName = Annotated[
     str | None,
@@ -41,14 +41,14 @@ def log_dirs(named: list[Path] | None) -> list[Path]:
 def job_or_processes(
     name: str | None, named: list[Path] | None
 ) -> tuple[RunningJob | None, list[Process]]:
-    """The job of a command, or the processes that are meant where none runs under haiprof.
+    """The job of a command, or the processes of that name if none runs under haiprof.
 
     Raises:
         RunNotFoundError: Nothing of that name runs.
         UsageError: Several jobs fit, or a process belongs to another user.
     """
-    from haiprof.errors import RunNotFoundError
-    from haiprof.jobs.processes import training_processes
+    from haiprof.base.errors import RunNotFoundError
+    from haiprof.live.processes import training_processes
 
     try:
         return the_job(name, named), []
@@ -65,8 +65,8 @@ def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
         RunNotFoundError: It does not run, or none is named and none runs.
         UsageError: Several fit, or none is named and several run.
     """
-    from haiprof.errors import RunNotFoundError, UsageError
-    from haiprof.jobs.find import find_job, running_jobs
+    from haiprof.base.errors import RunNotFoundError, UsageError
+    from haiprof.live.find import find_job, running_jobs
 
     if name is not None:
         return find_job(name, log_dirs(named))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from haiprof.report.top_view import BACK, DOWN, ENTER, QUIT, UP
+from haiprof.show.views.top import BACK, DOWN, ENTER, QUIT, UP
 
 _KEYS = {
     b"\x1b[A": UP, b"\x1bOA": UP, b"k": UP, b"\x1b[B": DOWN, b"\x1bOB": DOWN, b"j": DOWN,
@@ -26,7 +26,7 @@ class Keys:
         self._fd = fd
 
     def wait(self, seconds: float) -> str | None:
-        """The next key that means something, or null after so long."""
+        """The next known key, or None after a timeout."""
         if self._fd is None:
             select.select([], [], [], seconds)
             return None
@@ -41,7 +41,7 @@ class Keys:
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """The terminal's keys; its mode is put back in any case."""
+    """Reads the terminal's keys; restores its mode in any case."""
     import termios
     import tty
 

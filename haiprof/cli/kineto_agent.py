@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from haiprof.cli.output import say
+from haiprof.base.messages import print_message
 
 Folder = Annotated[
     Path | None,
@@ -38,9 +37,9 @@ def kineto_agent(socket_dir: Folder = None) -> None:
 
       haiprof trace-now $! --steps 5 -o traces
     """
-    from haiprof.kineto.listen import listen, own_address
+    from haiprof.agent.kineto.standalone import listen, own_address
 
     address = own_address(os.environ, socket_dir)
-    ignored = listen(address, lambda shown: say(f"listening on {shown}", sys.stderr))
+    ignored = listen(address, lambda shown: print_message(f"listening on {shown}"))
     if ignored:
-        say(f"{ignored} datagrams were ignored: malformed, or another user's", sys.stderr)
+        print_message(f"{ignored} datagrams were ignored: malformed, or another user's")

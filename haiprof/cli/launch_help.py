@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 
-import haiprof
-from haiprof.config import INTERVAL_HELP, OPTIONS, OptionSpec
-from haiprof.trace_options import TraceOptions
+from haiprof.base.options import INTERVAL_HELP, OPTIONS, OptionSpec
+from haiprof.base.trace_options import TraceOptions
+from haiprof.base.version import __version__
+from haiprof.cli.names import GROUPS
 
 _USAGE = """\
 haiprof finds out why a PyTorch training job is slow, without a changed line of user code.
@@ -42,6 +43,25 @@ After (or while) a job runs; DIR is a run directory, or a log directory whose ne
 """
 
 
+_BRIEF = """\
+haiprof finds out why a PyTorch training job is slow, without a changed line of user code.
+  haiprof train.py                     record the run, and end with the verdict
+  haiprof torchrun --nproc-per-node 8 train.py --time 120
+  haiprof verdict                      the verdict on the newest run again
+  haiprof overview                     all ranks: steps, time split, counters
+  haiprof view                         all of it as a page in the browser
+  haiprof top                          the jobs that run now
+  haiprof trace-report                 what the newest run's traces say
+  haiprof doctor                       what can be measured on this node
+Every command and option: haiprof --help; one of them: haiprof help verdict
+"""
+
+
+def brief_text() -> str:
+    """What `haiprof` alone prints: ten lines."""
+    return _BRIEF
+
+
 def help_text(commands: dict[str, str], after_script: tuple[str, ...]) -> str:
     """The whole help.
 
@@ -53,14 +73,24 @@ def help_text(commands: dict[str, str], after_script: tuple[str, ...]) -> str:
     rows = [_row(spec, after_script) for spec in OPTIONS if spec not in tracing]
     rows.append(("--interval.NAME SECONDS*", INTERVAL_HELP))
     rows.append(("--options profile.NAME=VALUE*", "any of these, as the published tool takes them"))
-    shown = [tuple(line.split(": ", 1)) for line in commands.values()]
+    shown = {name: line.split(": ", 1) for name, line in commands.items()}
+    width = max(len(left) for left, _ in shown.values()) + 2
     sections = _USAGE + _table(rows) + _TRACE + _table([_row(s, after_script) for s in tracing])
-    return sections + _REST + _table([(left, right) for left, right in shown])
+    return (
+        sections
+        + _REST
+        + "".join(
+            f"\n{title}\n"
+            + _table([(shown[n][0], shown[n][1]) for n in names if n in shown], width)
+            for title, names in GROUPS.items()
+            if any(name in shown for name in names)
+        )
+    )
 
 
 def version_text() -> str:
     """Versions of haiprof and Python in one line."""
-    return f"haiprof {haiprof.__version__} (Python {platform.python_version()})\n"
+    return f"haiprof {__version__} (Python {platform.python_version()})\n"
 
 
 def _row(spec: OptionSpec, after_script: tuple[str, ...]) -> tuple[str, str]:
@@ -68,6 +98,6 @@ def _row(spec: OptionSpec, after_script: tuple[str, ...]) -> tuple[str, str]:
     return f"--{spec.name} {spec.metavar}".rstrip() + mark, spec.help
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
-    width = max(len(left) for left, _ in rows) + 2
+def _table(rows: list[tuple[str, str]], width: int = 0) -> str:
+    width = width or max(len(left) for left, _ in rows) + 2
     return "".join(f"  {left:<{width}}{right}\n" for left, right in rows)

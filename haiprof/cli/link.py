@@ -10,7 +10,7 @@ import typer
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, Traces, Waiting, Window
+from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
 
 ExecutionTraces = Annotated[
     Path | None,
@@ -55,14 +55,14 @@ def link(
 
       haiprof link traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
     """
-    from haiprof.analysis.execution.link import link as link_pair
-    from haiprof.analysis.execution.output import linked_path, write_rank
-    from haiprof.analysis.execution.pairs import pairs
-    from haiprof.report.link_view import link_data, link_view
+    from haiprof.show.views.link import link_data, link_view
+    from haiprof.trace_analysis.execution.link import link as link_pair
+    from haiprof.trace_analysis.execution.output import linked_path, write_rank
+    from haiprof.trace_analysis.execution.pairs import pairs
 
     output = Output(json=as_json)
     shares, written = [], []
-    with Waiting(quiet=as_json):
+    with ReadProgress(quiet=as_json):
         found, alone = pairs(traces, execution, window=window, rank=rank)
         for pair in found:
             linked = link_pair(pair)

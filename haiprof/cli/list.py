@@ -9,7 +9,7 @@ import typer
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.target import default_log_dir
+from haiprof.cli.target import existing_log_dir
 
 LogDir = Annotated[
     Path | None,
@@ -32,9 +32,9 @@ def list_runs(directory: LogDir = None, as_json: AsJson = False) -> None:
 
       haiprof list --json | jq -r '.runs[-1].path'
     """
-    from haiprof.report.run_list import list_view, run_list
+    from haiprof.show.run_list import list_view, run_list
 
-    log_dir = directory if directory is not None else default_log_dir()
+    log_dir = directory if directory is not None else existing_log_dir()
     runs = run_list(log_dir)
     output = Output(json=as_json)
     output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output, say
-from haiprof.cli.trace_arguments import StepRange, Waiting, Window, parse_ranks, parse_steps
-from haiprof.errors import UsageError
+from haiprof.cli.output import Output
+from haiprof.cli.target import existing_log_dir, trace_target
+from haiprof.cli.trace_arguments import ReadProgress, StepRange, Window, parse_ranks, parse_steps
 
 Sources = Annotated[
-    list[Path],
+    list[Path] | None,
     typer.Argument(
-        metavar="RUN_OR_TRACES...",
-        help="A run directory, a folder with one trace per rank, or trace files.",
+        metavar="[RUN_OR_TRACES]...",
+        help="A run or log directory, a folder with one trace per rank, or trace files. "
+        "Left out: the newest run.",
         show_default=False,
     ),
 ]
@@ -52,7 +54,7 @@ _EVERY_S = 2.0
 
 
 def merge(
-    sources: Sources,
+    sources: Sources = None,
     output: OutputFile = None,
     steps: StepRange = None,
     ranks: Ranks = None,
@@ -77,9 +79,10 @@ def merge(
 
       haiprof merge rank0.json rank1.json -o - | jq '.traceEvents | length'
     """
-    from haiprof.analysis.trace.merge import MergeOptions, default_output, merge_traces
-    from haiprof.report.merge_view import merge_view
+    from haiprof.show.views.merge import merge_view
+    from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
 
+    sources = [trace_target(source) for source in sources or [existing_log_dir()]]
     output = output or default_output(sources)
     to_stdout = str(output) == "-"
     if to_stdout and as_json:
@@ -94,23 +97,23 @@ def merge(
         force=force,
     )
     one_pass = wall_clocks and steps is None
-    with Waiting(quiet=as_json or one_pass) as waiting:
+    with ReadProgress(quiet=as_json or one_pass) as waiting:
         report = merge_traces(
-            sources, output, options, reading=waiting, writing=_Written(quiet=as_json)
+            sources, output, options, reading=waiting, writing=_WriteProgress(quiet=as_json)
         )
     if to_stdout:
         for note in report.notes:
-            say(note, sys.stderr)
+            print_message(note)
         return
     Output(json=as_json).show(lambda _: merge_view(report), report.as_json())
     Output(json=as_json).hint(f"next: haiprof perfetto {shlex.quote(str(output))}")
 
 
-class _Written:
-    """Says on stderr, every two seconds, how far the output is.
+class _WriteProgress:
+    """Reports the progress of the output on stderr every two seconds.
 
     Args:
-        quiet: Never says anything.
+        quiet: Whether to print nothing.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -119,7 +122,7 @@ class _Written:
         self._done_bytes: dict[int, int] = {}
 
     def __call__(self, rank: int, text_bytes: int) -> None:
-        """So much of a rank's text is in the output."""
+        """Called with how much of a rank's text is in the output."""
         if not self._done_bytes:
             self._start_s = self._said_s = time.monotonic()
         self._done_bytes[rank] = text_bytes
@@ -128,4 +131,4 @@ class _Written:
             self._said_s = now_s
             megabytes = sum(self._done_bytes.values()) / 1e6
             rate = megabytes / (now_s - self._start_s)
-            say(f"merging rank {rank}: {megabytes:.0f} MB, {rate:.0f} MB/s", sys.stderr)
+            print_message(f"merging rank {rank}: {megabytes:.0f} MB, {rate:.0f} MB/s")

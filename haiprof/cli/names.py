@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 COMMANDS = {
     "overview": "haiprof overview [DIR]: the whole job: every rank, counters, time split",
-    "rank": "haiprof rank [DIR] RANK: one rank over time, phase statistics, slowest steps",
+    "rank": "haiprof rank [DIR] [RANK]: one rank over time, phase statistics, slowest steps",
+    "lines": "haiprof lines [DIR]: which lines of your code take the time, by rank and phase",
     "list": "haiprof list [DIR]: the runs in a log directory",
     "verdict": "haiprof verdict [DIR]: the cause, the numbers that prove it, what to change",
     "report": "haiprof report [DIR] -o report.html: all of a run in one page, without network",
     "view": "haiprof view [DIR]: the same page on this machine, also while the job runs",
     "diagnose": "haiprof diagnose [RUN_OR_JOB]: causes in order, also of a job that runs",
-    "scalars": "haiprof scalars DIR --follow: live scalars for TensorBoard",
+    "scalars": "haiprof scalars [DIR] --follow: live scalars for TensorBoard",
     "tensorboard": "haiprof tensorboard [RUN_OR_TRACES]: TensorBoard with scalars and traces",
-    "perfetto": "haiprof perfetto TRACE_OR_RUN: a trace in Perfetto's UI, without network",
+    "perfetto": "haiprof perfetto [TRACE_OR_RUN]: a trace in Perfetto's UI, without network",
     "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
     "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
-    "trace-report": "haiprof trace-report TRACES: what traces of torch.profiler say, all ranks",
-    "functions": "haiprof functions TRACES: what bounds the job by function, which rank differs",
-    "merge": "haiprof merge RUN_OR_TRACES -o merged.json.gz: all ranks in one timeline",
-    "link": "haiprof link RUN_OR_TRACES: execution traces joined with timelines, share linked",
-    "chakra": "haiprof chakra RUN_OR_LINKED -o DIR: Chakra traces, or the graph as a picture",
-    "query": "haiprof query TRACE_OR_RUN SQL: tables of traces or of a run, asked in SQL",
+    "trace-report": "haiprof trace-report [TRACES]: what traces of torch.profiler say, all ranks",
+    "trace-check": "haiprof trace-check [TRACES]: what is wrong with the recording of traces",
+    "efficiency": "haiprof efficiency [TRACES]: MFU, and operators against the roofline",
+    "functions": "haiprof functions [TRACES]: what bounds the job by function, which rank differs",
+    "merge": "haiprof merge [RUN_OR_TRACES] -o merged.json.gz: all ranks in one timeline",
+    "link": "haiprof link [RUN_OR_TRACES]: execution traces joined with timelines, share linked",
+    "chakra": "haiprof chakra [RUN_OR_LINKED] -o DIR: Chakra traces, or the graph as a picture",
+    "query": "haiprof query [TRACE_OR_RUN] SQL: tables of traces or of a run, asked in SQL",
     "compare": "haiprof compare BEFORE AFTER: a run slower than another or not, and by what",
     "trace-diff": "haiprof trace-diff CONTROL TEST: slower or not, by chance or not, and by what",
-    "what-if": "haiprof what-if TRACES_OR_RUN: what would make steps shorter, and by how much",
-    "critical-path": "haiprof critical-path TRACES: what a step's time consists of",
-    "memory-timeline": "haiprof memory-timeline TRACES: memory over time, and what the peak is of",
+    "what-if": "haiprof what-if [TRACES_OR_RUN]: what would make steps shorter, and by how much",
+    "critical-path": "haiprof critical-path [TRACES]: what a step's time consists of",
+    "memory-timeline": "haiprof memory-timeline [TRACES]: memory over time, what fills its peak",
     "ps": "haiprof ps: the jobs that run under haiprof now: how far, how fast",
     "top": "haiprof top [JOB]: running jobs, live in the terminal: ranks, steps, split, verdict",
     "attach": "haiprof attach [JOB] --time 60: record a running job for a while, and judge it",
@@ -35,3 +40,29 @@ COMMANDS = {
     "submit": "haiprof submit train.py: a job in the background, here or on Slurm's nodes",
 }
 """Name, and the line that `haiprof --help` shows."""
+
+GROUPS = {
+    "Why is it slow, or dead?": ("verdict", "diagnose", "overview", "rank", "lines"),
+    "One page of it all": ("report", "view", "list"),
+    "A job that runs": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
+    "Traces of torch.profiler": (
+        "trace-report", "trace-check", "efficiency", "functions", "critical-path", "what-if",
+        "memory-timeline", "query",
+    ),
+    "Before and after": ("compare", "trace-diff"),
+    "In other tools": (
+        "tensorboard", "scalars", "perfetto", "merge", "link", "chakra", "export",
+    ),
+    "Where jobs run": ("doctor", "submit"),
+}  # fmt: skip
+"""The commands by what one wants to know; every command is in one group."""
+
+WORDS = (*COMMANDS, "run", "help", "completion")
+"""What the first word of a command line can be, apart from a program."""
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that a mistyped word most likely means; None where none is near."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, list(names), n=1)), None)

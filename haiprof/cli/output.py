@@ -1,4 +1,4 @@
-"""The one sink: what is shown to people, what `--json` prints, and how errors look."""
+"""The output of commands: views for people, `--json`, hints and errors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, RenderableType
 
-from haiprof.config import ENV_DEBUG
-from haiprof.errors import HaiprofError
+from haiprof.base.errors import HaiprofError
+from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_DEBUG
+from haiprof.show.console import SafeConsole
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
+# json.dumps does not escape them: C1 controls, marks of direction, unpaired surrogates.
+_UNSEEN = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
 PIPE_WIDTH = 100  # columns where the output is no terminal
 
 View = Callable[[int], RenderableType]
@@ -25,7 +33,7 @@ View = Callable[[int], RenderableType]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where a command's result and its talk go."""
+    """Where a command's result and its hints go."""
 
     json: bool = False
     """Data as JSON to stdout, and nothing else there."""
@@ -46,44 +54,48 @@ class Output:
             console.print(view(console.width))
 
     def hint(self, text: str) -> None:
-        """What to do next, to stderr."""
+        """Prints what to do next to stderr."""
         if not self.json and not self.quiet:
-            say(text, sys.stderr)
+            print_message(text)
 
 
 def stdout_console() -> Console:
     """A console on stdout; without colour where it is no terminal or NO_COLOR is set."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = SafeConsole(soft_wrap=False)
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH
     console.width = min(MAX_WIDTH, max(MIN_WIDTH, width))
     return console
 
 
-def say(text: str, stream: TextIO) -> None:
-    """One line of talk."""
-    stream.write(f"haiprof: {text}\n")
-    stream.flush()
-
-
 def show_error(error: HaiprofError) -> int:
-    """One line, a hint, and the exit status; the traceback with HAIPROF_DEBUG=1.
+    """Prints an error on one line, with a hint; returns the exit status.
 
     Raises:
-        HaiprofError: The same one, where debugging is asked for.
+        HaiprofError: The same one, with HAIPROF_DEBUG=1, for its traceback.
     """
     if os.environ.get(ENV_DEBUG) == "1":
         raise error
-    from haiprof.report.text import printable  # names of files and traces are whatever they are
+    from haiprof.show.text import printable
 
-    say(f"error: {printable(str(error))}", sys.stderr)
+    print_message(f"error: {printable(str(error))}")
     if error.hint:
-        say(f"hint: {printable(error.hint)}", sys.stderr)
+        print_message(f"hint: {printable(error.hint)}")
     return error.exit_code
 
 
 def json_text(data: Mapping[str, Any]) -> str:
     """JSON for scripts: what is missing or not finite is null."""
-    return json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False)
+    return _escaped(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def json_line(data: Mapping[str, Any]) -> str:
+    """The same on one line."""
+    return _escaped(json.dumps(plain(data), ensure_ascii=False, allow_nan=False))
+
+
+def _escaped(text: str) -> str:
+    """JSON whose text is safe on a terminal too: what is not visible is written as an escape."""
+    return _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any JSON value

@@ -22,14 +22,14 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
 
       haiprof overview --json | jq '.ranks[].median_step_ns'
     """
-    from haiprof.report.overview_view import overview_view
-    from haiprof.report.summary import overview_summary
+    from haiprof.show.summary import overview_summary
+    from haiprof.show.views.overview import overview_view
 
     analyzer = open_target(directory)
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
-        from haiprof.report.page import write_overview_page
+        from haiprof.show.figures.html_file import write_overview_page
 
         output.hint(f"wrote {write_overview_page(analyzer, html)}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())

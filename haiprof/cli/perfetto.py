@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.cli.output import say
+from haiprof.base.messages import print_message
+from haiprof.cli.browser import page_opener
 from haiprof.cli.target import run_or_traces
 from haiprof.cli.tensorboard import Port
 from haiprof.cli.trace_arguments import Rank
 
 if TYPE_CHECKING:
-    from haiprof.report.perfetto_server import Serving
+    from haiprof.show.servers.perfetto import Serving
 
 TraceOrRun = Annotated[
     Path | None,
@@ -48,20 +46,20 @@ def perfetto(
 
       haiprof perfetto haiprof-logs --rank 3      one rank's trace
     """
-    from haiprof.analysis.trace.range_lanes import with_range_lanes
-    from haiprof.report.perfetto_server import serve_perfetto, viewer_folder
-    from haiprof.report.perfetto_trace import trace_to_show
+    from haiprof.show.servers.perfetto import serve_perfetto, viewer_folder
+    from haiprof.show.servers.perfetto_trace import trace_to_show
+    from haiprof.trace_analysis.range_lanes import with_range_lanes
 
     run, traces = run_or_traces(source)
     trace = trace_to_show(run, traces, rank=rank, window=window)
     viewer = viewer_folder(trace)
 
-    def ready(serving: Serving) -> None:
-        if port not in (0, serving.port):
-            say(f"port {port} is in use: {serving.port} is taken", sys.stderr)
-        say(f"{trace.name} is at {serving.url} (Ctrl-C ends it)", sys.stderr)
-        if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-            webbrowser.open(serving.url)
+    with page_opener() as open_page, with_range_lanes(trace) as shown:
 
-    with with_range_lanes(trace) as shown:
+        def ready(serving: Serving) -> None:
+            if port not in (0, serving.port):
+                print_message(f"port {port} is in use: {serving.port} is taken")
+            print_message(f"{trace.name} is at {serving.url} (Ctrl-C ends it)")
+            open_page(serving.url)
+
         serve_perfetto(shown, viewer, port=port, ready=ready)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from haiprof.base.errors import HaiprofError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import LogDirs, log_dirs
 from haiprof.cli.output import Output
-from haiprof.errors import HaiprofError
 
 if TYPE_CHECKING:
-    from haiprof.jobs.find import RunningJob
+    from haiprof.live.find import RunningJob
 
 
 WithVerdict = Annotated[
@@ -20,6 +20,7 @@ WithVerdict = Annotated[
     typer.Option("--verdict", help="Also the verdict on the last two minutes, in one line each."),
 ]
 _LAST_S = 120.0
+_NO_JOB = "no job runs under haiprof here\nstart one: haiprof train.py"
 
 
 def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = False) -> None:
@@ -37,22 +38,27 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
 
       haiprof ps --json | jq '.jobs[] | {id, step, step_ns}'
     """
-    from haiprof.jobs.find import running_jobs
-    from haiprof.jobs.progress import job_progress
-    from haiprof.report.jobs_view import jobs_view
+    from haiprof.live.find import running_jobs
 
+    output = Output(json=as_json)
     running = running_jobs(log_dirs(log_dir))
+    if not running:  # no need to load what reads jobs
+        output.show(lambda _: _NO_JOB, {"jobs": []})
+        return
+    from haiprof.live.progress import job_progress
+    from haiprof.show.views.jobs import jobs_view
+
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]
-    Output(json=as_json).show(lambda _: jobs_view(jobs), {"jobs": jobs})
+    output.show(lambda _: jobs_view(jobs), {"jobs": jobs})
 
 
 def _verdict(job: RunningJob) -> str | None:
-    """Of the last two minutes; null where nothing can be read yet."""
-    from haiprof.analysis.analyzer import Analyzer
+    """Of the last two minutes; None where nothing can be read yet."""
     from haiprof.diagnosis.engine import diagnose
+    from haiprof.run_analysis.run_frames import RunFrames
 
     try:
-        found = diagnose(Analyzer(job.run.root).last(_LAST_S), trace_limit_bytes=0)
+        found = diagnose(RunFrames(job.run.root).last(_LAST_S), trace_limit_bytes=0)
         return found.headline if found.step_count else None
     except HaiprofError:
         return None

@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Waiting, Window
-from haiprof.errors import UsageError
+from haiprof.cli.target import existing_log_dir, trace_target
+from haiprof.cli.trace_arguments import ReadProgress, Window
 
 Target = Annotated[
-    Path,
+    str | None,
     typer.Argument(
-        metavar="TRACE_OR_RUN",
+        metavar="[TRACE_OR_RUN]",
         help="A trace, a folder with one per rank, a run directory, or a log directory whose "
-        "newest run is taken.",
+        "newest run is taken. Left out: the default log directory.",
         show_default=False,
     ),
 ]
@@ -30,7 +31,7 @@ AsCsv = Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")]
 
 
 def query(
-    target: Target,
+    target: Target = None,
     sql: Sql = None,
     schema: Schema = False,
     window: Window = None,
@@ -54,24 +55,28 @@ def query(
 
       haiprof query haiprof-logs "select rank, max(step_ns) from steps group by 1"
     """
-    from haiprof.analysis.trace.sql import ask
-    from haiprof.analysis.trace.sql_tables import sql_tables
-    from haiprof.report.query_view import answer_data, answer_view, schema_data, schema_view
+    from haiprof.show.views.query import answer_data, answer_view, schema_data, schema_view
+    from haiprof.trace_analysis.sql import ask
+    from haiprof.trace_analysis.sql_tables import sql_tables
 
+    if target is not None and sql is None and not schema and not Path(target).exists():
+        target, sql = None, target  # the statement alone: of the newest run
     if (sql is None) != schema or (as_json and as_csv):
         raise UsageError(
             "query: one SQL statement or --schema, and one of --json and --csv",
             hint='haiprof query TRACES "select count(*) from gpu"',
         )
     output = Output(json=as_json)
-    with Waiting(quiet=as_json):
-        tables = sql_tables(target, window=window)
+    with ReadProgress(quiet=as_json):
+        tables = sql_tables(
+            trace_target(existing_log_dir() if target is None else Path(target)), window=window
+        )
         if sql is None:
             output.show(lambda _: schema_view(tables), schema_data(tables))
             return
         answer = ask(tables, sql)
     if as_csv:
-        from haiprof.report.exports.tabular import write_csv
+        from haiprof.compat.exports.tabular import write_csv
 
         write_csv(answer, sys.stdout.buffer)
         return

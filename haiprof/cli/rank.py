@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson, HtmlFile
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
-from haiprof.errors import UsageError
+from haiprof.cli.trace_arguments import Rank
 
-_ARGUMENT_HELP = "A run or log directory (see `haiprof overview --help`), then the rank."
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[DIR] [RANK]",
+        help="A run or log directory (see `haiprof overview --help`) and a rank, in either order. "
+        "Left out: rank 0 of the newest run.",
+        show_default=False,
+    ),
+]
 
 
 def rank(
-    words: Annotated[list[str], typer.Argument(metavar="[DIR] RANK", help=_ARGUMENT_HELP)],
+    words: Words = None,
+    number: Rank = None,
     as_json: AsJson = False,
     html: HtmlFile = None,
 ) -> None:
@@ -32,30 +43,42 @@ def rank(
 
       haiprof rank 0 --json | jq '.slowest'
     """
-    from haiprof.report.rank_summary import one_rank_summary
-    from haiprof.report.rank_view import rank_view
-
-    directory, number = parse_rank_words(words)
+    directory, chosen = parse_rank_words(words or [], number)
     analyzer = open_target(directory)
-    output = Output(json=as_json)
-    summary = one_rank_summary(analyzer, number)
-    if html is not None:
-        from haiprof.report.page import write_rank_page
+    from haiprof.show.rank_summary import one_rank_summary
+    from haiprof.show.views.rank import rank_view
 
-        output.hint(f"wrote {write_rank_page(analyzer, number, html)}")
+    output = Output(json=as_json)
+    summary = one_rank_summary(analyzer, chosen)
+    if html is not None:
+        from haiprof.show.figures.html_file import write_rank_page
+
+        output.hint(f"wrote {write_rank_page(analyzer, chosen, html)}")
     output.show(lambda _: rank_view(summary), summary.as_json())
     output.hint(f"next: haiprof verdict {summary.run.path}")
 
 
-def parse_rank_words(words: list[str]) -> tuple[Path | None, int]:
-    """`DIR RANK` or `RANK` as (directory, rank).
+def parse_rank_words(words: Sequence[str], number: int | None = None) -> tuple[Path | None, int]:
+    """A run and a rank in either order as (directory, rank); rank 0 where none is named.
+
+    Args:
+        words: At most a directory and a number.
+        number: The rank that `--rank` names.
 
     Raises:
-        UsageError: Something else.
+        UsageError: They are something else.
     """
-    if len(words) > 2 or not words[-1].isdigit():
+    numbers = [word for word in words if word.isdecimal() and not Path(word).is_dir()]
+    numbers += [] if number is None else [str(number)]
+    targets = [word for word in words if word not in numbers]
+    if len(numbers) > 1 or len(targets) > 1:
         raise UsageError(
             f"rank {' '.join(words)}: expected a directory and a rank",
             hint="haiprof rank haiprof-logs 0",
         )
-    return (Path(words[0]) if len(words) == 2 else None), int(words[-1])
+    target = Path(targets[0]) if targets else None
+    if target is not None and not target.exists() and not numbers:
+        raise UsageError(
+            f"rank {target}: expected a directory and a rank", hint="haiprof rank haiprof-logs 0"
+        )
+    return target, int(numbers[0]) if numbers else 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
-from haiprof.cli.output import say
 from haiprof.cli.target import open_target
-from haiprof.errors import UsageError
 
 OutFile = Annotated[
     Path | None,
@@ -54,23 +53,25 @@ def report(
 
       haiprof report --baseline last-good         with a section that says what changed
     """
-    from haiprof.report.site.content import page_content
-    from haiprof.report.site.render import write_report
-    from haiprof.units import bytes_text
+    from haiprof.base.safe_files import make_folder
+    from haiprof.base.units import bytes_text
+    from haiprof.show.page.content import page_content
+    from haiprof.show.page.render import write_report
 
     analyzer = open_target(directory)
     content = page_content(analyzer, read_traces=read_traces, baseline=baseline)
     if content.comparison is not None and content.comparison.missing:
-        say(f"not compared: {content.comparison.missing}", sys.stderr)
+        print_message(f"not compared: {content.comparison.missing}")
+    below = None
     if output is None:
-        output = analyzer.run.report_html
+        output, below = analyzer.run.report_html, analyzer.run.root
         try:
-            output.parent.mkdir(exist_ok=True)
+            make_folder(output.parent, below=below)
         except OSError as error:
             raise UsageError(
                 f"{output.parent}: cannot be made: {error.strerror or error}",
                 hint="name another file: -o report.html",
             ) from None
-    write_report(content, output)
-    say(f"wrote {output} ({bytes_text(output.stat().st_size)})", sys.stderr)
-    say(f"next: open it in a browser, or haiprof view {analyzer.run.root}", sys.stderr)
+    write_report(content, output, below=below)
+    print_message(f"wrote {output} ({bytes_text(output.stat().st_size)})")
+    print_message(f"next: open it in a browser, or haiprof view {analyzer.run.root}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, the_job
-from haiprof.cli.output import Output, say
+from haiprof.cli.output import Output
 
 Hang = Annotated[
     bool,
@@ -34,12 +34,10 @@ def snapshot(
 
       haiprof snapshot 4711 --json | jq '.suspects[0]'
     """
-    from haiprof.jobs.snapshot import take_snapshot
-    from haiprof.report.snapshot_view import snapshot_view
+    from haiprof.live.snapshot import take_snapshot
+    from haiprof.show.views.snapshot import snapshot_view
 
     output = Output(json=as_json)
-    found = take_snapshot(
-        the_job(job, log_dir).run, hang=hang, progress=lambda text: say(text, sys.stderr)
-    )
+    found = take_snapshot(the_job(job, log_dir).run, hang=hang, progress=print_message)
     output.show(lambda _: snapshot_view(found), found.as_json())
     output.hint(f"kept in {found.path}")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output, say
+from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
     from haiprof.launch.submit.spec import JobSpec
@@ -131,7 +132,8 @@ def submit(
 
       haiprof submit train.py --nodes 8 --gpus-per-node 8 --emit slurm > job.sh
     """
-    from haiprof.errors import UsageError
+    from haiprof.base.errors import UsageError
+    from haiprof.cli.own_command import installed_haiprof
     from haiprof.launch.submit.options import resolve_options
     from haiprof.launch.submit.spec import JobSpec, parse_directives, parse_environment
     from haiprof.launch.submit.spec import parse_time_limit as limit
@@ -161,6 +163,7 @@ def submit(
         directives=parse_directives(sbatch or []),
         image=image,
         claim=claim,
+        haiprof=installed_haiprof(),
     )
     output = Output(json=as_json)
     if emit is not None:
@@ -188,8 +191,8 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
     job = submit_job(spec, on, os.environ, log_dir=log_dir)
     status = None
     if not output.json:
-        say(f"submitted {job.id}; log: {job.log}", sys.stderr)
-        say(f"to stop it: {shlex.join(job.stop)}", sys.stderr)
+        print_message(f"submitted {job.id}; log: {job.log}")
+        print_message(f"to stop it: {shlex.join(job.stop)}")
     if wait:
         status = _wait(job, output)
     result = {**job.as_json(), "exit_status": status}

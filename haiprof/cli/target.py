@@ -1,25 +1,40 @@
-"""Which run a command means: the one named, or the newest of the default log directory."""
+"""The run of a command: the one named, or the newest of the default log directory."""
 
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from haiprof.config import merge_options, options_from_environment, options_from_pyproject
-from haiprof.errors import RunNotFoundError
+from haiprof.base.errors import RunNotFoundError
+from haiprof.base.options import merge_options, options_from_environment, options_from_pyproject
 
 if TYPE_CHECKING:
-    from haiprof.analysis.analyzer import Analyzer
-    from haiprof.rundir.layout import RunPaths
+    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.run_format.layout import RunPaths
+
+
+LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
+"""The log directory that the command line names, with `--log-dir`."""
+
+
+def name_log_dir(path: Path | None) -> Path | None:
+    """Takes `--log-dir` for the rest of the command."""
+    if path is not None:
+        LOG_DIR.set(path)
+    return path
 
 
 def default_log_dir() -> Path:
-    """Where a job started here would write: pyproject.toml, then the environment, then default.
+    """The one named by `--log-dir`; else where a job started here would write.
 
     Raises:
-        UsageError: An option there cannot be taken.
+        UsageError: An option there is invalid.
     """
+    named = LOG_DIR.get()
+    if named is not None:
+        return named
     pyproject = options_from_pyproject(Path("pyproject.toml"))
     environment = options_from_environment(os.environ)
     layers = [
@@ -28,7 +43,22 @@ def default_log_dir() -> Path:
     return merge_options(*layers).log_dir
 
 
-def open_target(path: Path | None) -> Analyzer:
+def existing_log_dir() -> Path:
+    """The default log directory, where there is one.
+
+    Raises:
+        RunNotFoundError: Nothing was recorded here.
+    """
+    log_dir = default_log_dir()
+    if not log_dir.is_dir():
+        raise RunNotFoundError(
+            f"{log_dir}: no log directory here",
+            hint="name a run directory, or record a run: haiprof train.py",
+        )
+    return log_dir
+
+
+def open_target(path: Path | None) -> RunFrames:
     """The run of a command.
 
     Args:
@@ -37,21 +67,13 @@ def open_target(path: Path | None) -> Analyzer:
     Raises:
         RunNotFoundError: There is no run.
     """
-    from haiprof.analysis.analyzer import Analyzer
+    from haiprof.run_analysis.run_frames import RunFrames
 
-    if path is not None:
-        return Analyzer(path)
-    log_dir = default_log_dir()
-    if not log_dir.is_dir():
-        raise RunNotFoundError(
-            f"{log_dir}: no log directory here",
-            hint="name a run directory, or record a run: haiprof train.py",
-        )
-    return Analyzer(log_dir)
+    return RunFrames(existing_log_dir() if path is None else path)
 
 
 def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
-    """What a viewer shows: the run, and where its traces are; no run where only traces are named.
+    """The run of a viewer, and where its traces are; no run if only traces are named.
 
     Args:
         path: A run or log directory, a trace, or a folder of traces; None takes the default log
@@ -60,8 +82,8 @@ def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
     Raises:
         RunNotFoundError: There is nothing.
     """
-    from haiprof.rundir.layout import RunPaths
-    from haiprof.rundir.manifest import newest_run
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.run_format.manifest import newest_run
 
     target = path or default_log_dir()
     if path is not None and not path.exists():
@@ -75,3 +97,21 @@ def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
             raise
         return None, path
     return run, run.root
+
+
+def trace_target(path: Path) -> Path:
+    """What a trace command means by a path: of a log directory, its newest run.
+
+    Args:
+        path: A trace, a folder of traces, a run or a log directory.
+    """
+    from haiprof.run_format.layout import MANIFEST_NAME
+    from haiprof.run_format.manifest import run_folders, start_order
+
+    if not path.is_dir() or os.path.lexists(path / MANIFEST_NAME):
+        return path
+    try:
+        runs = run_folders(path)
+    except RunNotFoundError:
+        return path  # whoever reads it says why it cannot be read
+    return max(runs, key=start_order) if runs else path

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.cli.output import say
+from haiprof.base.messages import print_message
 from haiprof.cli.target import run_or_traces
 
 if TYPE_CHECKING:
-    from haiprof.report.tensorboard_server import Serving
+    from haiprof.compat.tensorboard_server import Serving
 
 RunOrTraces = Annotated[
     Path | None,
@@ -33,7 +32,8 @@ Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to
 def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127.0.0.1") -> None:
     r"""Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
 
-    It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Needs
+    It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Only you and root can
+    open it; with --host of another interface, whoever has the printed address. Needs
     `pip install 'haiprof\[tensorboard]'`; traces also need `'haiprof\[torch-tb-profiler]'`, whose
     pages work without network and with right numbers here: docs/tensorboard.md.
 
@@ -43,15 +43,15 @@ def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127
 
       haiprof tensorboard traces/ --port 7007     traces of torch.profiler
     """
-    from haiprof.report.tensorboard_server import serve_tensorboard
+    from haiprof.compat.tensorboard_server import serve_tensorboard
 
     run, traces = run_or_traces(source)
 
     def ready(serving: Serving) -> None:
         if port not in (0, serving.port):
-            say(f"port {port} is in use: {serving.port} is taken", sys.stderr)
+            print_message(f"port {port} is in use: {serving.port} is taken")
         for note in serving.notes:
-            say(note, sys.stderr)
-        say(f"TensorBoard is at {serving.url} (Ctrl-C ends it)", sys.stderr)
+            print_message(note)
+        print_message(f"TensorBoard is at {serving.url} for {serving.readers} (Ctrl-C ends it)")
 
     serve_tensorboard(run, traces, host=host, port=port, ready=ready)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +11,13 @@ from rich.live import Live
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, log_dirs
-from haiprof.cli.output import Output, plain, stdout_console
+from haiprof.cli.output import Output, json_line, stdout_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from haiprof.jobs.watch import Watch
-    from haiprof.report.top_view import Place
+    from haiprof.live.watch import Watch
+    from haiprof.show.views.top import Selection
 
 REFRESH_S = 1.0
 Follow = Annotated[
@@ -43,20 +42,22 @@ def top(
 
       haiprof top train.py --json --follow | jq .step_ns
     """
-    from haiprof.jobs.find import find_job
-    from haiprof.jobs.watch import Watch
-    from haiprof.report.top_view import JOBS, RANKS, Place
+    from haiprof.cli.own_command import own_command
+    from haiprof.live.find import find_job
+    from haiprof.live.watch import Watch
+    from haiprof.show.views.top import JOBS, RANKS, Selection
 
     found = None if job is None else find_job(job, log_dirs(log_dir))
-    watch = Watch(log_dirs(log_dir), found, verdicts=_is_live(as_json) or follow)
-    place = Place(level=JOBS if found is None else RANKS, alone=found is not None)
+    wants_verdicts = _is_live(as_json) or follow
+    watch = Watch(log_dirs(log_dir), found, subcommand=own_command if wants_verdicts else None)
+    selection = Selection(level=JOBS if found is None else RANKS, alone=found is not None)
     try:
         if as_json and follow:
             _lines(watch)
         elif _is_live(as_json):
-            _live(watch, place, stdout_console())
+            _live(watch, selection, stdout_console())
         else:
-            _once(watch, place, as_json)
+            _once(watch, selection, as_json)
     finally:
         watch.stop()
 
@@ -65,14 +66,14 @@ def _is_live(as_json: bool) -> bool:
     return not as_json and sys.stdout.isatty()
 
 
-def _once(watch: Watch, place: Place, as_json: bool) -> None:
+def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
     """One frame, as `ps` would print it."""
-    from haiprof.report.top_view import top_view
+    from haiprof.show.views.top import top_view
 
     jobs = watch.look()
     data = {"jobs": [job.as_json() for job in jobs]}
     Output(json=as_json).show(
-        lambda _: top_view(jobs, place, height=None, colored=sys.stdout.isatty()), data
+        lambda _: top_view(jobs, selection, height=None, colored=sys.stdout.isatty()), data
     )
 
 
@@ -80,18 +81,18 @@ def _lines(watch: Watch) -> None:
     """One line of JSON per second, as long as a job runs."""
     while True:
         jobs = watch.look()
-        data = plain({"wall_ns": time.time_ns(), "jobs": [job.as_json() for job in jobs]})
-        sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+        data = {"wall_ns": time.time_ns(), "jobs": [job.as_json() for job in jobs]}
+        sys.stdout.write(json_line(data) + "\n")
         sys.stdout.flush()
         if not any(job.running for job in jobs):
             return
         time.sleep(REFRESH_S)
 
 
-def _live(watch: Watch, place: Place, console: Console) -> None:
-    """Until a key leads out or the jobs have ended."""
+def _live(watch: Watch, selection: Selection, console: Console) -> None:
+    """Draws frames until a key leaves or the jobs have ended."""
     from haiprof.cli.keys import keys
-    from haiprof.report.top_view import moved, top_view
+    from haiprof.show.views.top import move, top_view
 
     colored = console.color_system is not None
     jobs = watch.look()
@@ -101,17 +102,17 @@ def _live(watch: Watch, place: Place, console: Console) -> None:
     ):
         looked = time.monotonic()
         while True:
-            frame = top_view(jobs, place, height=console.height, colored=colored)
+            frame = top_view(jobs, selection, height=console.height, colored=colored)
             screen.update(frame, refresh=True)
             key = pressed.wait(max(looked + REFRESH_S - time.monotonic(), 0.0))
             if key is not None:
-                where = moved(place, key, jobs)
+                where = move(selection, key, jobs)
                 if where is None:
                     break
-                place = where
+                selection = where
             if time.monotonic() >= looked + REFRESH_S:
                 looked = time.monotonic()
                 jobs = watch.look()
                 if not any(job.running for job in jobs):
                     break
-    console.print(top_view(jobs, place, height=None, colored=colored))
+    console.print(top_view(jobs, selection, height=None, colored=colored))

@@ -1,8 +1,7 @@
-"""Arguments that the trace commands share, and how far they are."""
+"""Arguments that the trace commands share, and their progress."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,21 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.cli.output import say
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.cli.target import existing_log_dir, trace_target
 
 if TYPE_CHECKING:
-    from haiprof.analysis.trace.pool import Pool
+    from haiprof.trace_analysis.pool import Pool
 
 _RANK_LIMIT = 1 << 20
 
 Traces = Annotated[
     Path,
     typer.Argument(
-        metavar="TRACES",
+        metavar="[TRACES]",
         help="A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, "
-        "or a run directory with traces.",
+        "a run directory with traces, or a log directory, whose newest run is taken. "
+        "Left out: the log directory that a job started here would write to.",
         show_default=False,
+        default_factory=existing_log_dir,
+        callback=trace_target,
     ),
 ]
 CsvFolder = Annotated[
@@ -37,7 +40,7 @@ CsvFolder = Annotated[
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that already exist.")]
 StepRange = Annotated[
     str | None,
     typer.Option(
@@ -76,11 +79,7 @@ _EVERY_S = 10.0
 
 
 def parse_ranks(text: str | None) -> frozenset[int] | None:
-    """`0,3-5` as ranks; None for all.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`0,3-5` as ranks; None for all; raises UsageError for anything else."""
     if text is None:
         return None
     found: set[int] = set()
@@ -96,11 +95,7 @@ def parse_ranks(text: str | None) -> frozenset[int] | None:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """`A:B` as first step and the one after the last; `A` is that step alone.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`A:B` as first step and the one after the last; `A` is that step alone; else UsageError."""
     if text is None:
         return None
     first, colon, after = text.partition(":")
@@ -113,21 +108,21 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_cluster(address: str | None) -> Pool | None:
-    """The pool of `--cluster`; None where it was not given.
+    """The pool of `--cluster`; None without that option.
 
     Raises:
-        UsageError: It is no address.
+        UsageError: It is not an address.
     """
-    from haiprof.analysis.trace.cluster import cluster_pool
+    from haiprof.trace_analysis.cluster import cluster_pool
 
     return cluster_pool(address) if address is not None else None
 
 
-class Waiting:
-    """Says on stderr what takes its time: after 2 s, and then how many traces are done.
+class ReadProgress:
+    """Reports progress on stderr: after 2 s that traces are read, then how many are done.
 
     Args:
-        quiet: Never says anything.
+        quiet: Whether to print nothing.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -136,7 +131,7 @@ class Waiting:
         self._timer.daemon = True
         self._last_s: float | None = None
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> ReadProgress:
         """Begins to wait."""
         if not self._quiet:
             self._timer.start()
@@ -156,8 +151,8 @@ class Waiting:
         now_s = time.monotonic()
         if self._last_s is not None and now_s - self._last_s >= _EVERY_S and done < count:
             self._last_s = now_s
-            say(f"{done} of {count} traces read", sys.stderr)
+            print_message(f"{done} of {count} traces read")
 
     def _first(self) -> None:
         self._last_s = time.monotonic()
-        say("reading traces; a second time it is faster", sys.stderr)
+        print_message("reading traces; a second time it is faster")

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, StepRange, Traces, Waiting, Window, parse_steps
-from haiprof.errors import UsageError
+from haiprof.cli.trace_arguments import Rank, ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.trace_check import say_faults
 
 Annotation = Annotated[
     str | None,
@@ -29,7 +30,7 @@ Overlay = Annotated[
     typer.Option(
         "--overlay",
         metavar="DIR",
-        help="Write the trace anew with the path drawn in, for Perfetto.",
+        help="Write a copy of the trace with the path drawn in, for Perfetto.",
         show_default=False,
     ),
 ]
@@ -58,17 +59,18 @@ def critical_path(
 
       haiprof critical-path trace.json --steps 12 --overlay .
     """
-    from haiprof.analysis.trace.facade import TraceAnalysis
-    from haiprof.report.critical_path_view import critical_path_data, critical_path_view
+    from haiprof.show.views.critical_path import critical_path_data, critical_path_view
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     chosen = parse_steps(steps)
     if chosen is not None and annotation is not None:
         raise UsageError("critical-path: --steps and --annotation are two windows; give one")
     output = Output(json=as_json)
-    analysis = TraceAnalysis(traces, window=window)
-    with Waiting(quiet=as_json):
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
         path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
             output.hint(f"wrote {written}")
+    say_faults(output, analysis, "critical-path")
     output.show(lambda _: critical_path_view(path), critical_path_data(path))

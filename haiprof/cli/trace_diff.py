@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import StepRange, Waiting, parse_steps
-from haiprof.errors import MissingDataError, UsageError
+from haiprof.cli.trace_arguments import ReadProgress, StepRange, parse_steps
+from haiprof.cli.trace_check import say_faults
 
 SLOWER = 10
-"""Exit status of `--fail-if-slower`; no error of haiprof has it."""
+"""Exit status of `--fail-if-slower`, which no error of haiprof has."""
 
 _LEAST_PERCENT = 1.0
-"""Below it a number without % is more likely a ratio: no comparison shows so little."""
+"""A smaller number without % is more likely a ratio: no comparison resolves so little."""
 
 Control = Annotated[
     Path, typer.Argument(metavar="CONTROL", help="Traces from before.", show_default=False)
@@ -68,22 +69,25 @@ def trace_diff(
 
       haiprof trace-diff before/ after/ --json | jq .verdict
     """
-    from haiprof.analysis.trace.diff import verdict
-    from haiprof.analysis.trace.facade import TraceAnalysis
-    from haiprof.analysis.trace.kernel_names import FULL, SHORT
-    from haiprof.report.trace_diff_view import diff_data, diff_view
+    from haiprof.show.views.trace_diff import diff_data, diff_view
+    from haiprof.trace_analysis.diff import verdict
+    from haiprof.trace_analysis.kernel_names import FULL, SHORT
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     tolerance = parse_percent(fail_if_slower)
     window = parse_steps(steps)
     other = parse_steps(test_steps) or window
     output = Output(json=as_json)
-    with Waiting(quiet=as_json):
-        found = TraceAnalysis(control).diff(
-            TraceAnalysis(test),
+    before, after = TraceQuestions(control), TraceQuestions(test)
+    with ReadProgress(quiet=as_json):
+        found = before.diff(
+            after,
             names=SHORT if short_names else FULL,
             steps=window,
             other_steps=other,
         )
+    for analysis in (before, after):
+        say_faults(output, analysis, "kernels", "steps")
     said = verdict(found, tolerance_ratio=tolerance or 0.0)
     output.show(lambda _: diff_view(found, said), diff_data(found, said))
     if tolerance is None:
@@ -95,11 +99,7 @@ def trace_diff(
 
 
 def parse_percent(text: str | None) -> float | None:
-    """`5%` or `5` as 0.05.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`5%` or `5` as 0.05; raises UsageError for anything else."""
     if text is None:
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, Traces, Waiting, Window
+from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
 
 
 def memory_timeline(
@@ -22,10 +22,10 @@ def memory_timeline(
 
       haiprof memory-timeline trace.json --json | jq '.at_peak[0]'
     """
-    from haiprof.analysis.trace.facade import TraceAnalysis
-    from haiprof.report.memory_view import memory_answers, memory_view
+    from haiprof.show.views.memory_timeline import memory_answers, memory_view
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     output = Output(json=as_json)
-    with Waiting(quiet=as_json):
-        answers = memory_answers(TraceAnalysis(traces, window=window), rank)
+    with ReadProgress(quiet=as_json):
+        answers = memory_answers(TraceQuestions(traces, window=window), rank)
     output.show(lambda _: memory_view(answers), answers.as_json())

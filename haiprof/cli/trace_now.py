@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, the_job
-from haiprof.cli.output import Output, say
+from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import parse_ranks
-from haiprof.cli.trace_beside import find_beside, trace_beside
-from haiprof.errors import HaiprofError, UsageError
+from haiprof.cli.trace_kineto import find_kineto_job, trace_through_kineto
 
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="How many steps.")]
 Seconds = Annotated[
@@ -24,7 +25,7 @@ Ranks = Annotated[
     str | None,
     typer.Option("--ranks", metavar="LIST", help="Only these: 0,3-5.", show_default=False),
 ]
-Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks (dearer).")]
+Stacks = Annotated[bool, typer.Option("--stacks", help="Python stacks (slower).")]
 Shapes = Annotated[bool, typer.Option("--shapes", help="Shapes of operators' inputs.")]
 Memory = Annotated[bool, typer.Option("--memory", help="Allocations.")]
 Flops = Annotated[bool, typer.Option("--flops", help="Floating-point operations.")]
@@ -62,7 +63,7 @@ Folder = Annotated[
 
 
 def trace_now(
-    job: JobName = None, steps: Steps = 5, seconds: Seconds = None, ranks: Ranks = None,
+    job: JobName = None, steps: Steps = DEFAULT_STEPS, seconds: Seconds = None, ranks: Ranks = None,
     stacks: Stacks = False, shapes: Shapes = False, memory: Memory = False, flops: Flops = False,
     modules: Modules = False, sync: Sync = False, execution_trace: ExecutionTrace = False,
     timeout: Timeout = None, backend: Backend = "auto", dynolog: Endpoint = "localhost:1778",
@@ -86,8 +87,8 @@ def trace_now(
 
       haiprof trace-now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
     """
-    from haiprof.jobs.trace_now import trace_now as ask_for_trace
-    from haiprof.report.trace_now_view import trace_now_view
+    from haiprof.live.trace_now import trace_now as ask_for_trace
+    from haiprof.show.views.trace_now import trace_now_view
 
     output = Output(json=as_json)
     options = {
@@ -97,11 +98,11 @@ def trace_now(
     }  # fmt: skip
     wanted = parse_ranks(ranks)
     wanted_ranks = None if wanted is None else tuple(sorted(wanted))
-    beside = find_beside(job, log_dir, backend=backend)
-    if beside is not None:
+    kineto_job = find_kineto_job(job, log_dir, backend=backend)
+    if kineto_job is not None:
         endpoint = dynolog if backend == "dynolog" else None
-        trace_beside(
-            beside, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
+        trace_through_kineto(
+            kineto_job, options, ranks=wanted_ranks, timeout_s=timeout, endpoint=endpoint,
             folder=folder, output=output,
         )  # fmt: skip
         return
@@ -109,7 +110,7 @@ def trace_now(
         raise UsageError("-o goes with --backend kineto or dynolog: the hook's are in the run")
     found = ask_for_trace(
         the_job(job, log_dir).run, options, ranks=wanted_ranks, timeout_s=timeout,
-        progress=lambda text: say(text, sys.stderr),
+        progress=print_message,
     )  # fmt: skip
     output.show(lambda _: trace_now_view(found), found.as_json())
     if not found.done:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import (
@@ -15,14 +16,13 @@ from haiprof.cli.trace_arguments import (
     CsvFolder,
     Force,
     Rank,
+    ReadProgress,
     StepRange,
     Traces,
-    Waiting,
     Window,
     parse_cluster,
     parse_steps,
 )
-from haiprof.errors import UsageError
 
 Reduce = Annotated[
     Path | None,
@@ -69,27 +69,27 @@ def trace_report(
 
       haiprof trace-report /shared/job
     """
-    from haiprof.analysis.trace.report import reduce_traces, standard_report
-    from haiprof.report.trace_view import trace_view
+    from haiprof.show.views.trace_report import trace_view
+    from haiprof.trace_analysis.report import reduce_traces, standard_report
 
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
     if reduce is not None:
         if rank is not None or csv is not None or as_json:
             raise UsageError("trace-report: --reduce goes with --steps, --window and --cluster")
-        with Waiting(quiet=False) as waiting:
+        with ReadProgress(quiet=False) as waiting:
             made = reduce_traces(
                 traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
             )
         output.hint(f"wrote {len(made)} summaries to {reduce}")
         output.hint(f"next: haiprof trace-report {shlex.quote(str(reduce))}")
         return
-    with Waiting(quiet=as_json) as waiting:
+    with ReadProgress(quiet=as_json) as waiting:
         report = standard_report(
             traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
         )
     if csv is not None:
-        from haiprof.report.exports.tables import write_tables
+        from haiprof.compat.exports.tables import write_tables
 
         written = write_tables(report.tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from haiprof.cli.arguments import AsJson, RunDir
+from haiprof.base.errors import UsageError
+from haiprof.cli.arguments import AsJson, Everything, RunDir
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
-from haiprof.errors import UsageError
 
 Save = Annotated[
     bool, typer.Option("--save", help="Also write report/verdict.json and .txt into the run.")
@@ -32,13 +32,24 @@ Last = Annotated[
 ]
 
 
+ExitReport = Annotated[
+    Path | None,
+    typer.Option(
+        "--exit-report",
+        metavar="FILE",
+        help="Write how the job ended as Markdown, for a ticket.",
+        show_default=False,
+    ),
+]
+
+
 def verdict(
     directory: RunDir = None, as_json: AsJson = False, save: Save = False, svg: SvgFile = None,
-    last: Last = None,
+    last: Last = None, exit_report: ExitReport = None, everything: Everything = False,
 ) -> None:  # fmt: skip
-    """Show what makes the job slow, the numbers that prove it, what to do, and how sure that is.
+    """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
-    Also: what could not be measured and why, and what haiprof itself cost.
+    With --all also what could not be measured or judged and why, and what haiprof itself cost.
 
     For example:
 
@@ -50,17 +61,22 @@ def verdict(
 
       haiprof verdict --svg card.svg              the card as a picture
 
+      haiprof verdict --exit-report ticket.md     how it ended, for a ticket
+
       haiprof verdict --json | jq '.findings[0].remedy'
     """
-    from haiprof.analysis.trace.pool import SMALL_BYTES
-    from haiprof.diagnosis.engine import diagnose
-    from haiprof.report.card import verdict_card
-    from haiprof.report.export import save_card_svg, save_verdict
-    from haiprof.report.run_header import manifest_or_none, run_header
-
     if last is not None and save:
         raise UsageError("--save keeps the verdict of a whole run: not together with --last")
     analyzer = open_target(directory)
+    from haiprof.diagnosis.document import as_document
+    from haiprof.diagnosis.engine import diagnose
+    from haiprof.show import death_block
+    from haiprof.show.card import verdict_card
+    from haiprof.show.export import save_card_svg, save_verdict
+    from haiprof.show.figures.html_file import write_text
+    from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.trace_analysis.pool import SMALL_BYTES
+
     analyzer = analyzer if last is None else analyzer.last(last)
     output = Output(json=as_json)
     # The launcher saves the verdict while a job ends: it does not wait for large traces there.
@@ -70,4 +86,10 @@ def verdict(
         save_verdict(found, header, analyzer.run)
     if svg is not None:
         output.hint(f"wrote {save_card_svg(found, header, svg)}")
-    output.show(lambda width: verdict_card(found, header, width=width), found.as_json())
+    if exit_report is not None:
+        write_text(exit_report, death_block.exit_report(found, header))
+        output.hint(f"wrote {exit_report}")
+    output.show(
+        lambda width: verdict_card(found, header, width=width, everything=everything),
+        as_document(found),
+    )

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Cluster, StepRange, Waiting, parse_cluster, parse_steps
-from haiprof.errors import UsageError
+from haiprof.cli.target import existing_log_dir, trace_target
+from haiprof.cli.trace_arguments import Cluster, ReadProgress, StepRange, parse_cluster, parse_steps
+from haiprof.cli.trace_check import say_faults
 
 if TYPE_CHECKING:
-    from haiprof.analysis.whatif.changes import Change
+    from haiprof.trace_analysis.what_if.changes import Change
 
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar="TRACES_OR_RUN",
+        metavar="[TRACES_OR_RUN]",
         help="A trace, a folder with one file per rank, a run directory with traces, or a table "
         "of a pipelined job's operations (.parquet), or a folder of such.",
         show_default=False,
+        default_factory=existing_log_dir,
+        callback=trace_target,
     ),
 ]
 Faster = Annotated[
@@ -63,8 +67,7 @@ def what_if(
 
       haiprof what-if job.parquet                          what a job's stragglers cost
     """
-    from haiprof.analysis.whatif.operations import operation_files
-    from haiprof.report.what_if_view import (
+    from haiprof.show.views.what_if import (
         job_answers,
         job_data,
         job_view,
@@ -72,6 +75,8 @@ def what_if(
         what_if_data,
         what_if_view,
     )
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.what_if.operations import operation_files
 
     changes = [parse_change(text) for text in faster or ()]
     window, pool = parse_steps(steps), parse_cluster(cluster)
@@ -85,18 +90,15 @@ def what_if(
         jobs = [job_answers(path) for path in tables]
         output.show(lambda _: job_view(jobs), job_data(jobs))
         return
-    with Waiting(quiet=as_json):
+    with ReadProgress(quiet=as_json):
         answers = what_if_answers(source, changes, window, pool)
+        say_faults(output, TraceQuestions(source, pool=pool), "what-if")
     output.show(lambda _: what_if_view(answers), what_if_data(answers))
 
 
 def parse_change(text: str) -> Change:
-    """`kernel=gemm:2x` as what it changes.
-
-    Raises:
-        UsageError: Something else.
-    """
-    from haiprof.analysis.whatif.changes import RANK, Change, faster_loader, rank_as_others
+    """Parses a change such as `kernel=gemm:2x`; raises UsageError for anything else."""
+    from haiprof.trace_analysis.what_if.changes import RANK, Change, faster_loader, rank_as_others
 
     found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)
     if found is None:

@@ -1,49 +1,89 @@
-"""The order of findings: a cause first, and right after it what it explains."""
+"""The order of findings: by what they cost, each consequence behind its cause."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from haiprof.diagnosis.finding import SCOPES, SEVERITIES, Finding, Severity
+from haiprof.diagnosis.thresholds import (
+    COSTLY_CRITICAL_RATIO,
+    COSTLY_WARNING_RATIO,
+    SURE_CRITICAL,
+    SURE_WARNING,
+)
+
+STANDSTILL = "standstill"
+"""It comes first: a job that stands still loses all of its time from then on."""
+_CONTRADICTIONS = (
+    ("ranks_uneven", "data_imbalance"),
+    ("late_rank", "data_imbalance"),
+    ("ranks_uneven", "late_rank"),
+)
+"""Of two findings that cannot both be so the costlier is believed."""
+
+
+def severity_of(finding: Finding) -> Severity:
+    """From the time that it costs and how sure that is; the rule's own where no time is known."""
+    lost, sure = finding.lost_ratio, finding.confidence
+    if finding.is_one_event:
+        return "info"
+    if lost is None or finding.rule == STANDSTILL:
+        return finding.severity
+    if lost >= COSTLY_CRITICAL_RATIO and sure >= SURE_CRITICAL:
+        return "critical"
+    return "warning" if lost >= COSTLY_WARNING_RATIO and sure >= SURE_WARNING else "info"
+
+
+def agreeing(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Without those that another one says better, and without contradictions."""
+    by_rule = {f.rule: f for f in findings if not any(other.replaces(f) for other in findings)}
+    for pair in _CONTRADICTIONS:
+        both = [by_rule[rule] for rule in pair if rule in by_rule]
+        if len(both) == len(pair) and (both[0].rank is None or both[0].rank != both[1].rank):
+            del by_rule[min(both, key=lambda f: (f.lost_ratio or 0.0, f.confidence)).rule]
+    return tuple(by_rule.values())
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Findings by weight, each consequence behind its cause.
+    """Findings by severity and by what they cost, each consequence behind its cause.
 
     A rule says which other rules' findings its own would bring about (`Finding.explains`: a rule,
-    or a rule and its cause). Where both have fired, the second is the first one's consequence. A
-    cause is at least as severe as what follows from it. What has several causes goes behind the
-    weightiest; of two that explain each other the weightier is the cause.
+    or a rule and its cause). Where both have fired, and the first costs most of what the second
+    does, the second is its consequence. A cause is at least as severe as what follows from it. What
+    has several causes goes behind the weightiest; of two that explain each other the weightier is
+    the cause. A job that stands still comes before everything else.
 
     Args:
         findings: At most one of each rule.
 
     Returns:
-        The same ones, `explained_by` set, and `severity` raised where a consequence is worse.
+        The same ones, `severity` and `explained_by` set.
     """
-    by_weight = sorted(findings, key=_weight)
+    by_weight = sorted((replace(f, severity=severity_of(f)) for f in findings), key=_weight)
     cause_of: dict[str, str] = {}
     for cause in by_weight:
         for other in by_weight:
             free = other.rule not in cause_of and other.rule not in _line(cause.rule, cause_of)
-            if free and {other.rule, f"{other.rule}/{other.cause}"} & set(cause.explains):
+            if free and cause.is_cause_of(other):
                 cause_of[other.rule] = cause.rule
     raised = [replace(f, severity=_severity(f, by_weight, cause_of)) for f in by_weight]
     roots = sorted((f for f in raised if f.rule not in cause_of), key=_weight)
     return tuple(found for root in roots for found in _family(root, raised, cause_of))
 
 
-def _weight(finding: Finding) -> tuple[int, int, float, str]:
+def _weight(finding: Finding) -> tuple[bool, int, int, float, float, str]:
     return (
+        finding.rule != STANDSTILL,
         SEVERITIES.index(finding.severity),
         SCOPES.index(finding.scope),
+        -(finding.lost_ratio or 0.0),
         -finding.confidence,
         finding.rule,
     )
 
 
-def _line(rule: str, cause_of: dict[str, str]) -> list[str]:
+def _line(rule: str, cause_of: Mapping[str, str]) -> list[str]:
     """A rule, its cause, that one's cause, and so on."""
     line = [rule]
     while line[-1] in cause_of:
@@ -51,13 +91,15 @@ def _line(rule: str, cause_of: dict[str, str]) -> list[str]:
     return line
 
 
-def _severity(finding: Finding, findings: Sequence[Finding], cause_of: dict[str, str]) -> Severity:
+def _severity(
+    finding: Finding, findings: Sequence[Finding], cause_of: Mapping[str, str]
+) -> Severity:
     family = [f.severity for f in findings if finding.rule in _line(f.rule, cause_of)]
     return min(family, key=SEVERITIES.index)
 
 
 def _family(
-    root: Finding, findings: Sequence[Finding], cause_of: dict[str, str]
+    root: Finding, findings: Sequence[Finding], cause_of: Mapping[str, str]
 ) -> Iterator[Finding]:
     yield replace(root, explained_by=cause_of.get(root.rule))
     for finding in sorted(findings, key=_weight):

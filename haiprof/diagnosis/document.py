@@ -1,14 +1,16 @@
-"""diagnosis.json: what was found in a run, for scripts and other tools."""
+"""diagnosis.json and verdict.json: what was found in a run, for scripts and other tools."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from haiprof.base.errors import HaiprofError
+from haiprof.base.safe_files import make_folder
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.verdict import Verdict
-from haiprof.errors import HaiprofError
-from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.writer import write_json
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.writer import write_json
 
 SCHEMA = "haiprof.diagnosis.1"
 FIELDS = {
@@ -16,13 +18,25 @@ FIELDS = {
     "run": "the run directory",
     "name": "the job's name",
     "headline": "one line: the first finding, that there is none, or why nothing is known",
-    "step_ns": "median training step after warm-up, traced steps left out; null without steps",
-    "step_count": "training steps of all ranks",
+    "death": "why the job died: rank, cause, how, line, the others; null where it has not",
+    "starts": "each start of the job's ranks and how it ended; empty where one did not die",
+    "goodput": "share of the run's wall time in steps that counted; null where nothing died",
+    "step_ns": "usual training step after warm-up, traced ones left out; null without steps",
+    "split": "the usual step by phase, host time in ns; null: not measured",
+    "step_count": "training steps of all ranks, of the last attempt of each",
     "ranks": "ranks that have steps",
     "since_ns": "only steps from this Unix time on were judged; null: the whole run",
     "findings": "most important first, a cause right before what it explains",
     "abstained": "rules that could not be judged: `slug`, and `why`",
     "checked": "slugs of rules that had their data and found nothing",
+    "not_measured": "`what`, and `why`",
+    "evaluation_ns": "time in evaluations, the rank with the most; null: not known",
+    "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
+    "cost": "what haiprof itself took: `hook_ns_per_step`, `hook_ratio`, `agent_cpu_ratio`",
+    "next_command": "what to run next",
+    "notes": "what was damaged or left out while reading, and what to know of the run",
+    "traces": "what was traced, and why the rest was not",
+    "reactions": "what haiprof noticed while the job ran, and did by itself",
 }
 """Every field of the document."""
 FINDING_FIELDS = {
@@ -30,10 +44,14 @@ FINDING_FIELDS = {
     "cause": "why, where the rule tells several causes apart; else null",
     "severity": "`critical`, `warning` or `info`",
     "confidence": "in [0, 1]",
+    "lost_ratio": "share of the time that it costs; null: not known",
     "title": "the cause in one line",
     "evidence": "the numbers: `name`, `value` (base units; null: not known), `unit`",
     "remedy": "what to change",
     "ranks": "ranks it is about; empty: all",
+    "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
+    "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
+    "`callees` in libraries; empty: not known",
     "explained_by": "slug of the finding that is its cause; null: it is a cause itself",
     "missing": "what could not be measured and would make it surer",
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
@@ -48,19 +66,18 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         verdict: What was found.
         since_ns: Where only the steps from a Unix time on were judged.
     """
-    content = verdict.as_json()
-    return {
+    content = asdict(verdict) | {
         "schema": SCHEMA,
-        **{n: content[n] for n in ("run", "name", "headline", "step_ns", "step_count", "ranks")},
         "since_ns": since_ns,
         "findings": [_finding(finding) for finding in verdict.findings],
         "abstained": [{"slug": rule, "why": why} for rule, why in verdict.abstained],
-        "checked": list(verdict.checked),
+        "not_measured": [{"what": what, "why": why} for what, why in verdict.not_measured],
     }
+    return {name: content[name] for name in FIELDS}
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    content = finding.as_json()
+    content = asdict(finding)
     content["slug"] = finding.rule
     content["ranks"] = [] if finding.rank is None else [finding.rank]
     return {name: content[name] for name in FINDING_FIELDS}
@@ -73,8 +90,8 @@ def save_document(content: dict[str, Any], run: RunPaths) -> None:
         HaiprofError: The run directory is gone, read-only or full.
     """
     try:
-        run.report.mkdir(exist_ok=True)
-        write_json(run.diagnosis_json, content)
+        make_folder(run.report, below=run.root)
+        write_json(run.diagnosis_json, content, below=run.root)
     except OSError as error:
         raise HaiprofError(
             f"{run.report}: the diagnosis cannot be saved: {error.strerror or error}"

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import polars as pl
 
-from haiprof.analysis.analyzer import Analyzer
-from haiprof.analysis.phases import GC_PHASE, SAVE_PHASE
-from haiprof.analysis.records import number
-from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.causes import in_order
-from haiprof.diagnosis.facts import Facts, gather_facts, median, middle_split
+from haiprof.diagnosis.attempts import attempt_notes
+from haiprof.diagnosis.causes import STANDSTILL, agreeing, in_order
+from haiprof.diagnosis.code_questions import CodeAnswers
+from haiprof.diagnosis.consistency import impossible_findings
 from haiprof.diagnosis.finding import Abstention, Finding
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
-from haiprof.diagnosis.reacted import reacted_lines
+from haiprof.diagnosis.reactions import reacted_lines
+from haiprof.diagnosis.recorded_windows import traced_lines
+from haiprof.diagnosis.rule_inputs import Facts, gather_facts, typical_rank, usual_split
 from haiprof.diagnosis.rules import RULES
-from haiprof.diagnosis.rules.cpu_stolen import stolen_notes
-from haiprof.diagnosis.traced import traced_lines
+from haiprof.diagnosis.steal import stolen_notes
+from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
+from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE
+from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_frame import STEP_PHASES
 
 _BALANCED = "nothing wrong found"
 
 
 def diagnose(
-    analyzer: Analyzer, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
+    analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> Verdict:
     """Judges a run.
 
@@ -38,15 +45,26 @@ def diagnose(
         RunFormatError: It is of another version, or nothing in it can be read.
     """
     facts = gather_facts(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
-    findings, abstained, checked = _judge(facts)
     manifest = analyzer.files.manifest
+    deaths = analyzer.deaths()
+    death = next((each for each in deaths if each.final), None)
+    split: Mapping[str, float | None] = dict.fromkeys(STEP_PHASES)
+    if facts.steps.height:
+        split = usual_split(facts.of_rank(typical_rank(facts)))
+    findings, abstained, checked = _judge(facts, split)
+    answers = CodeAnswers(analyzer, facts)
+    findings = tuple(answers.name_lines(finding) for finding in findings)
     run = str(analyzer.run.root)
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=_headline(analyzer, facts, findings, len(checked)),
-        split=middle_split(facts.steps) if facts.steps.height else dict.fromkeys(STEP_PHASES),
-        step_ns=median(facts.steps["step_ns"]),
+        headline=death.headline if death else _headline(analyzer, facts, findings, len(checked)),
+        death=death,
+        memory_at_end=analyzer.memory_at_end() if death else (),
+        starts=tuple(analyzer.starts()) if deaths else (),
+        goodput=analyzer.goodput() if deaths else None,
+        split=split,
+        step_ns=sum(ns or 0.0 for ns in split.values()) if facts.steps.height else None,
         step_count=facts.step_count,
         ranks=facts.world,
         findings=findings,
@@ -57,26 +75,68 @@ def diagnose(
         events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
-        notes=(*analyzer.notes(), *stolen_notes(facts)),
+        notes=(
+            *analyzer.notes(),
+            *attempt_notes(analyzer.steps()),
+            *short_notes(facts),
+            *stolen_notes(facts),
+        ),
         traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
         reactions=reacted_lines(facts.reactions, analyzer.run),
     )
 
 
 def _judge(
-    facts: Facts,
+    facts: Facts, split: Mapping[str, float | None]
 ) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Findings in order, the rules that could not be judged, and those that found nothing."""
     if not facts.steps.height:
         return (), tuple((rule.__name__, "no steps") for rule in RULES), ()
     judged = [(rule.__name__, rule(facts)) for rule in RULES]
-    findings = [judgement for _, judgement in judged if isinstance(judgement, Finding)]
+    fired = [judgement for _, judgement in judged if isinstance(judgement, Finding)]
+    impossible = impossible_findings(fired, split)
+    fired = [found for found in fired if found.rule not in impossible]
+    if facts.steps.height < CRITICAL_MIN_STEPS:
+        fired = [_less_sure(found) for found in fired]
+    findings = agreeing(fired)
+    if facts.is_short:  # too short for its counters: whatever it shows is a note
+        findings = tuple(_as_note(found) for found in findings)
+    named = {found.rule for found in findings}
     abstained = [(x.rule, x.why) for _, x in judged if isinstance(x, Abstention)]
-    checked = [name for name, judgement in judged if judgement is None]
+    abstained += [(rule, f"left out: {why}") for rule, why in impossible.items()]
+    checked = [
+        x
+        for x, judgement in judged
+        if not isinstance(judgement, Abstention) and x not in named and x not in impossible
+    ]
     return in_order(findings), tuple(abstained), tuple(checked)
 
 
-def _headline(analyzer: Analyzer, facts: Facts, findings: tuple[Finding, ...], checked: int) -> str:
+def _less_sure(found: Finding) -> Finding:
+    if found.rule == STANDSTILL:  # which is seen at once, and needs no steps
+        return found
+    return replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
+
+
+def _as_note(found: Finding) -> Finding:
+    if found.rule == STANDSTILL:
+        return found
+    return replace(found, lost_ratio=None, severity="info")
+
+
+def short_notes(facts: Facts) -> tuple[str, ...]:
+    """What the verdict says of a run that is too short for its counters."""
+    if not facts.step_count or not facts.is_short:
+        return ()
+    return (
+        f"less than {SHORT_RUN_S:g} s of steps were judged: too short for counters, so that who "
+        "had the cores meanwhile is not known, and findings are no more than notes",
+    )
+
+
+def _headline(
+    analyzer: RunFrames, facts: Facts, findings: tuple[Finding, ...], checked: int
+) -> str:
     if not facts.step_count:
         return f"no training steps: {why_no_steps(analyzer, facts)[0]}"
     return findings[0].title if findings else f"{_BALANCED}: {checked} causes were checked"
@@ -100,7 +160,7 @@ def _events(phases: pl.DataFrame) -> dict[str, Events]:
     }
 
 
-def _cost(analyzer: Analyzer, facts: Facts) -> Cost:
+def _cost(analyzer: RunFrames, facts: Facts) -> Cost:
     agents = []
     for node in analyzer.files.nodes:
         line = node.of_type("cost")[-1:]

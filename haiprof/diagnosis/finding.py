@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from haiprof.base.units import ratio_text, visible
+from haiprof.diagnosis.thresholds import EXPLAINED_RATIO
 
 Severity = Literal["critical", "warning", "info"]
 Scope = Literal["run", "window"]
 SCOPES: tuple[Scope, ...] = ("run", "window")
+_PLACE_LIMIT = 200
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
@@ -24,12 +28,45 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLine:
+    """A function of the job's own code that a finding is about, as it was sampled."""
+
+    file: str
+    line: int
+    """Its line that was seen most often."""
+    function: str
+    share: float
+    """Of what `of` says."""
+    low: float | None
+    high: float | None
+    """Where the share lies with 95 % certainty; None where that is not known."""
+    of: str
+    """What it is a share of: `the step`, `the workers' loading`."""
+    sample_count: int
+    callees: tuple[str, ...]
+    """Functions of libraries in which most of that time passes, from its own call inwards."""
+
+    @property
+    def place(self) -> str:
+        """`train.py:88 load_image`; the names are whatever the run directory holds."""
+        text = f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+        return visible(" ".join(text[:_PLACE_LIMIT].split()))
+
+    def describe(self) -> str:
+        """`train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open`."""
+        between = ""
+        if self.low is not None and self.high is not None:
+            between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
+        inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
+        return f"{self.place}: {ratio_text(self.share)} of {self.of}{between}{inside}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One cause that a rule found."""
 
     rule: str
     """Slug of the rule."""
-    severity: Severity
     title: str
     """The cause in one line."""
     evidence: tuple[Evidence, ...]
@@ -37,6 +74,12 @@ class Finding:
     """What to change."""
     confidence: float
     """In [0, 1]."""
+    severity: Severity = "warning"
+    """Where the time is known, what follows from it takes the place of what a rule says."""
+    lost_ratio: float | None = None
+    """Share of the time that it costs, in [0, 1]; None where that is not known.
+
+    Findings are ordered by it, and with the confidence it gives the severity."""
     missing: tuple[str, ...] = ()
     """What could not be measured and would make it surer."""
     rank: int | None = None
@@ -46,13 +89,33 @@ class Finding:
     cause: str | None = None
     """Slug of why, where the rule tells several causes apart (`epoch_restart`)."""
     explains: tuple[str, ...] = ()
-    """Rules, or `rule/cause`, whose findings are consequences of this one: they come after it."""
+    """Rules, or `rule/cause`, whose findings are consequences of this one: they come after it,
+    where this one costs enough to bring them about."""
+    supersedes: tuple[str, ...] = ()
+    """Rules whose findings would say the same with less of its cause: they are left out, unless
+    they are about another rank, or cost more than this one could bring about."""
+    is_one_event: bool = False
+    """Whether it happened once: then it is a note, however long it took."""
+    code_lines: tuple[CodeLine, ...] = ()
+    """The job's own code that it is about, most time first; set when all rules have been asked."""
     explained_by: str | None = None
     """The rule whose finding is the cause of this one; set when all rules have been asked."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+    def replaces(self, other: Finding) -> bool:
+        """Whether another finding says nothing that this one does not say better."""
+        same_rank = self.rank is None or other.rank in (None, self.rank)
+        return other.rule in self.supersedes and same_rank and self.is_enough_for(other)
+
+    def is_cause_of(self, other: Finding) -> bool:
+        """Whether another finding is a consequence of this one, by its kind and by its size."""
+        named = {other.rule, f"{other.rule}/{other.cause}"} & set(self.explains)
+        return bool(named) and not self.is_one_event and self.is_enough_for(other)
+
+    def is_enough_for(self, other: Finding) -> bool:
+        """Whether this costs most of what the other one costs; also where either is not known."""
+        if self.lost_ratio is None or other.lost_ratio is None:
+            return True
+        return self.lost_ratio >= EXPLAINED_RATIO * other.lost_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

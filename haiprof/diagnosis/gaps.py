@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from haiprof.analysis.analyzer import Analyzer
-from haiprof.analysis.records import integer, text
-from haiprof.diagnosis.facts import Facts
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_frames import RunFrames
 
 PHASES = ("dataloader", "forward", "backward", "optimizer")
 _NAMED_PROCESSES = 4
@@ -23,7 +23,7 @@ _NO_OPTIMIZER = (
 )
 
 
-def not_measured(analyzer: Analyzer, facts: Facts) -> tuple[tuple[str, str], ...]:
+def not_measured(analyzer: RunFrames, facts: Facts) -> tuple[tuple[str, str], ...]:
     """(what, why): phases that are null, counters that are missing, processes unseen."""
     hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
     gaps = [*_phases(facts), *_device(facts), *_counters(analyzer), *hooks[:_NAMED_PROCESSES]]
@@ -31,7 +31,7 @@ def not_measured(analyzer: Analyzer, facts: Facts) -> tuple[tuple[str, str], ...
     return tuple(dict.fromkeys(gaps))
 
 
-def why_no_steps(analyzer: Analyzer, facts: Facts) -> list[str]:
+def why_no_steps(analyzer: RunFrames, facts: Facts) -> list[str]:
     """Likely reasons for a run without steps, the likeliest first."""
     if not facts.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
@@ -65,7 +65,7 @@ def _device(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "device time", why
 
 
-def _counters(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
+def _counters(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
     """What rules look at is named with its metrics; other sources together, each once."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     others: dict[str, None] = {}
@@ -94,7 +94,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_METRICS]) + (f" and {more} more" if more > 0 else "")
 
 
-def _processes(analyzer: Analyzer) -> Iterable[tuple[str, str]]:
+def _processes(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
     lines = [line for node in analyzer.files.nodes for line in node.of_type("unreported")]
     for line in lines[:_NAMED_PROCESSES]:
         what = f"{integer(line.get('pid')) or '?'} ({text(line.get('command')) or '?'})"

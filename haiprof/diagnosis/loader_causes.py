@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.base.arrays import Floats
+from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
     BURST_RARE_RATIO,
@@ -91,14 +93,16 @@ def _of_typical_rank(facts: Facts, share: float) -> _Loading:
     placed = facts.placements.get(rank)
     allowed = len(placed.allowed_cpus or ()) if placed is not None else 0
     beside = (r for r in facts.busy_cores if r != rank and _share(facts, r, rank))
-    others = sum(facts.busy_cores[r] for r in beside)
+    hosts = hosts_of(facts)
+    strangers = used_by_others(facts, hosts[rank], hosts) if rank in hosts else None
+    others = sum(facts.busy_cores[r] for r in beside) + (strangers or 0.0)
     return _Loading(
         workers=None if loader is None else loader.workers,
         wait_share=share,
         main_cores=main,
         core_wait=facts.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
-        free_cores=allowed - busy - others if allowed and busy is not None else None,
+        free_cores=max(allowed - busy - others, 0.0) if allowed and busy is not None else None,
     )
 
 
@@ -130,7 +134,7 @@ def _epochs(facts: Facts, loading: _Loading) -> LoaderCause | None:
             "make epochs longer (a sampler that repeats)"
             if workers
             else "look at what DataLoader.__iter__ does: the sampler's shuffle, files that the "
-            "dataset opens anew; make epochs longer (a sampler that repeats)"
+            "dataset opens again; make epochs longer (a sampler that repeats)"
         ),
         evidence=(
             Evidence(name="starts of epochs", value=float(count), unit="count"),

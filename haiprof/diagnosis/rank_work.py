@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.base.arrays import Floats
 from haiprof.diagnosis.finding import Abstention
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import MIN_STEPS
+from haiprof.run_analysis.step_frame import STEP_PHASES
 
 # Where a rank waits for the others, time is not its own work (TraceML: backward; with FSDP both).
 _WAITS, _SHARDED_WAITS = ("backward",), ("forward", "backward")
@@ -27,7 +28,7 @@ class RankWork:
     phases: Floats
     """[own phase, rank, step] in ns."""
     step_ns: Floats
-    """[step]: the median rank's step."""
+    """[step]: the longest rank's step, of which what it has beyond the others is a part."""
 
     @property
     def whole(self) -> Floats:
@@ -51,7 +52,7 @@ def rank_work(facts: Facts, rule: str) -> RankWork | Abstention:
 
 
 def _matched(facts: Facts, own: Sequence[str]) -> tuple[Floats, Floats]:
-    """[own phase, rank, step] and the median rank's step, for the steps that all ranks have."""
+    """[own phase, rank, step] and the longest rank's step, for the steps that all ranks have."""
     columns = [*(f"{phase}_host_ns" for phase in own), "step_ns"]
     common = facts.by_rank[facts.world[0]]["step"].to_numpy()
     for steps in facts.by_rank.values():
@@ -61,7 +62,7 @@ def _matched(facts: Facts, own: Sequence[str]) -> tuple[Floats, Floats]:
         rows = np.searchsorted(steps["step"].to_numpy(), common)
         for row, name in enumerate(columns):
             table[row, place] = steps[name].fill_null(0).to_numpy()[rows]
-    return table[:-1], np.median(table[-1], axis=0)
+    return table[:-1], table[-1].max(axis=0, initial=0.0)
 
 
 def beyond_typical(work: Floats) -> Floats:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from haiprof.diagnosis.facts import Facts
-from haiprof.diagnosis.finding import Evidence, Finding
-from haiprof.diagnosis.rules.numa_placement import numa_placement
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.finding import Evidence
+from haiprof.diagnosis.numa_binding import find_misplacement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import DRIFT_PHASE_RATIO, HARDWARE_DIFFERENCE_RATIO
-from haiprof.units import ratio_text
 
 _THROTTLES = {
     "throttle_thermal_ratio": "temperature",
@@ -67,11 +67,18 @@ def _throttled(facts: Facts, rank: int) -> RankState | None:
 
 
 def _starved(facts: Facts, rank: int, share: float) -> RankState | None:
-    """Waiting for cores must make most of what the rank loses."""
-    beyond = _beyond(facts, "run_queue_wait_ratio", rank)
-    if beyond < max(HARDWARE_DIFFERENCE_RATIO, DRIFT_PHASE_RATIO * share):
+    """Waiting for cores must make most of what the rank loses.
+
+    Ranks are compared by their wait for each second in which they could run: one that works more
+    also waits more, and is not starved by that.
+    """
+    hungers = {r: _hunger(facts, r) for r in facts.core_waits}
+    if rank not in hungers or len(hungers) < 2:
         return None
     wait = facts.core_waits[rank]
+    beyond = hungers[rank] - sorted(hungers.values())[(len(hungers) - 1) // 2]
+    if beyond < HARDWARE_DIFFERENCE_RATIO or wait < DRIFT_PHASE_RATIO * share:
+        return None
     return RankState(
         cause="waits_for_cores",
         text=f", it waits for a core {ratio_text(wait)} of the time",
@@ -81,13 +88,20 @@ def _starved(facts: Facts, rank: int, share: float) -> RankState | None:
     )
 
 
+def _hunger(facts: Facts, rank: int) -> float:
+    """Of the time in which its main thread could run, the share in which it got no core."""
+    wait = facts.core_waits[rank]
+    could = wait + min(facts.main_cores.get(rank, 1.0), 1.0)
+    return wait / could if could else 0.0
+
+
 def _far(facts: Facts, rank: int) -> RankState | None:
-    placed = numa_placement(facts)
-    if not isinstance(placed, Finding) or placed.rank != rank:
+    placed = find_misplacement([facts.placements[r] for r in facts.world if r in facts.placements])
+    if placed is None or placed.ranks != [rank]:
         return None
     return RankState(
         cause="far_memory",
         text=", it runs far from its GPU or memory",
-        remedy=placed.remedy,
+        remedy=placed.kind.remedy,
         evidence=placed.evidence,
     )

@@ -14,24 +14,41 @@ WARM_UP_MIN_TOTAL = 10
 UNTRACED_MIN_RATIO = 0.10
 """With a smaller share of steps outside of trace windows, traced ones count too. Own choice."""
 
+COSTLY_CRITICAL_RATIO = 0.20
+COSTLY_WARNING_RATIO = 0.05
+"""Of the time: TraceML's 20 % for what is critical (diagnostics/DIAGNOSIS.md); below a twentieth
+what was found is a note. Own choice."""
+SURE_CRITICAL = 0.70
+SURE_WARNING = 0.40
+"""Confidence that the same takes. Own choice."""
+FEW_STEPS_SURE = 0.60
+"""No finding is surer with fewer steps than CRITICAL_MIN_STEPS. Own choice."""
+EXPLAINED_RATIO = 0.50
+"""A cause explains what costs at most twice as much as it does itself: of a smaller one most of
+the other remains. Own choice."""
+SHORT_RUN_S = 1.0
+"""Seconds of judged steps below which findings are notes: counters are read once or twice a second,
+so nothing is known of who had the cores. Own choice."""
+
 DATALOADER_WARNING_RATIO = 0.10
-DATALOADER_CRITICAL_RATIO = 0.20
 """TraceML INPUT_BOUND: 10 % of the step is a warning, 20 % critical (diagnostics/DIAGNOSIS.md)."""
 MIN_STEPS = 2
 CRITICAL_MIN_STEPS = 20
 """TraceML: two steps to warn, twenty to call it critical."""
-BLOCK_COUNT = 10
-"""Blocks of steps whose median share is judged: several loader workers make the waits come in
-bursts, which a median over single steps does not see, and one stall spoils one block only."""
+BLOCK_COUNT = 20
+"""Blocks of steps of which the middle half makes the usual step: several loader workers make the
+waits come in bursts, which a median over single steps does not see, and one stall spoils one block
+only."""
 
 OTHER_WARNING_RATIO = 0.30
-OTHER_CRITICAL_RATIO = 0.60
 """Share of a step outside the four phases. TraceML calls a residual of 10 % a warning, but of a
 short step Python's own work between the phases is a quarter. Own choice."""
 SAVE_MAIN_RATIO = 0.50
 """Saves are named as the cause where they make this share of the time outside. Own choice."""
 
-EVALUATION_RATIO = 0.30
+ALONE_RATIO = 0.10
+"""What one rank does while the others wait for it: TraceML's warning for a straggler."""
+EVALUATION_RATIO = 0.20
 """Evaluation's share of evaluation and training together. Own choice."""
 
 DRIFT_PHASE_RATIO = 0.50
@@ -45,6 +62,17 @@ FORWARD_BACKWARD_RATIO = 1.5
 """Forward to backward. A layer's backward has two matrix products for the forward's one, so about
 0.5 is normal (Kaplan et al. 2020, section 2.1: 2N and 4N flops per token); three times that is not.
 The published case (seed 002) had forward far above backward."""
+USUAL_FORWARD_RATIO = 0.5
+"""Of backward (the same source): what forward takes beyond it is what is lost."""
+HELD_STEP_RATIO = 0.08
+"""Of the step, what Python of the job's own takes in a phase, from sampled stacks: the tenth from
+which it must be found, less what samples may miss. Own choice."""
+OWN_STEP_RATIO = 0.15
+"""Of the step, what the job's own code takes outside of the model where it also may wait or call
+operators: averages of weights and the loss stay below. Own choice."""
+MODEL_OWN_RATIO = 0.50
+"""Where less than half of what is lost is outside of torch's own code, it is the model. Own choice.
+"""
 FORWARD_STEP_RATIO = 0.30
 """Forward's share of the step from which it is worth a finding. Own choice."""
 
@@ -68,7 +96,6 @@ DRIFT_MIN_STEPS = 30
 give tables up to 8)."""
 
 RANK_EXCESS_WARNING_RATIO = 0.10
-RANK_EXCESS_CRITICAL_RATIO = 0.20
 """TraceML straggler score: 10 % warning, 20 % critical of the victim's step
 (rank-straggler-policy.md). It looks for the rank with the least visible backward; the same
 lag is measured here directly, as the work before it."""
@@ -78,6 +105,8 @@ RANK_PHASE_COVERAGE_RATIO = 0.80
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
 waiting beyond that is the ranks' own doing. Own choice."""
+STARVING_CORES = 0.5
+"""What others must use of full cores to be why a loader's workers are slow. Own choice."""
 CORES_WANTED_RATIO = 1.25
 """With a quarter more runnable threads than cores they wait for each other, whatever others do.
 Own choice."""
@@ -124,7 +153,6 @@ SAME_COUNT_RATIO = 0.10
 choice."""
 
 EXPOSED_WARNING_RATIO = 0.10
-EXPOSED_CRITICAL_RATIO = 0.20
 """Communication that nothing hides, of the window: TraceML's 10 % and 20 % for what a step should
 not hold (diagnostics/DIAGNOSIS.md)."""
 WAITING_RATIO = 0.50
@@ -150,7 +178,7 @@ COMPARE_MIN_STEPS = 20
 """Steps of each run after warm-up; TraceML's twenty for something critical."""
 COMPARE_MIN_EFFECTIVE = 5
 """Independent steps that tell as much. With fewer, an interval from them holds the true value too
-seldom (tests/analysis/test_bootstrap.py simulates it). Own choice."""
+seldom (tests/unit/analysis/test_bootstrap.py simulates it). Own choice."""
 COMPARE_RUN_RATIO = 0.005
 """At the least; more where parts of the runs differ by more (`bootstrap.segment_spread`). Two runs
 of the same code on a quiet machine differ by about so much (standard deviation of one): memory
@@ -185,6 +213,8 @@ BACKWARD_STEP_RATIO = 0.30
 OPTIMIZER_MODEL_RATIO = 1.0
 """Optimizer to forward and backward together. An update touches each parameter once, forward and
 backward at least three times for every sample (Kaplan et al. 2020). Own choice."""
+USUAL_OPTIMIZER_RATIO = 1 / 3
+"""Of forward and backward, what an optimizer may take: one of three touches. Own choice."""
 OPTIMIZER_STEP_RATIO = 0.30
 """As FORWARD_STEP_RATIO."""
 
@@ -205,21 +235,22 @@ FREE_CORES = 0.5
 still adds half a worker's batches. Own choice."""
 
 PAUSE_WARNING_RATIO = 0.05
-PAUSE_CRITICAL_RATIO = 0.20
 """Collector pauses of all ranks together, of the time in steps: half of TraceML's 10 %, as they are
 easy to remove. torchtitan (issue 148) found 1.5 % worth it. Own choice."""
 SAVE_WARNING_RATIO = 0.10
-SAVE_CRITICAL_RATIO = 0.20
 """TraceML's 10 % and 20 % for what a step should not hold."""
 
 SPIKE_RATIO = 1.5
 """A step this much longer than the steps around it is a spike: `--slow-ratio`'s default."""
+MORE_WORK_RATIO = 1.25
+LIKE_RATIO = 1.6
+"""A step with more work: forward and backward both take a quarter longer than around it, and their
+growth differs by less than this factor. What interrupts a step hits one of them. Own choice."""
 SPIKE_WINDOW_STEPS = 21
 """Steps around it, of which the median is taken: ten before and ten after. Own choice."""
 SPIKE_MIN_COUNT = 3
 """Fewer are accidents. Own choice."""
 JITTER_WARNING_RATIO = 0.10
-JITTER_CRITICAL_RATIO = 0.20
 """What spikes take beyond the usual step, of the time: TraceML's 10 % and 20 %."""
 
 TREND_P_VALUE = 0.01
@@ -242,11 +273,17 @@ ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
 
 COMPILE_WARNING_RATIO = 0.10
-COMPILE_CRITICAL_RATIO = 0.20
 """Compiling after warm-up, of the time: TraceML's shares again."""
 COMPILE_MIN_COUNT = 3
 """One or two compilations late in a run are a new shape or an evaluation. Own choice."""
 
+STEADILY_LAST_RATIO = 0.75
+"""A rank that is last at fewer collectives is late now and then, as others are. Own choice."""
+PHASE_BEYOND_RATIO = 1.3
+"""A phase is named as what grew where its part of the growth is this much more than its part of the
+step: what slows a machine down hits each phase by its length. Own choice."""
+MOST_RATIO = 0.95
+"""But no more than nearly all of it is asked for. Own choice."""
 IMBALANCE_MAIN_RATIO = 0.80
 """A rank that is the slowest in this share of the steps is the slow one itself: TraceML's
 coverage."""

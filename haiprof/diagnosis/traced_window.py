@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import polars as pl
 
-from haiprof.analysis.trace.facade import TraceAnalysis
-from haiprof.analysis.trace.patterns.gather import Patterns
+from haiprof.base.errors import HaiprofError
 from haiprof.diagnosis.finding import Abstention
-from haiprof.errors import HaiprofError
-from haiprof.rundir.layout import RunPaths
+from haiprof.run_format.layout import RunPaths
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 NO_TRACES = "no traces in this run: `--trace` records a window"
 NO_GPU = "no GPU event in the traces"
@@ -43,7 +45,9 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
     """
     if not run.traces.is_dir():
         return TracedWindow(patterns=None, why=NO_TRACES)
-    analysis = TraceAnalysis(run.root)
+    from haiprof.trace_analysis.trace_questions import TraceQuestions  # most runs have no trace
+
+    analysis = TraceQuestions(run.root)
     try:
         size = analysis.size_bytes()
         if limit_bytes is not None and size > limit_bytes:

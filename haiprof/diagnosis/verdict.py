@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Finding
+from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.memory_at_end import MemoryAtEnd
+from haiprof.run_analysis.restarts import Goodput, Start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,11 @@ class Verdict:
     headline: str
     """One line: the first finding, that there is none, or that there is nothing to judge."""
     split: Mapping[str, float | None]
-    """Host time in ns per phase of a middle step; null where a phase is not measured."""
+    """Host time in ns per phase of the usual step; None where a phase is not measured."""
     step_ns: float | None
-    """Median step after warm-up."""
+    """The usual step after warm-up: the sum of `split`."""
     step_count: int
-    """Steps of all ranks and attempts."""
+    """Steps of all ranks, of the last attempt of each."""
     ranks: tuple[int, ...]
     """Ranks that have steps."""
     findings: tuple[Finding, ...]
@@ -63,16 +65,17 @@ class Verdict:
     """What to run next."""
     notes: tuple[str, ...]
     """What was damaged or left out while reading."""
+    death: Death | None = None
+    """Why the job died; null where it has not."""
+    memory_at_end: tuple[MemoryAtEnd, ...] = ()
+    """Memory of the ranks that the death began with, where it may be the reason."""
+    starts: tuple[Start, ...] = ()
+    """Each start of the job's ranks, and why it ended; empty where the only one did not die."""
+    goodput: Goodput | None = None
+    """The share of the run's wall time in steps that counted."""
     checked: tuple[str, ...] = ()
     """Rules that had their data and found nothing."""
     traces: tuple[str, ...] = ()
     """What was traced, and why the rest was not; empty where no trace was asked for."""
     reactions: tuple[str, ...] = ()
     """What haiprof noticed while the job ran, and did by itself."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        content = asdict(self)
-        content["abstained"] = [{"rule": rule, "why": why} for rule, why in self.abstained]
-        content["not_measured"] = [{"what": what, "why": why} for what, why in self.not_measured]
-        return content

@@ -1,1 +1,1 @@
-"""Before the job: its command line and environment; beside it: the node agent."""
+"""Launches a job: its command line, environment, supervision, and submission to clusters."""

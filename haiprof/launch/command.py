@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.config import OptionSpec, is_option, option_spec, parse_dotted, parse_value, safe_name
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
+from haiprof.base.options import (
+    OPTIONS,
+    OptionSpec,
+    is_option,
+    option_spec,
+    parse_dotted,
+    parse_value,
+    safe_name,
+)
 
-# Taken after the script too, as the published tool does. The others would be too easy to lose.
+# Also taken after the script, as in the published tool. Others could be the script's own.
 AFTER_SCRIPT = ("time", "warmup", "trace", "recorder", "log-dir", "name")
 _OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
 
@@ -26,11 +35,11 @@ class CommandLine:
     options: dict[str, object]
     """haiprof's options by field name."""
     taken: list[str]
-    """The words that haiprof took for itself, for people to see."""
+    """The words that haiprof took for itself, to show them."""
     taken_after: list[str]
     """Those of them that stood after the script, where its own options stand too."""
     name: str
-    """What the job is called where nobody named it."""
+    """The default name of the job."""
 
 
 def parse_command_line(words: Sequence[str]) -> CommandLine:
@@ -42,7 +51,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     Raises:
         UsageError: No command, an unknown option before the script, or a value that does not fit.
     """
-    taker = _Taker(list(words))
+    taker = _OptionParser(list(words))
     taker.leading()
     if not taker.left:
         raise UsageError("no command to run", hint="haiprof train.py, or haiprof --help")
@@ -57,7 +66,16 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     )
 
 
-class _Taker:
+def _near_option(word: str) -> str:
+    """The option that a mistyped one most likely means."""
+    import difflib
+
+    name = word.lstrip("-").partition("=")[0]
+    near = difflib.get_close_matches(name, [spec.name for spec in OPTIONS], n=1)
+    return f"did you mean --{near[0]}?" if near else "haiprof --help lists the options"
+
+
+class _OptionParser:
     """Walks over the words once, from the left."""
 
     def __init__(self, words: list[str]) -> None:
@@ -68,19 +86,17 @@ class _Taker:
         self.ended = False
 
     def leading(self) -> None:
-        """Options of ours before the program."""
+        """Takes haiprof's options before the program."""
         while self.left and self.left[0].startswith("-") and self.left[0] != "-m":
             if self.left[0] == "--":
                 self.left.pop(0)
                 self.ended = True
                 return
             if not self._take(everywhere=False):
-                raise UsageError(
-                    f"no option {self.left[0]!r}", hint="haiprof --help lists the options"
-                )
+                raise UsageError(f"no option {self.left[0]!r}", hint=_near_option(self.left[0]))
 
     def take_program(self) -> list[str]:
-        """The program: one word, or `-m MODULE`."""
+        """Takes the program: one word, or `-m MODULE`."""
         if self.left[0] == "-m":
             if len(self.left) < 2:
                 raise UsageError("-m needs a module name")
@@ -90,12 +106,13 @@ class _Taker:
         return program
 
     def trailing(self) -> list[str]:
-        """The program's arguments, without what is haiprof's."""
+        """Takes haiprof's options out of the program's arguments."""
         arguments: list[str] = []
         while self.left and not self.ended:
             if self.left[0] == "--":
                 self.left.pop(0)
                 self.ended = True
+                _check_published_order(self.left)
             elif not self._take(everywhere=True):
                 arguments.append(self.left.pop(0))
         return arguments + self.left
@@ -139,6 +156,29 @@ class _Taker:
         return 2, following
 
 
+def _check_published_order(words: list[str]) -> None:
+    """Refuses hai-platform's order: there, what follows `--` is the platform's, not the script's.
+
+    Raises:
+        UsageError: haiprof's own options stand there; `haiprof -- train.py ...` passes them on.
+    """
+    settings = [
+        value
+        for word, value in zip(words, [*words[1:], ""], strict=True)
+        if word == "--options" and value.startswith("profile.")
+    ]
+    settings += [w.partition("=")[2] for w in words if w.startswith("--options=profile.")]
+    if not settings:
+        return
+    nodes = next((b for a, b in itertools.pairwise(words) if a in ("--nodes", "-n")), "")
+    own = " ".join(f"--options {setting}" for setting in settings)
+    where = f"submit train.py --nodes {nodes} --on slurm" if nodes else "train.py"
+    raise UsageError(
+        f"{own} stands behind --, from where on everything is the script's",
+        hint=f"haiprof {where} {own}; if they are the script's own: haiprof -- train.py ...",
+    )
+
+
 def _is_profile(equals: str, value: str, left: list[str]) -> bool:
     """Whether `--options` is haiprof's: only `profile.NAME=VALUE` is."""
     text = value if equals else (left[1] if len(left) > 1 else "")
@@ -153,9 +193,9 @@ def _executable(program: list[str]) -> list[str]:
     """
     if program[0] == "-m" or program[0].endswith(".py"):
         return [_python(), *program]
-    beside = Path(sys.executable).parent / program[0]
-    if "/" not in program[0] and shutil.which(program[0]) is None and beside.exists():
-        return [str(beside)]
+    installed = Path(sys.executable).parent / program[0]
+    if "/" not in program[0] and shutil.which(program[0]) is None and installed.exists():
+        return [str(installed)]
     return program
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from haiprof.config import (
+from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.options import (
     ENV_ACTIVE,
     ENV_DEBUG,
     Options,
@@ -20,29 +21,31 @@ from haiprof.config import (
     options_from_environment,
     options_from_pyproject,
 )
-from haiprof.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine, parse_command_line
-from haiprof.launch.rundirs import PACKAGE, create_run
-from haiprof.launch.say import say
-from haiprof.rundir.layout import RunPaths
+from haiprof.launch.companion import Companion, words_taken_after
+from haiprof.launch.supervisor import Supervisor, die_of
+from haiprof.run_format.boot import carries_run
 
+START_LIMIT_S = 30.0
+"""How long a log directory that does not answer may delay the start of the job."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell reports them
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], subcommand: Subcommand) -> int:
     """Runs the launcher; returns the job's exit status."""
     try:
-        return _launch(words, os.environ)
+        return _launch(words, os.environ, subcommand)
     except HaiprofError as error:
         if os.environ.get(ENV_DEBUG) == "1":
             raise
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         if error.hint:
-            say(f"hint: {error.hint}")
+            print_message(f"hint: {error.hint}")
         return error.exit_code
 
 
-def _launch(words: list[str], environ: Mapping[str, str]) -> int:
+def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand) -> int:
     if words[0] == "trace":  # hai-platform's spelling of a traced run
         words = ["--trace", *words[1:]]
     line = parse_command_line(words)
@@ -54,54 +57,77 @@ def _launch(words: list[str], environ: Mapping[str, str]) -> int:
         line.options,
     )
     if _already_recorded(environ):
-        say(f"already recorded by haiprof into {environ[ENV_ACTIVE]}: running the command as it is")
+        print_message(
+            f"already recorded by haiprof into {environ[ENV_ACTIVE]}: running the command as it is"
+        )
         return _run_plain(line.command)
     _check_extras(options)
     missing = _missing_script(line.command)
     if missing:
         raise UsageError(f"{missing}: no such file", hint="haiprof SCRIPT.py, or haiprof --help")
     if options.quiet and line.taken_after:
-        say(_taken_after(line))
-    try:
-        run, manifest, created = create_run(
-            options, command=line.command, name=line.name, environ=environ
-        )
-    except UsageError as error:
-        say(f"{error}: the job runs unrecorded")
-        return _run_plain(line.command)
-    if not options.quiet:
-        say(_first_line(line, options, run))
-    from haiprof.launch.job import Job
-    from haiprof.launch.supervisor import Supervisor
+        print_message(words_taken_after(line))
+    return _launch_recorded(line, options, environ=environ, subcommand=subcommand)
 
+
+def _launch_recorded(
+    line: CommandLine, options: Options, *, environ: Mapping[str, str], subcommand: Subcommand
+) -> int:
+    """Runs the job with a process beside it that records; bare where that one does not answer."""
     try:
         supervisor = Supervisor()
     except OSError as error:
-        say(f"cannot stand beside the job ({error.strerror}): the job runs unrecorded")
+        print_message(f"cannot stand beside the job ({error.strerror}): the job runs unrecorded")
         return _run_plain(line.command)
-    job = Job(run, manifest, options, created=created, package_parent=str(PACKAGE.parent))
+    companion = Companion(
+        supervisor=supervisor, line=line, options=options, environ=environ,
+        launcher_pid=os.getpid(), subcommand=subcommand,
+    )  # fmt: skip
+    environment: dict[str, str] = {}
+    hint = ""
     try:
-        return job.supervise(supervisor, line.command, environ)
+        supervisor.fork_companion(companion.live)
+        said = supervisor.hear(START_LIMIT_S)
+        environment = said.get("environment", {})
+        refusal, hint = said.get("refused"), said.get("hint", "")
+    except TimeoutError as error:
+        print_message(f"{options.log_dir}: {error}: the job runs unrecorded")
+        supervisor.abandon_companion()
+        return _supervise(supervisor, line.command, environ)
+    except (OSError, EOFError) as error:
+        refusal = f"cannot record: {error}"
+    if refusal is not None:
+        print_message(f"{refusal}: the job runs unrecorded")
+        if hint:
+            print_message(f"hint: {hint}")
+        supervisor.release()
+        return _run_plain(line.command)
+    return _supervise(supervisor, line.command, {**environ, **environment})
+
+
+def _supervise(supervisor: Supervisor, command: list[str], environ: Mapping[str, str]) -> int:
+    try:
+        supervisor.start(command, environ)
     except OSError as error:
-        supervisor.close()
-        status = _cannot_run(line.command, error)
-        job.close_manifest(
-            replace(manifest, end_wall_ns=manifest.start_wall_ns, exit_status=status)
-        )
+        status = _cannot_run(command, error)
+        supervisor.conclude(failed=status)
         return status
+    outcome = supervisor.wait()
+    supervisor.conclude(**asdict(outcome))
+    if outcome.signal is not None:
+        die_of(outcome.signal)
+    return outcome.status
 
 
 def _missing_script(command: list[str]) -> str:
-    """The script that `haiprof train.py` names and that is not there; empty where all is well."""
+    """The script of `haiprof train.py` if it does not exist; else empty."""
     script = command[1] if len(command) > 1 and command[0].endswith(("python", "python3")) else ""
     return script if script.endswith(".py") and not os.path.exists(script) else ""
 
 
 def _already_recorded(environ: Mapping[str, str]) -> bool:
     """Whether this launcher itself runs inside a recorded job."""
-    active = environ.get(ENV_ACTIVE, "")
-    boot = str(RunPaths(Path(active)).boot)
-    return bool(active) and boot in environ.get("PYTHONPATH", "").split(os.pathsep)
+    return carries_run(environ.get("PYTHONPATH", ""), environ.get(ENV_ACTIVE, ""))
 
 
 def _check_extras(options: Options) -> None:
@@ -119,36 +145,8 @@ def _check_extras(options: Options) -> None:
         )
 
 
-def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
-    parts = []
-    if options.time_s:
-        parts.append(f"for {options.time_s:g} s")
-    if options.warmup_s:
-        parts.append(f"after {options.warmup_s:g} s of warm-up")
-    if options.traces:
-        parts.append(options.trace_words(time_s=options.time_s))
-    if line.taken:
-        parts.append(f"taken from the command line: {shlex.join(line.taken)}")
-    if line.taken_after:
-        parts.append(_taken_after(line))
-    detail = f" ({'; '.join(parts)})" if parts else ""
-    return f"recording {shlex.join(line.command)} into {_short(run.root)}{detail}"
-
-
-def _taken_after(line: CommandLine) -> str:
-    taken = shlex.join(line.taken_after)
-    return f"the script does not get {taken}: put -- before what is its own"
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(path)
-
-
 def _run_plain(command: list[str]) -> int:
-    """Becomes the command: nothing of haiprof stays."""
+    """Replaces this process with the command."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -167,5 +165,5 @@ def _execute(command: list[str]) -> NoReturn:
 
 
 def _cannot_run(command: list[str], error: OSError) -> int:
-    say(f"error: cannot run {command[0]}: {error.strerror or error}")
+    print_message(f"error: cannot run {command[0]}: {error.strerror or error}")
     return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

@@ -1,8 +1,12 @@
-"""The job as a child process: its terminal, its signals and its exit status stay its own."""
+"""Supervises the job as a child process, with its own terminal, signals and exit status.
+
+The launcher does nothing else. All other work, on a disk that may hang or with libraries that may
+crash, is done by a second process (`launch/companion.py`).
+"""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import os
 import resource
@@ -11,26 +15,33 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NoReturn
 
-from haiprof.launch.canary import Canary
+from haiprof.base.messages import print_message
+from haiprof.launch.companion_line import Line
+from haiprof.launch.group_signals import Canary
+from haiprof.launch.lingering_jobs import read_stat, status_of_ended
+from haiprof.launch.signals import (
+    ENDING,
+    PASSED_ON,
+    STOPS,
+    Signal,
+    SignalReader,
+    first_readable,
+)
 
-TICK_S = 0.5
+TICK_S = 1.0
 STOP_ANSWER_S = 0.2
+EXIT_LIMIT_S = 10.0
+"""How long a log directory that does not answer may delay the exit of the job."""
 
-_PR_SET_PDEATHSIG = 1
+_NOT_WAITED = f"the log directory has not answered for {EXIT_LIMIT_S:g} s: it is not waited for"
 _SI_KERNEL = 0x80  # sent by the kernel
-_STOPS = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-# What a terminal's driver sends, and to the whole foreground group: an alarm() is the kernel's too.
-_FROM_TERMINAL = (
-    *_STOPS, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGWINCH, signal.SIGCONT,
-)  # fmt: skip
-# Not for the job: they cannot be caught, are about a process's own doing, or Python's own business.
-_OWN = (
-    signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE,
-    signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS, signal.SIGPIPE, signal.SIGXFSZ,
-)  # fmt: skip
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What a terminal's driver sends, and to the whole foreground group. An alarm() is the kernel's too;
+# so are SIGHUP and SIGCONT of a terminal that goes, and these are for the session's leader alone.
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH)
+_NOT_NOTED = (signal.SIGWINCH, signal.SIGCONT, signal.SIGURG)
+"""Signals that come often and end nothing: who sent the others is written down."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,11 @@ class Outcome:
     """Exit status; 128 + the signal's number when one ended it."""
     signal: int | None
     """The signal that ended it."""
+
+    @classmethod
+    def from_code(cls, code: int) -> Outcome:
+        """From `Popen.returncode`."""
+        return cls(code, None) if code >= 0 else cls(128 - code, -code)
 
     @property
     def signal_name(self) -> str | None:
@@ -54,22 +70,79 @@ class Outcome:
 
 
 class Supervisor:
-    """Starts the job in the launcher's own process group and session, and passes signals on."""
+    """Starts the job in the launcher's own process group and session, and passes signals on.
+
+    Raises:
+        OSError: There is no process or descriptor left.
+    """
 
     def __init__(self) -> None:
-        passed_on = {number for number in signal.valid_signals() if number not in _OWN}
-        self._waited = {*passed_on, signal.SIGCHLD}
-        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
+        waited = PASSED_ON | {signal.SIGCHLD}
+        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         self._child_before = signal.getsignal(signal.SIGCHLD)
         if self._child_before == signal.SIG_IGN:  # the kernel would throw the job's status away
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._canary = Canary()
         self._child: subprocess.Popen[bytes] | None = None
+        self._companion = 0
+        self._line: Line | None = None
+        try:
+            self._signals = SignalReader(waited - set(STOPS))
+            self._suspends = SignalReader(STOPS)
+            self._ending = SignalReader(ENDING)
+            self._canary = Canary()
+        except OSError:
+            self.unblock()
+            raise
 
-    @property
-    def pid(self) -> int:
-        """The job's process id."""
-        return self._child.pid if self._child is not None else 0
+    # -- before the job -----------------------------------------------------------------------
+
+    def fork_companion(self, body: Callable[[Line], None]) -> None:
+        """Starts the companion process, which runs `body`.
+
+        Raises:
+            OSError: There is no process or descriptor left.
+        """
+        here, there = Line.pair()
+        pid = os.fork()
+        if pid == 0:
+            here.close()
+            self._canary.leave()
+            _live(body, there)
+        there.close()
+        self._companion, self._line = pid, here
+
+    def hear(self, limit_s: float) -> dict[str, Any]:
+        """The companion's next message.
+
+        Args:
+            limit_s: How long it may be silent.
+
+        Raises:
+            TimeoutError: It was silent for longer.
+            EOFError: It has ended.
+        """
+        said = self._listen(limit_s, self._ending, self._end_before_the_job)
+        if said is None:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        return said
+
+    def _end_before_the_job(self, got: Signal) -> None:
+        self._canary.close()
+        die_of(got.number)
+
+    def release(self) -> None:
+        """Restores the process's original state, for it becomes the command itself."""
+        self._canary.close()
+        if self._companion:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._companion, 0)
+        self._as_given()
+
+    def abandon_companion(self) -> None:
+        """Gives up a companion that does not answer: the job runs unrecorded."""
+        if self._line is not None:
+            self._line.close()
+        self._line = None
 
     def start(self, command: list[str], environ: Mapping[str, str]) -> None:
         """Starts the job with the signal mask and the descriptors that the launcher was given.
@@ -77,19 +150,11 @@ class Supervisor:
         Raises:
             OSError: The program does not exist or cannot be executed.
         """
-        prctl = ctypes.CDLL(None).prctl
-        launcher, child_before = os.getpid(), self._child_before
-
-        def in_child() -> None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed launcher leaves no orphan
-            if os.getppid() != launcher:
-                os._exit(127)
-            if child_before == signal.SIG_IGN:
-                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            self.unblock()
 
         def start(words: list[str]) -> subprocess.Popen[bytes]:
-            return subprocess.Popen(words, env=dict(environ), close_fds=False, preexec_fn=in_child)
+            return subprocess.Popen(
+                words, env=dict(environ), close_fds=False, preexec_fn=self._as_given
+            )
 
         try:
             self._child = start(command)
@@ -97,43 +162,215 @@ class Supervisor:
             if error.errno != errno.ENOEXEC:
                 raise
             self._child = start(["/bin/sh", *command])  # no first line: as shells do
+        detach_streams()
+        self.tell(started=self._child.pid)
 
-    def wait(self, tick: Callable[[], None]) -> Outcome:
-        """Passes signals on until the job ends; calls `tick` about twice a second."""
+    # -- the job ------------------------------------------------------------------------------
+
+    def wait(self) -> Outcome:
+        """Forwards signals until the job ends, or is over but blocked by the log's disk."""
         assert self._child is not None, "start() comes first"
+        lingers_s = 0.0
         while self._child.poll() is None:
-            info = signal.sigtimedwait(self._waited, TICK_S)
-            if info is None:
-                tick()
-            elif info.si_signo != signal.SIGCHLD:
-                self._pass_on(info.si_signo, info.si_code)
-        code = self._child.returncode
-        if code >= 0:
-            return Outcome(code, None)
-        return Outcome(128 - code, -code)
+            arrived = first_readable((self._signals.fd, self._suspends.fd), TICK_S)
+            if arrived == self._suspends.fd:
+                self._suspend(self._child)
+            elif (got := self._signals.read()) is None:
+                lingers_s = self._lingering_s(lingers_s)
+                if lingers_s >= EXIT_LIMIT_S:
+                    return self._leave_behind(self._child)
+            elif got.number != signal.SIGCHLD:
+                self._pass_on(got)
+            self._look_after_companion()
+        return Outcome.from_code(self._child.returncode)
+
+    def _lingering_s(self, so_far_s: float) -> float:
+        """How long the job has been over while the log directory does not answer.
+
+        Freeing much memory takes its time too: there the companion still gives its pulse.
+        """
+        if self._line is None or status_of_ended(self.pid) is None:
+            return 0.0
+        if not so_far_s:
+            self.tell(lingers=True)
+        heard = False
+        with contextlib.suppress(EOFError):
+            while self._line.receive(0) is not None:
+                heard = True
+        return TICK_S if heard else so_far_s + TICK_S
+
+    def _leave_behind(self, child: subprocess.Popen[bytes]) -> Outcome:
+        """Abandons a finished process that the kernel cannot release; its status is known."""
+        status = status_of_ended(child.pid)
+        with contextlib.suppress(OSError):
+            os.kill(child.pid, signal.SIGKILL)  # ends those waits that can be ended
+        try:
+            child.wait(TICK_S)
+        except subprocess.TimeoutExpired:
+            child.returncode = os.waitstatus_to_exitcode(status or 0)
+            print_message(
+                f"the job has ended; its process {child.pid} is held by a disk that hangs"
+            )
+        print_message(_NOT_WAITED)
+        self.abandon_companion()
+        return Outcome.from_code(child.returncode)
+
+    def _look_after_companion(self) -> None:
+        """Reports once if it is gone; the job is not affected."""
+        if self._line is None or not self._companion:
+            return
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(self._companion, os.WNOHANG)
+            if pid:
+                ended = Outcome.from_code(os.waitstatus_to_exitcode(status))
+                how = ended.signal_name or f"exit status {ended.status}"
+                print_message(
+                    f"the recording process has ended ({how}); the job goes on, without a verdict"
+                )
+                self._companion = 0
+                self.abandon_companion()
+
+    @property
+    def pid(self) -> int:
+        """The job's process id."""
+        return self._child.pid if self._child is not None else 0
+
+    # -- after the job ------------------------------------------------------------------------
+
+    def conclude(self, **outcome: object) -> None:
+        """Tells the companion how it ended and waits for it, as long as its disk answers."""
+        self.tell(**outcome)
+        if self._line is not None:
+            with contextlib.suppress(EOFError):
+                self._listen(EXIT_LIMIT_S, self._ending, self._pass_on_end)
+                print_message(_NOT_WAITED)
+        self._canary.close()
+
+    def _pass_on_end(self, got: Signal) -> None:
+        """Handles a request to end after the job: it concerns the launcher's remaining work."""
+        if not self._canary.heard(got.number):
+            self._signal_companion(got.number)
+
+    def asked_to_end(self, wait_s: float = 0.1) -> bool:
+        """In the companion: whether it is asked to end, after the job."""
+        return self._ending.read(wait_s) is not None
+
+    def forget_signals(self) -> None:
+        """In the companion: what came before the job ended was meant for the job."""
+        while self._ending.read() is not None:
+            continue
+
+    # -- tools --------------------------------------------------------------------------------
 
     def unblock(self) -> None:
         """Gives a child of ours the signal mask that the launcher was started with."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
 
-    def asked_to_end(self, wait_s: float = 0.1) -> bool:
-        """Whether somebody asks the launcher itself to end, now that the job is over."""
-        return signal.sigtimedwait(ENDING, wait_s) is not None
+    def _as_given(self) -> None:
+        """The same for the job, which also finds its children as its caller wanted them."""
+        if self._child_before == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        self.unblock()
 
-    def close(self) -> None:
-        """Ends the canary. Signals stay blocked: after the job none may replace its status."""
-        self._canary.close()
-        while signal.sigtimedwait(self._waited - {signal.SIGCHLD}, 0) is not None:
-            continue  # what came while the job was ending was meant for the job
+    def tell(self, **content: object) -> None:
+        """Sends the companion a message."""
+        if self._line is not None:
+            self._line.send(**content)
 
-    def _pass_on(self, number: int, code: int) -> None:
+    def _listen(
+        self, limit_s: float, signals: SignalReader, take: Callable[[Signal], None]
+    ) -> dict[str, Any] | None:
+        """The companion's next message; None if it gave no sign of life for so long.
+
+        Time is counted in short pieces: that in which the launcher was stopped is no silence.
+
+        Raises:
+            EOFError: It has ended.
+        """
+        assert self._line is not None
+        silent_s = 0.0
+        while silent_s < limit_s:
+            began_s = time.monotonic()
+            got = signals.read()
+            if got is not None:
+                take(got)
+            said = self._line.receive(TICK_S / 10)
+            silent_s += min(time.monotonic() - began_s, TICK_S / 10)
+            if said is not None:
+                silent_s = 0.0
+                if "pulse" not in said:
+                    return said
+        return None
+
+    def _pass_on(self, got: Signal) -> None:
+        number = got.number
         heard = self._canary.heard(number)  # asked in any case, so that no answer is left over
-        by_terminal = code == _SI_KERNEL and number in _FROM_TERMINAL
+        by_terminal = got.code == _SI_KERNEL and number in _FROM_TERMINAL
+        if number not in _NOT_NOTED:
+            self.tell(
+                arrived=number, code=got.code, pid=got.pid, uid=got.uid, to_group=heard,
+                wall_ns=time.time_ns(),
+            )  # fmt: skip
         child = self._child
         if child is not None and not by_terminal and not (heard and _in_our_group(child.pid)):
-            child.send_signal(number)
-        if number in _STOPS and _stops(self.pid):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            _send(child, number)
+        if number == signal.SIGCONT:
+            self._wake()
+
+    def _suspend(self, child: subprocess.Popen[bytes]) -> None:
+        """Ctrl-Z: stops with the job, if it stops; it may have a handler, or nobody to continue it.
+
+        Meanwhile the signal stays pending: a SIGCONT that comes first takes it back in the kernel.
+        A launcher that stopped itself by another one would drop that SIGCONT, and stay stopped.
+        """
+        for number in signal.sigpending() & set(STOPS):
+            if not (self._canary.heard(number) and _in_our_group(child.pid)):
+                _send(child, number)
+            if _stops(child.pid):
+                self._signal_companion(signal.SIGSTOP)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # stops here
+                signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+                self._signal_companion(signal.SIGCONT)
+            else:
+                self._suspends.read()
+
+    def _wake(self) -> None:
+        """Continues our own processes, where SIGCONT came to the launcher alone."""
+        if is_stopped(self._companion):
+            self._signal_companion(signal.SIGCONT)
+        if is_stopped(self._canary.pid):
+            os.kill(self._canary.pid, signal.SIGCONT)
+            self._canary.heard(signal.SIGCONT)
+
+    def _signal_companion(self, number: int) -> None:
+        if self._companion:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._companion, number)
+
+
+def _live(body: Callable[[Line], None], line: Line) -> NoReturn:
+    """Runs the companion; none of the launcher's code runs after it."""
+    try:
+        detach_streams()
+        body(line)
+    except BaseException as error:  # noqa: BLE001  whatever it is, the job goes on without it
+        print_message(f"{type(error).__name__} beside the job: {error}; the job is not affected")
+        os._exit(1)
+    os._exit(0)
+
+
+def detach_streams() -> None:
+    """Releases the job's stdin and stdout, so that a pipe's reader sees its end with the job's."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    if null > 1:
+        os.close(null)
+
+
+def _send(child: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(OSError):  # the job has become another user's
+        child.send_signal(number)
 
 
 def _in_our_group(pid: int) -> bool:
@@ -145,21 +382,25 @@ def _in_our_group(pid: int) -> bool:
 
 
 def _stops(pid: int) -> bool:
-    """Whether the job stops within a moment; it may have a handler, or no shell to go on with."""
+    """Whether a process stops within a moment."""
     deadline = time.monotonic() + STOP_ANSWER_S
     while time.monotonic() < deadline:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return False
-        if stat.rpartition(")")[2].split()[0] == "T":
+        if is_stopped(pid):
             return True
         time.sleep(STOP_ANSWER_S / 20)
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal."""
+    try:
+        return read_stat(f"/proc/{pid}")[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def die_of(number: int) -> None:
-    """Ends this process as the job was ended, so that the caller sees the same."""
+    """Ends this process by the job's signal, so that the caller sees the same."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the job's core is the one that matters
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)

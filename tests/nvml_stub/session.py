@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from haiprof.config import Options
-from haiprof.rundir.layout import RunPaths
-from haiprof.samplers.gpu import GpuSampler
-from haiprof.samplers.gpu_health import GpuHealthSampler
-from haiprof.samplers.loop import SamplingLoop
-from tests.samplers.records import rows
+from haiprof.agent.samplers.gpu import GpuSampler
+from haiprof.agent.samplers.gpu_health import GpuHealthSampler
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.base.options import Options
+from haiprof.run_format.layout import RunPaths
+from tests.unit.samplers.records import rows
 
 SAMPLE_COUNT = 4
 APART_S = 0.15

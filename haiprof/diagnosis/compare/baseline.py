@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from haiprof.diagnosis.compare.side import Side, open_side
+from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
+from haiprof.base.safe_files import make_folder
+from haiprof.diagnosis.compare.compared_run import Side, open_side
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
-from haiprof.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
-from haiprof.rundir.layout import RunPaths
-from haiprof.rundir.manifest import Manifest, find_runs, read_manifest
-from haiprof.rundir.reader import read_json
-from haiprof.rundir.writer import write_json
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
+from haiprof.run_format.reader import read_json
+from haiprof.run_format.writer import write_json
 
 LAST_GOOD = "last-good"
 _NAMED = 3
@@ -84,8 +85,9 @@ def last_good(side: Side) -> Baseline:
 def note_outcome(side: Side, data: dict[str, Any]) -> bool:
     """Writes down how a run compared, so that a slower one is no baseline; whether that worked."""
     try:
-        side.analyzer.run.report.mkdir(exist_ok=True)
-        write_json(side.analyzer.run.comparison_json, data)
+        run = side.analyzer.run
+        make_folder(run.report, below=run.root)
+        write_json(run.comparison_json, data, below=run.root)
     except OSError:
         return False
     return True

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from haiprof.analysis.trace.diff import TraceDiff
-from haiprof.analysis.trace.facade import TraceAnalysis
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.compare.compared_run import Side
 from haiprof.diagnosis.compare.counters import CounterChange, Load, counter_changes, load_of
-from haiprof.diagnosis.compare.side import Side
+from haiprof.diagnosis.compare.environment import Differs, differences, unknown
 from haiprof.diagnosis.compare.step_time import (
     MEAN_STEP,
     Change,
@@ -19,15 +20,14 @@ from haiprof.diagnosis.compare.step_time import (
     step_change,
     step_parts,
 )
-from haiprof.diagnosis.compare.surroundings import Differs, differences, unknown
 from haiprof.diagnosis.thresholds import (
     COMPARE_DRIFT_RATIO,
     COMPARE_LOAD_RATIO,
     COMPARE_SHARED_CORE_RATIO,
     COMPARE_WAIT_RATIO,
 )
-from haiprof.errors import HaiprofError, UsageError
-from haiprof.units import duration_text, ratio_text
+from haiprof.trace_analysis.diff import TraceDiff
+from haiprof.trace_analysis.trace_questions import TraceQuestions
 
 TRACE_LIMIT_BYTES = 500_000_000
 State = Literal["slower", "faster", "same", "undecided"]
@@ -208,7 +208,7 @@ def _kernels(before: Side, after: Side) -> tuple[TraceDiff | None, str]:
         if not side.analyzer.run.traces.is_dir():
             return None, f"no traces in the {word}: --trace records some"
     try:
-        analyses = [TraceAnalysis(side.path) for side in (before, after)]
+        analyses = [TraceQuestions(side.path) for side in (before, after)]
         size = sum(analysis.size_bytes() for analysis in analyses)
         if size > TRACE_LIMIT_BYTES:
             return None, f"traces of {size >> 20} MiB are left to haiprof trace-diff"

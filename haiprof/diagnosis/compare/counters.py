@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.analysis.bootstrap import Floats, Uncertain, resample
-from haiprof.analysis.trace.significance import adjusted
-from haiprof.diagnosis.compare.side import Side
+from haiprof.base.arrays import Floats
+from haiprof.base.statistics.bootstrap import Uncertain, resample
+from haiprof.base.statistics.rank_sum import adjust_p_values
+from haiprof.diagnosis.compare.compared_run import Side
 from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
     COMPARE_MIN_EFFECTIVE,
@@ -66,7 +67,8 @@ class Load:
 def counter_changes(before: Side, after: Side) -> tuple[CounterChange, ...]:
     """Metrics that differ beyond chance (all asked together) and by enough, the largest first.
 
-    Needs eight samples of each run. Intervals as those of the step time, by `analysis.bootstrap`.
+    Needs eight samples of each run. Intervals as those of the step time, by
+    `base.statistics.bootstrap`.
     """
     old, new = _series(before), _series(after)
     found = [
@@ -74,7 +76,7 @@ def counter_changes(before: Side, after: Side) -> tuple[CounterChange, ...]:
         for key in sorted(old.keys() & new.keys())
         for change in _change(key, old[key], new[key])
     ]
-    together = adjusted([change.p_value for change in found])
+    together = adjust_p_values([change.p_value for change in found])
     sure = [
         replace(change, adjusted_p_value=p)
         for change, p in zip(found, together, strict=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from haiprof.analysis.bootstrap import Floats, Resampled, Uncertain, resample, segment_spread
-from haiprof.analysis.trace.significance import adjusted
-from haiprof.diagnosis.compare.side import DEVICE_PHASES, HOST_PHASES, PAUSES, Side
+from haiprof.base.arrays import Floats
+from haiprof.base.statistics.bootstrap import Resampled, Uncertain, resample, segment_spread
+from haiprof.base.statistics.rank_sum import adjust_p_values
+from haiprof.diagnosis.compare.compared_run import DEVICE_PHASES, HOST_PHASES, PAUSES, Side
 from haiprof.diagnosis.thresholds import (
     COMPARE_MAX_RANKS,
     COMPARE_MIN_EFFECTIVE,
@@ -111,7 +112,8 @@ def step_change(before: Floats, after: Floats, *, replicates: int = 1000) -> Cha
 
     Returns:
         The interval is Student's t with the bootstrap's standard errors of the log of both medians
-        (`analysis.bootstrap`), and with what two runs of the same code differ by: as much as parts
+        (`base.statistics.bootstrap`), and with what two runs of the same code
+        differ by: as much as parts
         of these runs do beyond chance, and no less than `COMPARE_RUN_RATIO`. Null with its reason
         where there are too few steps, or too few that are independent of each other; a run that
         drifts remembers, and so has few.
@@ -194,7 +196,7 @@ def step_parts(before: Side, after: Side, change: Change) -> tuple[Part, ...]:
         *_of_columns(before, after, DEVICE_PHASES, "device"),
         *_of_columns(before, after, (*PAUSES, "mean_step_ns"), "host"),
     ]
-    together = adjusted([part.p_value for part in found])
+    together = adjust_p_values([part.p_value for part in found])
     total = sum(part.difference_ns for part in found if _adds_up(part))
     finished = [
         replace(

@@ -6,20 +6,19 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import COMMUNICATION
+from haiprof.base.units import ranks_text, rate_text, ratio_text
 from haiprof.diagnosis.functions.distance import FUNCTION, differs, with_distance
 from haiprof.diagnosis.functions.report import (
     ABNORMAL,
     FUNCTIONS,
     RANKS,
     FunctionReport,
-    listed,
     over_ranks,
     too_few_ranks,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, LAST_RATIO
-from haiprof.units import rate_text, ratio_text
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import COMMUNICATION
 
 TITLE = "Communication"
 SLOW_LINK, UNSTEADY, LAST = "slow link", "unsteady link", "arrives last"
@@ -148,8 +147,8 @@ def _meaning(abnormal: pl.DataFrame, judged: pl.DataFrame) -> list[str]:
     if last:
         them = "it. What it does" if len(last) == 1 else "them. What they do"
         lines.append(
-            f"{listed(last)}: in collectives for a shorter time than the others, which wait there "
-            f"for {them} before is what is slow"
+            f"{ranks_text(last)}: in collectives for a shorter time than the others, which wait "
+            f"there for {them} before is what is slow"
         )
     wait, transfer = (int(judged[name].sum() or 0) for name in ("wait_ns", "transfer_ns"))
     if wait + transfer:
@@ -173,7 +172,7 @@ def _missing(patterns: Patterns, functions: pl.DataFrame, why: str | None) -> tu
                 "operators)",)  # fmt: skip
     moved: tuple[str, ...] = ()
     if patterns.moved_clocks:
-        moved = (f"the clock of {listed(list(patterns.moved_clocks))} was taken to be another "
+        moved = (f"the clock of {ranks_text(list(patterns.moved_clocks))} was taken to be another "
                  "host's: a link that is always slow would look the same",)  # fmt: skip
     lacking = functions["missing"].drop_nulls().unique().sort().to_list()
     reasons = [f"throughput: {reason}" for reason in lacking]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.kernel_names import short_kernel_name
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import GPU_COMPUTE
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.functions.distance import FUNCTION, differs, with_distance
 from haiprof.diagnosis.functions.report import (
     ABNORMAL,
@@ -18,7 +16,9 @@ from haiprof.diagnosis.functions.report import (
     too_few_ranks,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, SAME_COUNT_RATIO
-from haiprof.units import duration_text, ratio_text
+from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import GPU_COMPUTE
 
 TITLE = "GPU compute"
 _PACE, _USE = "pace_ratio", "utilization_ratio"

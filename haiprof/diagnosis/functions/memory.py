@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import MEMORY
+from haiprof.base.units import ranks_text, rate_text, ratio_text
 from haiprof.diagnosis.functions.distance import FUNCTION, differs, with_distance
 from haiprof.diagnosis.functions.report import (
     ABNORMAL,
     FUNCTIONS,
     FunctionReport,
-    listed,
     over_ranks,
     too_few_ranks,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
-from haiprof.units import rate_text, ratio_text
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import MEMORY
 
 TITLE = "GPU memory operations"
 _RATE = "bandwidth_bytes_per_s"
@@ -102,7 +101,7 @@ def _meaning(abnormal: pl.DataFrame) -> list[str]:
         advice = _advice(str(name))
         lines.append(
             f"{name} costs {ratio_text(mean if isinstance(mean, float) else None)} of the time on "
-            f"{listed(ranks)}, hidden by nothing{advice}"
+            f"{ranks_text(ranks)}, hidden by nothing{advice}"
         )
     return lines
 

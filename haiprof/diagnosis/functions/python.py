@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import PYTHON
-from haiprof.analysis.trace.patterns.worker import NO_GPU
+from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.functions.host import abnormal_host, by_function
-from haiprof.diagnosis.functions.report import (
-    ABNORMAL,
-    FUNCTIONS,
-    FunctionReport,
-    listed,
-    too_few_ranks,
-)
-from haiprof.units import ratio_text
+from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, FunctionReport, too_few_ranks
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import PYTHON
+from haiprof.trace_analysis.patterns.worker import NO_GPU
 
 TITLE = "Python functions by call stack"
 _NO_STACKS = "Python functions: operators stand in; record stacks with `--trace-stacks`"
@@ -69,7 +63,9 @@ def _meaning(abnormal: pl.DataFrame) -> list[str]:
         if far:
             lines.append(_far_text(leaf, far, rows.filter("is_far")))
         else:
-            lines.append(f"{leaf}: {share} of the time on {listed(sorted(rows['rank'].to_list()))}")
+            lines.append(
+                f"{leaf}: {share} of the time on {ranks_text(sorted(rows['rank'].to_list()))}"
+            )
     return lines
 
 
@@ -78,6 +74,6 @@ def _far_text(leaf: str, far: list[int], rows: pl.DataFrame) -> str:
         pl.col("bottleneck_ratio").max(), pl.col("others_bottleneck_ratio").first()
     ).row(0)
     return (
-        f"{listed(far)}: {leaf} takes {ratio_text(most)} of the time with nothing above it, on "
+        f"{ranks_text(far)}: {leaf} takes {ratio_text(most)} of the time with nothing above it, on "
         f"most ranks {ratio_text(usual)}"
     )

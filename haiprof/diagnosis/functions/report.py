@@ -64,12 +64,3 @@ def spread_of(values: pl.Series) -> dict[str, float | None]:
         key: float(value) if isinstance(value, (int, float)) else None
         for key, value in zip(keys, found, strict=True)
     }
-
-
-def listed(ranks: list[int], *, most: int = 6) -> str:
-    """`rank 3`, `ranks 0, 1 and 5`, `ranks 0, 1, ... (of 97)`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > most:
-        return f"ranks {', '.join(map(str, ranks[:most]))}, ... ({len(ranks)} of them)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

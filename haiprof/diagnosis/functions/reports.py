@@ -8,14 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import (
-    COMMUNICATION,
-    GPU_COMPUTE,
-    MEMORY,
-    PYTHON,
-    RUNTIME,
-)
+from haiprof.base.errors import UsageError
 from haiprof.diagnosis.functions.communication import communication_report
 from haiprof.diagnosis.functions.gpu_compute import gpu_compute_report
 from haiprof.diagnosis.functions.memory import memory_report
@@ -23,7 +16,14 @@ from haiprof.diagnosis.functions.python import python_report
 from haiprof.diagnosis.functions.report import FunctionReport, spread_of
 from haiprof.diagnosis.functions.runtime import runtime_report
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
-from haiprof.errors import UsageError
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import (
+    COMMUNICATION,
+    GPU_COMPUTE,
+    MEMORY,
+    PYTHON,
+    RUNTIME,
+)
 
 REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
     GPU_COMPUTE: gpu_compute_report,

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.priority import RUNTIME
-from haiprof.analysis.trace.patterns.worker import NO_GPU
+from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.functions.host import abnormal_host, by_function
-from haiprof.diagnosis.functions.report import (
-    ABNORMAL,
-    FUNCTIONS,
-    FunctionReport,
-    listed,
-    too_few_ranks,
-)
-from haiprof.units import ratio_text
+from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, FunctionReport, too_few_ranks
+from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.patterns.priority import RUNTIME
+from haiprof.trace_analysis.patterns.worker import NO_GPU
 
 TITLE = "CUDA runtime"
 _ADVICE = (
@@ -63,9 +57,9 @@ def _meaning(abnormal: pl.DataFrame) -> list[str]:
     for (name, *_), rows in list(abnormal.group_by("name", maintain_order=True))[:4]:
         mean, far = rows["bottleneck_ratio"].mean(), rows.filter("is_far")["rank"].to_list()
         advice = next((text for sign, text in _ADVICE if sign in str(name)), "")
-        apart = f"; far from the others: {listed(sorted(far))}" if far else ""
+        apart = f"; far from the others: {ranks_text(sorted(far))}" if far else ""
         lines.append(
             f"{name}: {ratio_text(mean if isinstance(mean, float) else None)} of the time on "
-            f"{listed(sorted(rows['rank'].to_list()))}, the GPU idle{apart}{advice}"
+            f"{ranks_text(sorted(rows['rank'].to_list()))}, the GPU idle{apart}{advice}"
         )
     return lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.rules.allocator_retries import allocator_retries
 from haiprof.diagnosis.rules.backward_bound import backward_bound
 from haiprof.diagnosis.rules.busy_neighbours import busy_neighbours

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import ALLOCATOR_RETRY_MIN_COUNT
-from haiprof.units import NS_PER_S
 
 RULE = "allocator_retries"
 

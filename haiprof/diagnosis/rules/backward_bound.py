@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from haiprof.diagnosis.facts import (
-    Facts,
-    after_gradients_ns,
-    own_backward_ns,
-    phase_medians,
-)
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.thresholds import BACKWARD_FORWARD_RATIO, BACKWARD_STEP_RATIO, MIN_STEPS
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts, after_gradients_ns, own_backward_ns, usual_phases
+from haiprof.diagnosis.thresholds import (
+    BACKWARD_FORWARD_RATIO,
+    BACKWARD_STEP_RATIO,
+    HELD_STEP_RATIO,
+    MIN_STEPS,
+    MODEL_OWN_RATIO,
+    USUAL_FORWARD_RATIO,
+)
 
 RULE = "backward_bound"
 _WAITS = "backward holds waiting for other ranks, and no collectives were recorded to tell it apart"
@@ -32,6 +34,12 @@ class _Measured:
     @property
     def ratio(self) -> float:
         return self.busy_ns / max(self.forward_ns, 1.0)
+
+    @property
+    def lost(self) -> float:
+        """Of the step: backward beyond the double of forward that is usual."""
+        beyond = self.busy_ns - self.forward_ns / USUAL_FORWARD_RATIO
+        return max(beyond, 0.0) / max(self.step_ns, 1.0)
 
     @property
     def busy_ns(self) -> float:
@@ -56,12 +64,17 @@ def backward_bound(facts: Facts) -> Judgement:
     if measured.own_ns is None:
         return Abstention(rule=RULE, why=_WAITS)
     share, clock = measured.busy_ns / max(measured.step_ns, 1.0), measured.clock
-    if measured.ratio < BACKWARD_FORWARD_RATIO or share < BACKWARD_STEP_RATIO:
+    code = None if facts.uses_gpu else facts.python_time("backward")
+    part = measured.backward_ns / max(measured.step_ns, 1.0)
+    held = min(code.held_ratio * part, share) if code else 0.0
+    bound = measured.ratio >= BACKWARD_FORWARD_RATIO and share >= BACKWARD_STEP_RATIO
+    if bound and code and code.own_ratio * part < MODEL_OWN_RATIO * measured.lost:
+        bound = False  # the gradients themselves: several passes, gradients of gradients
+    if not bound and held < HELD_STEP_RATIO:
         return None
     where = ", most of it after its gradients are computed" if measured.is_after else ""
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"backward-bound: backward takes {ratio_text(share)} of the step, "
         f"{measured.ratio:.1f}x forward{where}",
         evidence=(
@@ -76,8 +89,9 @@ def backward_bound(facts: Facts) -> Judgement:
             Evidence(name="backward / forward (about 2 is usual)", value=measured.ratio, unit=""),
             Evidence(name="backward, share of the step", value=share, unit="ratio"),
         ),
-        remedy=_AFTER if measured.is_after else _OWN,
+        remedy=_remedy(facts, is_after=measured.is_after),
         confidence=0.5 if measured.is_after else 0.6,
+        lost_ratio=max(measured.lost, held),
         missing=("which function it is: a trace with --trace-stacks would say",),
         cause="after_gradients" if measured.is_after else None,
     )  # fmt: skip
@@ -89,15 +103,22 @@ _OWN = (
     "(torch.autograd.set_detect_anomaly), create_graph=True"
 )
 _AFTER = (
-    "either the gradients' transfer is slow (measure the network between the ranks; accumulate "
-    "with no_sync, compress with a communication hook), or something runs after them: hooks on "
-    "accumulated gradients, a custom autograd.Function next to the input"
+    "something runs after the gradients: hooks on accumulated gradients, a custom "
+    "autograd.Function next to the input; or their transfer is slow ("
 )
+
+
+def _remedy(facts: Facts, *, is_after: bool) -> str:
+    if not is_after:
+        return _OWN
+    hosts = facts.ranks["host"].drop_nulls().n_unique()
+    measure = "measure the network between the nodes; " if hosts > 1 else ""
+    return f"{_AFTER}{measure}accumulate with no_sync, compress with a communication hook)"
 
 
 def _measure(facts: Facts) -> _Measured | None:
     """Medians over steps."""
-    medians = phase_medians(facts, "forward", "backward")
+    medians = usual_phases(facts, "forward", "backward")
     if medians is None:
         return None
     clock, (forward, backward, whole) = medians

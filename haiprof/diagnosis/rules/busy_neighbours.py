@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from haiprof.analysis.placement import sharing_groups
-from haiprof.diagnosis.cores import NO_WAIT, SLOWED_ALIKE, contention, ranks_text, severity_of_wait
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.core_contention import (
+    NO_WAIT,
+    SLOWED_ALIKE,
+    contention,
+    cores_of,
+    hosts_of,
+    used_by_others,
+)
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
-from haiprof.diagnosis.thresholds import CORE_WAIT_WARNING_RATIO
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts, usual_split
+from haiprof.diagnosis.thresholds import (
+    CORE_WAIT_WARNING_RATIO,
+    DATALOADER_WARNING_RATIO,
+    FREE_CORES,
+    STARVING_CORES,
+)
+from haiprof.run_analysis.placement import sharing_groups
 
 RULE = "busy_neighbours"
 
@@ -20,52 +31,82 @@ def busy_neighbours(facts: Facts) -> Judgement:
     """Fires where ranks wait for cores that neither they nor a limit of theirs keep from them.
 
     What others use is what the node's CPUs did less what the ranks and their children did. It must
-    be as much as the ranks miss.
+    be as much as the ranks miss. A rank whose loader's workers wait does not wait itself: there the
+    node's cores must be full.
     """
     if not facts.core_waits:
         return Abstention(rule=RULE, why=NO_WAIT)
-    if isinstance(cpu_throttled(facts), Finding):
-        return None  # the same waiting, with its cause known
-    own = _own_doing(facts)
-    waiting = [
-        rank
-        for rank in facts.world
-        if facts.core_waits.get(rank, 0.0) >= CORE_WAIT_WARNING_RATIO and rank not in own
-    ]
-    hosts = _hosts(facts)
-    others = {host: _others(facts, host, hosts) for host in {hosts.get(r) for r in waiting} if host}
-    known = [
-        (rank, used) for rank in waiting if (used := others.get(hosts.get(rank, ""))) is not None
-    ]
+    own, hosts = _own_doing(facts), hosts_of(facts)
+    lost = {rank: _lost(facts, rank, hosts) for rank in facts.world if rank not in own}
+    waiting = [rank for rank, share in lost.items() if share >= _limit(facts, rank, share)]
+    others = {r: used_by_others(facts, hosts[r], hosts) for r in waiting if r in hosts}
+    known = {rank: used for rank, used in others.items() if used is not None}
     if waiting and not known:
         return Abstention(rule=RULE, why="ranks wait for cores, and the node's CPU use is unknown")
-    judged = [(rank, used) for rank, used in known if used >= facts.core_waits[rank]]
-    if not judged:
+    ranks = [rank for rank, used in known.items() if used >= facts.core_waits.get(rank, 0.0)]
+    if not ranks:
         return None
-    rank, used = max(judged, key=lambda pair: (facts.core_waits[pair[0]], -pair[0]))
-    wait = facts.core_waits[rank]
-    ranks = [each for each, _ in judged]
+    return _finding(facts, max(ranks, key=lambda r: (lost[r], -r)), ranks, lost, known)
+
+
+def _limit(facts: Facts, rank: int, share: float) -> float:
+    starved = share > facts.core_waits.get(rank, 0.0)
+    return DATALOADER_WARNING_RATIO if starved else CORE_WAIT_WARNING_RATIO
+
+
+def _lost(facts: Facts, rank: int, hosts: Mapping[int, str]) -> float:
+    """Share of the time: the main thread's wait for a core, or its wait for starved workers."""
+    wait = facts.core_waits.get(rank, 0.0)
+    workers = facts.told.loaders.get(rank)
+    if workers is None or not workers.workers or rank not in hosts:
+        return wait
+    host = hosts[rank]
+    busy = facts.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio") or 0.0
+    free = (1.0 - busy) * (cores_of(facts, host) or 0.0)
+    used = used_by_others(facts, host, hosts) or 0.0
+    if free >= FREE_CORES or used < STARVING_CORES:
+        return wait
+    split = usual_split(facts.of_rank(rank))
+    return max(wait, (split["dataloader"] or 0.0) / max(sum(v or 0.0 for v in split.values()), 1.0))
+
+
+def _finding(
+    facts: Facts, rank: int, ranks: list[int], lost: Mapping[int, float],
+    used: Mapping[int, float],
+) -> Finding:  # fmt: skip
+    wait, cores = facts.core_waits.get(rank), cores_of(facts, hosts_of(facts)[rank])
+    starved = lost[rank] > (wait or 0.0)
+    what = "waits for workers that get no core" if starved else "could run and got no core"
+    loader = facts.told.loaders.get(rank)
+    slow: tuple[str, ...] = (
+        *COMPUTED_BATCHES,
+        "dataloader_bound/storage",
+        "dataloader_bound/slow_samples",
+    )
+    if loader is not None and not loader.workers:  # the training thread makes them, like the rest
+        slow = ()
     return Finding(
         rule=RULE,
-        severity=severity_of_wait(facts, wait),
-        title=f"others use the CPUs: {ranks_text(ranks)} could run and got no core "
-        f"{ratio_text(wait)} of the time",
+        title=f"others use the CPUs: {ranks_text(ranks)} {what} {ratio_text(lost[rank])} of the "
+        "time",
         evidence=(
-            Evidence(name=f"rank {rank}: could run and got no core", value=wait, unit="ratio"),
-            Evidence(name="cores used by others on its node", value=used, unit="cores"),
+            Evidence(name=f"rank {rank}: {what}", value=lost[rank], unit="ratio"),
+            Evidence(name="cores used by others on its node", value=used[rank], unit="cores"),
             Evidence(name="cores used by the rank", value=facts.busy_cores.get(rank), unit="cores"),
-            Evidence(name="cores of the node", value=_cores(facts, hosts[rank]), unit="cores"),
+            Evidence(name="cores of the node", value=cores, unit="cores"),
         ),
         remedy="see what else runs there (top, haiprof ps, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
         "move the neighbour",
         confidence=0.85,
+        lost_ratio=min(lost[rank], 1.0),
         rank=rank if len(ranks) < len(facts.world) else None,
         explains=(
             *SLOWED_ALIKE,
-            *COMPUTED_BATCHES,
+            *slow,
             "ranks_uneven/waits_for_cores",
             "late_rank/waits_for_cores",
+            "late_rank/now_and_then",
             "data_imbalance",
         ),
     )
@@ -82,24 +123,3 @@ def _own_doing(facts: Facts) -> set[int]:
         if measured is not None and measured.is_their_own:
             found.update(ranks)
     return found
-
-
-def _hosts(facts: Facts) -> dict[int, str]:
-    """The last host of each rank, where its CPUs were counted."""
-    rows = facts.ranks.select("rank", "host").drop_nulls().rows()
-    return {rank: host for rank, host in rows if host in facts.node_cpus}
-
-
-def _cores(facts: Facts, host: str) -> float | None:
-    count = facts.node_cpus[host].core_count
-    return None if count is None else float(count)
-
-
-def _others(facts: Facts, host: str, hosts: Mapping[int, str]) -> float | None:
-    """Cores of a host that others than its ranks used; null where that is not known."""
-    cores = _cores(facts, host)
-    busy = facts.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
-    ranks = [rank for rank in facts.world if hosts.get(rank) == host]
-    if cores is None or busy is None or not all(r in facts.busy_cores for r in ranks):
-        return None
-    return max(busy * cores - sum(facts.busy_cores[r] for r in ranks), 0.0)

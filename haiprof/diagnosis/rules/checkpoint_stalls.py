@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.phases import SAVE_PHASE
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
     MIN_STEPS,
-    SAVE_CRITICAL_RATIO,
     SAVE_MAIN_RATIO,
     SAVE_WARNING_RATIO,
 )
-from haiprof.units import duration_text, ratio_text
+from haiprof.run_analysis.phases import SAVE_PHASE
 
 RULE = "checkpoint_stalls"
 
@@ -37,7 +36,6 @@ def checkpoint_stalls(facts: Facts) -> Judgement:
     outside = ("outside_the_model",) if spent >= SAVE_MAIN_RATIO * other else ()
     return Finding(
         rule=RULE,
-        severity="critical" if share >= SAVE_CRITICAL_RATIO else "warning",
         title=f"checkpoints stop training {ratio_text(share)} of the time: {count} saves of "
         f"{duration_text(spent / count)}",
         evidence=(
@@ -49,6 +47,7 @@ def checkpoint_stalls(facts: Facts) -> Judgement:
         remedy="save less often, or beside training: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         confidence=0.9,
+        lost_ratio=min(share, 1.0),
         rank=rank if len(facts.world) > 1 else None,
         explains=(*outside, "jitter", "ranks_uneven"),
     )

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.cores import SLOWED_ALIKE
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.thresholds import STOLEN_NOTED_RATIO, STOLEN_WARNING_RATIO
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.thresholds import STOLEN_WARNING_RATIO
 
 RULE = "cpu_stolen"
-
-
-def explained(share: str, lost: float) -> str:
-    """Why another rule stays silent: what steal took from the main threads may be all of it."""
-    return f"{share}, of which {ratio_text(lost)} may be what the hypervisor took of the cores"
-
-
-def stolen_notes(facts: Facts) -> tuple[str, ...]:
-    """What the verdict says of steal that is no finding."""
-    lost = max(facts.stolen.values(), default=0.0)
-    if not STOLEN_NOTED_RATIO <= lost < STOLEN_WARNING_RATIO:
-        return ()
-    return (
-        f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which ranks "
-        "trained (steal): their steps are longer by that",
-    )
 
 
 def cpu_stolen(facts: Facts) -> Judgement:
@@ -42,7 +26,6 @@ def cpu_stolen(facts: Facts) -> Judgement:
         return None
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which "
         f"rank {rank} trained",
         evidence=(
@@ -60,5 +43,6 @@ def cpu_stolen(facts: Facts) -> Judgement:
         "(dedicated or pinned vCPUs; burstable types are throttled this way without credits), or "
         "move to another host",
         confidence=0.5,  # a fault of the job comes before it
+        lost_ratio=lost,
         explains=(*SLOWED_ALIKE, *COMPUTED_BATCHES, "data_imbalance"),
     )

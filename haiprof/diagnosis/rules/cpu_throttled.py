@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.cores import SLOWED_ALIKE, severity_of_wait
-from haiprof.diagnosis.facts import Facts, NodeCpu
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
+from haiprof.diagnosis.rule_inputs import Facts, NodeCpu
 from haiprof.diagnosis.thresholds import THROTTLED_MIN_PERIODS, THROTTLED_RATIO
-from haiprof.units import ratio_text
 
 RULE = "cpu_throttled"
 
@@ -32,7 +32,6 @@ def cpu_throttled(facts: Facts) -> Judgement:
     )
     return Finding(
         rule=RULE,
-        severity="warning" if wait is None else severity_of_wait(facts, wait),
         title=f"CPU throttled: the job's cgroup stops at {limit} in "
         f"{ratio_text(node.throttled_ratio)} of the periods",
         evidence=(
@@ -51,7 +50,9 @@ def cpu_throttled(facts: Facts) -> Judgement:
         "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
         "they are as many as the node has cores, not as the limit allows",
         confidence=0.8 if wait is None else 0.9,
+        lost_ratio=wait,
         missing=() if wait is not None else ("how long the ranks waited",),
+        supersedes=("too_few_cores", "shared_cores", "busy_neighbours"),
         explains=(
             *COMPUTED_BATCHES,
             *SLOWED_ALIKE,

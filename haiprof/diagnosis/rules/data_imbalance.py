@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rank_work import beyond_typical, rank_work
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     IMBALANCE_MAIN_RATIO,
     IMBALANCE_TURN_RATIO,
-    RANK_EXCESS_CRITICAL_RATIO,
     RANK_EXCESS_WARNING_RATIO,
     RANK_PHASE_COVERAGE_RATIO,
     STEADY_QUANTILE,
 )
-from haiprof.units import duration_text, ratio_text
 
 RULE = "data_imbalance"
 
@@ -51,7 +50,6 @@ def data_imbalance(facts: Facts) -> Judgement:
     named = by_phase[phase] >= RANK_PHASE_COVERAGE_RATIO * float(np.median(lost))
     return Finding(
         rule=RULE,
-        severity="critical" if share >= RANK_EXCESS_CRITICAL_RATIO else "warning",
         title=f"uneven work: the slowest rank of a step, now one and now another, takes "
         f"{duration_text(float(np.median(lost)))} ({ratio_text(share)} of it) longer"
         + (f", in {phase}" if named else ""),
@@ -67,7 +65,8 @@ def data_imbalance(facts: Facts) -> Judgement:
         remedy="give all ranks batches of equal cost: group samples by length and deal each group "
         "to all ranks (length-bucketing sampler), cap tokens per batch in place of samples, or "
         "pack sequences",
-        confidence=0.65,
+        confidence=0.7 if named else 0.6,
+        lost_ratio=min(share, 1.0),
         missing=("the size of each rank's batches",),
         cause=phase if named else None,
         explains=("late_rank",),

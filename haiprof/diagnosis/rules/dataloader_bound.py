@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from haiprof.analysis.records import number
-from haiprof.diagnosis.facts import Facts, median, median_share
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import loader_cause
-from haiprof.diagnosis.rules.cpu_stolen import explained
+from haiprof.diagnosis.rule_inputs import Facts, median, usual_share
+from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
-    DATALOADER_CRITICAL_RATIO,
     DATALOADER_WARNING_RATIO,
     MIN_STEPS,
 )
-from haiprof.units import ratio_text
+from haiprof.run_analysis.records import number
 
 RULE = "dataloader_bound"
 
 
 def dataloader_bound(facts: Facts) -> Judgement:
     """Fires where waiting for the loader takes a tenth of the step or more."""
-    share = median_share(facts, "dataloader")
+    share = usual_share(facts, "dataloader")
     if share is None:
         return Abstention(rule=RULE, why="no torch DataLoader ran in a training step")
     if facts.steps.height < MIN_STEPS:
@@ -29,24 +28,23 @@ def dataloader_bound(facts: Facts) -> Judgement:
         return None
     lost = max(facts.stolen.values(), default=0.0)
     if share - lost < DATALOADER_WARNING_RATIO:
-        return Abstention(rule=RULE, why=explained(ratio_text(share), lost))
+        return Abstention(rule=RULE, why=explain_by_steal(ratio_text(share), lost))
     enough = facts.steps.height >= CRITICAL_MIN_STEPS
-    critical = share >= DATALOADER_CRITICAL_RATIO and enough
     why = loader_cause(facts, share)
     return Finding(
         rule=RULE,
-        severity="critical" if critical else "warning",
         title=f"dataloader-bound: training waits for batches {ratio_text(share)} of a step"
         + (f", {why.title}" if why else ""),
         evidence=(*_evidence(facts, share), *(why.evidence if why else ())),
         remedy=why.remedy if why else _REMEDY,
         confidence=0.9 if enough else 0.6,
+        lost_ratio=share,
         missing=(
             *(() if enough else (f"more steps: {facts.steps.height} were judged",)),
             *(why.missing if why else ("why: how the loader was made, its CPU use",)),
         ),
         cause=why.slug if why else None,
-        explains=("jitter", "gpu_waits_for_host"),
+        explains=("jitter/dataloader", "jitter/all_phases", "gpu_waits_for_host"),
     )
 
 
@@ -64,5 +62,4 @@ def _evidence(facts: Facts, share: float) -> tuple[Evidence, ...]:
         Evidence(name="mean wait per step", value=number(waits.mean()), unit="ns"),
         Evidence(name="median wait per step", value=median(waits), unit="ns"),
         Evidence(name="first batch", value=first, unit="ns"),
-        Evidence(name="median step", value=median(facts.steps["step_ns"]), unit="ns"),
     )

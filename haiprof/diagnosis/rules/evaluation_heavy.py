@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts
+import polars as pl
+
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Evidence, Finding, Judgement
-from haiprof.diagnosis.thresholds import EVALUATION_RATIO
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.thresholds import ALONE_RATIO, EVALUATION_RATIO
 
 RULE = "evaluation_heavy"
 
 
 def evaluation_heavy(facts: Facts) -> Judgement:
-    """Fires where evaluation takes a third of the time or more, training being the rest."""
-    evaluation = facts.ranks["eval_ns"].max()
-    if not isinstance(evaluation, int) or not evaluation:
+    """Fires where evaluation takes a fifth of the time, or a tenth while other ranks wait for it.
+
+    What torch.compile worked in the meantime is taken off: a first evaluation compiles.
+    """
+    evaluated = {
+        rank: max(float(ns or 0) - _compiled(facts, rank), 0.0)
+        for rank, ns in facts.ranks.select("rank", "eval_ns").rows()
+        if rank in facts.by_rank
+    }
+    if not any(evaluated.values()):
         return None
-    training = facts.training_ns
+    rank = max(evaluated, key=lambda r: (evaluated[r], -r))
+    evaluation = evaluated[rank]
+    others = [ns for other, ns in evaluated.items() if other != rank]
+    alone = bool(others) and max(others) < ALONE_RATIO * evaluation
+    training = facts.trained_ns.get(rank, 0.0)
     share = evaluation / max(evaluation + training, 1.0)
-    if share < EVALUATION_RATIO:
+    if share < (ALONE_RATIO if alone else EVALUATION_RATIO):
         return None
+    who = f"rank {rank} evaluates alone while the others wait: " if alone else "evaluation takes "
     return Finding(
         rule=RULE,
-        severity="warning",
-        title=f"evaluation takes {ratio_text(share)} of the recorded time",
+        title=f"{who}{ratio_text(share)} of the recorded time",
         evidence=(
-            Evidence(name="evaluation", value=float(evaluation), unit="ns"),
+            Evidence(name="evaluation, without compiling", value=evaluation, unit="ns"),
             Evidence(name="training steps", value=training, unit="ns"),
             Evidence(name="evaluation's share of both", value=share, unit="ratio"),
         ),
-        remedy="evaluate less often or on fewer batches; a larger batch needs no gradients' memory",
+        remedy="let all ranks evaluate a part each, less often or on fewer batches"
+        if alone
+        else "evaluate less often or on fewer batches; a larger batch needs no gradients' memory",
         confidence=0.9,
+        lost_ratio=share,
+        rank=rank if alone else None,
+        explains=("late_rank", "ranks_uneven", "jitter", "data_imbalance") if alone else (),
     )
+
+
+def _compiled(facts: Facts, rank: int) -> float:
+    """All that torch.compile took on a rank."""
+    spent = facts.told.compilations.filter(pl.col("rank") == rank)["spent_ns"].max()
+    return float(spent) if isinstance(spent, int) else 0.0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.priority import COMMUNICATION
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
-    EXPOSED_CRITICAL_RATIO,
     EXPOSED_WARNING_RATIO,
     WAITING_RATIO,
 )
 from haiprof.diagnosis.traced_window import typical
-from haiprof.units import ratio_text
+from haiprof.trace_analysis.patterns.priority import COMMUNICATION
 
 RULE = "exposed_communication"
 
@@ -37,7 +36,6 @@ def exposed_communication(facts: Facts) -> Judgement:
     late = waiting is not None and waiting >= WAITING_RATIO
     return Finding(
         rule=RULE,
-        severity="critical" if share >= EXPOSED_CRITICAL_RATIO else "warning",
         title=f"communication takes {ratio_text(share)} of the time with nothing beside it"
         + (f", {ratio_text(waiting)} of that waiting for late ranks" if late else ""),
         evidence=(
@@ -52,6 +50,7 @@ def exposed_communication(facts: Facts) -> Judgement:
         ),
         remedy=_LATE if late else _OVERLAP,
         confidence=0.8 if waiting is not None else 0.6,
+        lost_ratio=share,
         missing=() if waiting is not None else ("waiting and transfer apart: traces of all ranks",),
         scope="window",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts, median
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FIRST_BATCH_RATIO
-from haiprof.units import duration_text, ratio_text
 
 RULE = "first_batch"
 
@@ -26,7 +26,6 @@ def first_batch(facts: Facts) -> Judgement:
         return None
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time "
         "recorded",
         evidence=(
@@ -38,5 +37,6 @@ def first_batch(facts: Facts) -> Judgement:
         "__init__ or in the first __getitem__ of each worker, a shuffle buffer that fills, "
         "spawned workers that import the whole script; cache the list of files",
         confidence=0.8,
+        lost_ratio=share,
         missing=("whether the run goes on: of a long one it is a small part",),
     )

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.diagnosis.facts import Facts, own_backward_ns, phase_medians
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts, own_backward_ns, usual_phases
 from haiprof.diagnosis.thresholds import (
     CPU_BUSY_CORES,
     FORWARD_BACKWARD_RATIO,
     FORWARD_STEP_RATIO,
     GPU_IDLE_RATIO,
+    HELD_STEP_RATIO,
     MIN_STEPS,
+    MODEL_OWN_RATIO,
+    USUAL_FORWARD_RATIO,
 )
-from haiprof.units import ratio_text
 
 RULE = "forward_bound"
 
@@ -26,6 +29,12 @@ class _Measured:
     backward_ns: float
     share: float
     clock: str
+
+    @property
+    def lost(self) -> float:
+        """Of the step: forward beyond the half of backward that is usual."""
+        usual = USUAL_FORWARD_RATIO * self.backward_ns / max(self.forward_ns, 1.0)
+        return self.share * max(1.0 - usual, 0.0)
 
     @property
     def ratio(self) -> float:
@@ -39,8 +48,12 @@ def forward_bound(facts: Facts) -> Judgement:
     measured = _measure(facts)
     if measured is None:
         return Abstention(rule=RULE, why="forward or backward is not measured")
+    code = None if facts.uses_gpu else facts.python_time("forward")
     if measured.ratio < FORWARD_BACKWARD_RATIO or measured.share < FORWARD_STEP_RATIO:
-        return None
+        held = code.held_ratio * measured.share if code else 0.0
+        return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
+    if code and code.own_ratio * measured.share < MODEL_OWN_RATIO * measured.lost:
+        return None  # the model's own operators: frozen layers, a teacher inside, no gradients
     gpu = float(np.median(list(facts.gpu_use.values()))) if facts.gpu_use else None
     cores = float(np.median(list(facts.main_cores.values()))) if facts.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
@@ -49,7 +62,7 @@ def forward_bound(facts: Facts) -> Judgement:
 
 
 def _measure(facts: Facts) -> _Measured | None:
-    medians = phase_medians(facts, "forward", "backward")
+    medians = usual_phases(facts, "forward", "backward")
     if medians is None:
         return None
     clock, (forward, backward, whole) = medians
@@ -76,13 +89,30 @@ def _evidence(measured: _Measured, gpu: float | None, cores: float | None) -> tu
 def _left_on_cpu(measured: _Measured, gpu: float, cores: float | None) -> Finding:
     return Finding(
         rule=RULE,
-        severity="critical",
         title=f"operators left on the CPU: forward is {measured.ratio:.1f}x backward while the "
         f"GPU is used {ratio_text(gpu)}",
         evidence=_evidence(measured, gpu, cores),
         remedy="move the operators in forward to the GPU: look for .cpu(), .numpy(), .item(), "
         "tensors created without device=, and Python loops over elements",
         confidence=0.9,
+        lost_ratio=measured.lost,
+        supersedes=("gpu_waits_for_host",),
+    )
+
+
+def _in_python(measured: _Measured, held: float) -> Finding:
+    return Finding(
+        rule=RULE,
+        title=f"Python of the job's own takes {ratio_text(held)} of the step inside forward",
+        evidence=(
+            *_evidence(measured, None, None),
+            Evidence(name="Python in forward, share of the step", value=held, unit="ratio"),
+        ),
+        remedy="see what forward does in Python: loops over elements or samples, hooks, printing, "
+        "conversions; do it with tensors, once, or ahead of training",
+        confidence=0.75,
+        lost_ratio=held,
+        cause="python",
     )
 
 
@@ -94,12 +124,12 @@ def _plain(measured: _Measured, gpu: float | None, cores: float | None) -> Findi
         missing.append("CPU use of the rank")
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"forward-bound: forward takes {ratio_text(measured.share)} of the step, "
         f"{measured.ratio:.1f}x backward",
         evidence=_evidence(measured, gpu, cores),
         remedy="look in forward for work that has no gradient: Python loops over elements, "
         "copies between devices, augmentation or tokenizing; frozen layers make it normal",
         confidence=0.6,
+        lost_ratio=measured.lost,
         missing=tuple(missing),
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts, median_share
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rules.forward_bound import forward_bound
+from haiprof.diagnosis.rule_inputs import Facts, usual_share
 from haiprof.diagnosis.thresholds import (
     CPU_FULL_CORES,
     DATALOADER_WARNING_RATIO,
     GPU_IDLE_RATIO,
 )
-from haiprof.units import ratio_text
 
 RULE = "gpu_waits_for_host"
 
@@ -24,12 +23,9 @@ def gpu_waits_for_host(facts: Facts) -> Judgement:
         return Abstention(rule=RULE, why="no CPU use of a rank with a GPU")
     rank = min(both, key=lambda r: facts.gpu_use[r])
     gpu, cores = facts.gpu_use[rank], facts.main_cores[rank]
-    loader = median_share(facts, "dataloader") or 0.0
+    loader = usual_share(facts, "dataloader") or 0.0
     if gpu >= GPU_IDLE_RATIO or cores < CPU_FULL_CORES or loader >= DATALOADER_WARNING_RATIO:
         return None
-    forward = forward_bound(facts)
-    if isinstance(forward, Finding) and forward.severity == "critical":
-        return None  # the same idleness, with its cause known
     return Finding(
         rule=RULE,
         severity="warning",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts, median_share
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts, usual_share
 from haiprof.diagnosis.thresholds import (
     CORE_WAIT_WARNING_RATIO,
     DATALOADER_WARNING_RATIO,
@@ -12,7 +13,6 @@ from haiprof.diagnosis.thresholds import (
     MIN_STEPS,
     OTHER_THREADS_RATIO,
 )
-from haiprof.units import duration_text, ratio_text
 
 RULE = "host_bound"
 _SPIN = (
@@ -78,7 +78,7 @@ def _by_cores(facts: Facts) -> Judgement:
     used = facts.main_cores[rank]
     threads = min(facts.told.operator_threads[rank], len(_allowed(facts, rank)))
     waits = facts.core_waits.get(rank, 0.0) >= CORE_WAIT_WARNING_RATIO
-    loader = (median_share(facts, "dataloader") or 0.0) >= DATALOADER_WARNING_RATIO
+    loader = (usual_share(facts, "dataloader") or 0.0) >= DATALOADER_WARNING_RATIO
     most = 1 + OTHER_THREADS_RATIO * (threads - 1)
     if used > most and facts.traces.patterns is None:
         return Abstention(rule=RULE, why=_SPIN)

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.base.arrays import Floats
+from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts, usual_split
 from haiprof.diagnosis.thresholds import (
     DRIFT_PHASE_RATIO,
-    JITTER_CRITICAL_RATIO,
     JITTER_WARNING_RATIO,
+    LIKE_RATIO,
+    MORE_WORK_RATIO,
+    MOST_RATIO,
+    PHASE_BEYOND_RATIO,
     SPIKE_MIN_COUNT,
     SPIKE_RATIO,
     SPIKE_WINDOW_STEPS,
 )
-from haiprof.units import duration_text, ratio_text
+from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "jitter"
 _NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
@@ -49,18 +53,50 @@ def jitter(facts: Facts) -> Judgement:
         return Abstention(rule=RULE, why=f"fewer than {SPIKE_WINDOW_STEPS} steps after warm-up")
     shares = sorted((_spike_share(steps), rank) for rank, steps in facts.by_rank.items())
     share, rank = shares[(len(shares) - 1) // 2]
-    if share < JITTER_WARNING_RATIO:
+    if share - _compiled(facts, rank) < JITTER_WARNING_RATIO:
         return None
     spikes = _spikes(rank, facts.of_rank(rank))
     return _finding(facts, spikes) if _all_over(facts, spikes) else None
 
 
+def _compiled(facts: Facts, rank: int) -> float:
+    """What torch.compile took of the time: a new shape is compiled once, and is no jitter."""
+    begin, end = facts.window_ns
+    lines = facts.told.compilations.filter(
+        (pl.col("rank") == rank) & pl.col("time_ns").is_between(begin, end + NS_PER_S)
+    )
+    spent = lines.sort("time_ns")["spent_ns"].to_list()
+    return (spent[-1] - spent[0]) / max(end - begin, 1) if spent else 0.0
+
+
 def _spike_share(steps: pl.DataFrame) -> float:
-    """What spikes take beyond the steps around them, of the time."""
-    whole = steps["step_ns"].cast(pl.Float64)
-    usual = whole.rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True)
-    beyond = (whole - usual).filter(whole > SPIKE_RATIO * usual)
-    return float(beyond.sum()) / max(float(whole.sum()), 1.0)
+    """What spikes take beyond the steps around them, of the time; the longest one left out.
+
+    One late event is no jitter, however long it took.
+    """
+    columns = ("step_ns", "forward_host_ns", "backward_host_ns")
+    numbers = steps.select(pl.col(columns).fill_null(0).cast(pl.Float64))
+    around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
+    beyond = numbers["step_ns"] - around["step_ns"]
+    beyond = beyond.filter(_is_spike(steps, numbers, around))
+    rest = float(beyond.sum()) - float(beyond.max() or 0.0)  # type: ignore[arg-type]
+    return rest / max(float(numbers["step_ns"].sum()), 1.0)
+
+
+def _is_spike(steps: pl.DataFrame, numbers: pl.DataFrame, around: pl.DataFrame) -> pl.Series:
+    """Steps that take half again as long as those around them, and are of the same kind.
+
+    Another kind of step has another number of backward passes, or more work: forward and backward
+    are both longer by a good part, as with a longer sequence or a larger batch.
+    """
+    whole, usual = numbers["step_ns"], around["step_ns"]
+    grown = [
+        numbers[name] / around[name].clip(1.0) for name in ("forward_host_ns", "backward_host_ns")
+    ]
+    less, more = pl.DataFrame(grown).min_horizontal(), pl.DataFrame(grown).max_horizontal()
+    works = (less > MORE_WORK_RATIO) & (more < less * LIKE_RATIO)
+    passes = steps["micro_step_count"]
+    return (whole > SPIKE_RATIO * usual) & ~works & (passes == passes.median())
 
 
 def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
@@ -69,7 +105,7 @@ def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
     numbers = steps.select(pl.col(columns).fill_null(0).cast(pl.Float64))
     around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
     whole, usual = numbers["step_ns"].to_numpy(), around["step_ns"].to_numpy()
-    spike = np.flatnonzero(whole > SPIKE_RATIO * usual)
+    spike = np.flatnonzero(_is_spike(steps, numbers, around).to_numpy())
     beyond = {
         phase: float((numbers[name].to_numpy() - around[name].to_numpy())[spike].sum())
         for phase, name in zip(STEP_PHASES, columns[1:], strict=True)
@@ -96,14 +132,16 @@ def _all_over(facts: Facts, spikes: _Spikes) -> bool:
 
 def _finding(facts: Facts, spikes: _Spikes) -> Finding:
     phase = max(spikes.by_phase, key=lambda name: spikes.by_phase[name])
-    named = spikes.by_phase[phase] >= DRIFT_PHASE_RATIO * spikes.excess_ns
+    part = spikes.by_phase[phase] / max(spikes.excess_ns, 1.0)
+    usual = usual_split(facts.of_rank(spikes.rank))[phase] or 0.0
+    share = min(PHASE_BEYOND_RATIO * usual / max(spikes.usual_ns, 1.0), MOST_RATIO)
+    named = part >= max(DRIFT_PHASE_RATIO, share)
     pause = _pause(facts, spikes)
     count = len(spikes.steps)
     mean = spikes.excess_ns / count
     where = _NAMES[pause] if pause else phase if named else "several phases alike"
     return Finding(
         rule=RULE,
-        severity="critical" if spikes.share >= JITTER_CRITICAL_RATIO else "warning",
         title=f"jitter: {count} steps take {duration_text(mean)} longer than those around them, "
         f"{ratio_text(spikes.share)} of the time, mostly in {where}",
         evidence=(
@@ -113,8 +151,9 @@ def _finding(facts: Facts, spikes: _Spikes) -> Finding:
             Evidence(name="mean excess of such a step", value=mean, unit="ns"),
             Evidence(name=f"of the excess in {phase}", value=spikes.by_phase[phase], unit="ns"),
         ),
-        remedy=_remedy(phase if named else None, pause),
+        remedy=_remedy(facts, phase if named else None, pause),
         confidence=0.7 if named or pause else 0.5,
+        lost_ratio=spikes.share,
         missing=("what happens in these steps: --keep-slow traces them",),
         cause=pause or (phase if named else "all_phases"),
     )
@@ -131,7 +170,7 @@ def _pause(facts: Facts, spikes: _Spikes) -> str | None:
     return str(sums["phase"][0])
 
 
-def _remedy(phase: str | None, pause: str | None) -> str:
+def _remedy(facts: Facts, phase: str | None, pause: str | None) -> str:
     if pause == "gc":
         return "gc.freeze() after set-up, and gc.collect() at steps of your choice, on all ranks"
     if pause == "save":
@@ -139,8 +178,9 @@ def _remedy(phase: str | None, pause: str | None) -> str:
     look = {
         "dataloader": "single samples that are slow, a queue that runs empty (prefetch_factor)",
         "forward": "inputs whose length varies (sort by length), compilation for new shapes",
-        "backward": "the network, a rank that is late, inputs whose length varies",
+        "backward": ("the network, a rank that is late, " if len(facts.world) > 1 else "")
+        + "inputs whose length varies",
         "optimizer": "work that is done every so many steps: averaging, clipping, logging of norms",
         "other": "logging, metrics, uploads every so many steps",
-    }.get(phase or "", "other load on the machine, clocks, memory pressure")
+    }.get(phase or "", "other load on the machine, memory pressure")
     return f"look at the slowest steps (haiprof rank): {look}"

@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts, median
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rules.cpu_stolen import explained
-from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
+from haiprof.diagnosis.rule_inputs import Facts, median
 from haiprof.diagnosis.slow_rank import state_of
+from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     MIN_STEPS,
-    RANK_EXCESS_CRITICAL_RATIO,
     RANK_EXCESS_WARNING_RATIO,
+    STEADILY_LAST_RATIO,
 )
-from haiprof.units import duration_text, ratio_text
 
 RULE = "late_rank"
+_FROM_ONE = ("broadcast", "scatter", "broadcastoop", "send")
+"""Collectives that one rank feeds: who is late there has made something before it."""
 
 
 def late_rank(facts: Facts) -> Judgement:
@@ -37,15 +38,12 @@ def late_rank(facts: Facts) -> Judgement:
     step_ns = median(facts.steps["step_ns"])
     if step_ns is None or worst["step_count"] < MIN_STEPS:
         return Abstention(rule=RULE, why="too few steps with collectives")
-    share = worst["late_ns_per_step"] / step_ns
+    share = min(worst["late_ns_per_step"] / step_ns, 1.0)
     if share < RANK_EXCESS_WARNING_RATIO:
         return None
     lost = facts.stolen.get(worst["rank"], 0.0)
     if share - lost < RANK_EXCESS_WARNING_RATIO:
-        return Abstention(rule=RULE, why=explained(ratio_text(share), lost))
-    told = ranks_uneven(facts)
-    if isinstance(told, Finding) and told.rank == worst["rank"]:
-        return None  # which names the phase as well
+        return Abstention(rule=RULE, why=explain_by_steal(ratio_text(share), lost))
     found = _finding(facts, worst, share)
     state = state_of(facts, worst["rank"], share)
     if state is None:
@@ -66,11 +64,14 @@ def _finding(facts: Facts, worst: dict[str, object], share: float) -> Finding:
         "late_ns_per_step"
     ].max()
     where = "forward or backward" if facts.sharded else "backward"
-    critical = share >= RANK_EXCESS_CRITICAL_RATIO and count >= CRITICAL_MIN_STEPS
+    alone = str(kind).lower().replace("_", "") in _FROM_ONE
+    title = f"rank {rank} prepares alone what the others wait for" if alone else (
+        f"rank {rank} is slow inside {where}"
+    )  # fmt: skip
+    gpu = "its GPU's clock and temperature, " if facts.uses_gpu else ""
     return Finding(
         rule=RULE,
-        severity="critical" if critical else "warning",
-        title=f"rank {rank} is slow inside {where}: it begins {kind} "
+        title=f"{title}: it begins {kind} "
         f"{duration_text(late)} ({ratio_text(share)} of the step) later than the others",
         evidence=(
             Evidence(name=f"rank {rank}: lateness per step", value=late, unit="ns"),
@@ -86,9 +87,10 @@ def _finding(facts: Facts, worst: dict[str, object], share: float) -> Finding:
                 unit="ratio",
             ),
         ),
-        remedy=f"compare rank {rank} with another: its GPU's clock and temperature, its host's "
-        f"load, the work that its data makes; a trace of both shows the operators "
-        f"(--trace). The other ranks only wait for it",
+        remedy=f"compare rank {rank} with another: {gpu}its host's load, the work that its data "
+        "makes; a trace of both shows the operators (--trace). The other ranks only wait for it",
         confidence=0.85 if count >= CRITICAL_MIN_STEPS else 0.6,
+        lost_ratio=min(share, 1.0),
+        cause=None if float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO else "now_and_then",
         rank=rank,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import GPU_IDLE_RATIO, SHORT_LAUNCH_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.units import duration_text, ratio_text
 
 RULE = "launch_bound"
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts, Floats
+from haiprof.base.arrays import Floats
+from haiprof.base.statistics.trend import growth_p_value
+from haiprof.base.units import bytes_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
     CREEP_LAST_RATIO,
     CREEP_RATIO,
     TREND_MIN_POINTS,
     TREND_P_VALUE,
 )
-from haiprof.diagnosis.trend import growth_p_value
-from haiprof.units import bytes_text, ratio_text
 
 RULE = "memory_creep"
 _METRICS = {"memory_rss_bytes": "host memory", "memory_used_bytes": "GPU memory"}
@@ -56,7 +57,34 @@ def memory_creep(facts: Facts) -> Judgement:
     found = [_growth(facts, *each) for each in long if _grows(each[2])]
     if not found:
         return None
-    return _finding(max(found, key=lambda growth: (growth.share, -growth.rank)), len(found))
+    worst = max(found, key=lambda growth: (growth.share, -growth.rank))
+    return _finding(worst, len(found), _until_limit_ns(facts, series, worst))
+
+
+def _until_limit_ns(facts: Facts, series: pl.DataFrame, worst: _Growth) -> float | None:
+    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did.
+
+    The limit is that of the tightest control group, else the node's memory; None where neither is
+    known, and for GPU memory, whose allocator takes what it needs in pieces.
+    """
+    hosts = dict(facts.ranks.select("rank", "host").rows())
+    host = hosts.get(worst.rank)
+    means = facts.counted.nodes.get(host or "", {})
+    limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
+    limits = limits or [means.get(None, {}).get("memory_total_bytes")]
+    limit = min((each for each in limits if each), default=None)
+    if worst.metric != "memory_rss_bytes" or limit is None:
+        return None
+    there = [rank for rank, own in hosts.items() if own == host]
+    own = series.filter((pl.col("metric") == worst.metric) & pl.col("rank").is_in(there))
+    ends = own.sort("time_ns").group_by("rank").agg(
+        pl.col("value").last().alias("last"),
+        (pl.col("value").last() - pl.col("value").first()).alias("grown"),
+        (pl.col("time_ns").last() - pl.col("time_ns").first()).alias("ns"),
+    )  # fmt: skip
+    rate = float((ends["grown"] / ends["ns"].clip(lower_bound=1)).sum())
+    left = limit - float(ends["last"].sum())
+    return max(left, 0.0) / rate if rate > 0 else None
 
 
 def _grows(values: Floats) -> bool:
@@ -79,8 +107,9 @@ def _growth(facts: Facts, rank: int, metric: str, values: Floats) -> _Growth:
     )
 
 
-def _finding(worst: _Growth, count: int) -> Finding:
+def _finding(worst: _Growth, count: int, until_limit_ns: float | None) -> Finding:
     what = _METRICS[worst.metric]
+    until = Evidence(name="until its limit, if it goes on so", value=until_limit_ns, unit="ns")
     return Finding(
         rule=RULE,
         severity="warning",
@@ -90,6 +119,7 @@ def _finding(worst: _Growth, count: int) -> Finding:
             Evidence(name="at the beginning", value=worst.first_bytes, unit="bytes"),
             Evidence(name="at the end", value=worst.last_bytes, unit="bytes"),
             Evidence(name="growth per step", value=worst.per_step_bytes, unit="bytes"),
+            *([until] if until_limit_ns is not None else []),
             Evidence(name="p of no trend (Mann-Kendall), below", value=TREND_P_VALUE, unit=""),
             Evidence(name="series that grow so", value=float(count), unit="count"),
         ),

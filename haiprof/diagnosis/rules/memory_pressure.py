@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.cores import SLOWED_ALIKE
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import AVAILABLE_RATIO, PRESSURE_RATIO
-from haiprof.units import ratio_text
 
 RULE = "memory_pressure"
 
@@ -49,5 +49,6 @@ def memory_pressure(facts: Facts) -> Judgement:
         remedy="fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
         "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
         confidence=0.85,
+        lost_ratio=pressure,
         explains=(*SLOWED_ALIKE, "dataloader_bound"),
     )

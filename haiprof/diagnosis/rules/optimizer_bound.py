@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts, phase_medians
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.thresholds import MIN_STEPS, OPTIMIZER_MODEL_RATIO, OPTIMIZER_STEP_RATIO
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts, usual_phases
+from haiprof.diagnosis.thresholds import (
+    HELD_STEP_RATIO,
+    MIN_STEPS,
+    OPTIMIZER_MODEL_RATIO,
+    OPTIMIZER_STEP_RATIO,
+    USUAL_OPTIMIZER_RATIO,
+)
 
 RULE = "optimizer_bound"
 
@@ -14,17 +20,19 @@ def optimizer_bound(facts: Facts) -> Judgement:
     """Fires where the optimizer takes more than the model, and a good part of the step."""
     if facts.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    medians = phase_medians(facts, "forward", "backward", "optimizer")
+    medians = usual_phases(facts, "forward", "backward", "optimizer")
     if medians is None:
         return Abstention(rule=RULE, why="forward, backward or optimizer is not measured")
     clock, (forward, backward, optimizer, whole) = medians
     model = forward + backward
     ratio, share = optimizer / max(model, 1.0), optimizer / whole
-    if ratio < OPTIMIZER_MODEL_RATIO or share < OPTIMIZER_STEP_RATIO:
+    code = None if facts.uses_gpu else facts.python_time("optimizer")
+    held = code.held_ratio * share if code else 0.0
+    bound = ratio >= OPTIMIZER_MODEL_RATIO and share >= OPTIMIZER_STEP_RATIO
+    if not bound and held < HELD_STEP_RATIO:
         return None
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"optimizer-bound: the optimizer takes {ratio_text(share)} of the step, "
         f"{ratio:.1f}x forward and backward",
         evidence=(
@@ -36,6 +44,7 @@ def optimizer_bound(facts: Facts) -> Judgement:
         remedy="let it run as few kernels: fused=True or foreach=True; no Python loop over the "
         "parameters in an optimizer of your own or in step hooks; a larger batch or gradient "
         "accumulation makes updates rarer",
-        confidence=0.6,
+        confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,
+        lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held),
         missing=("which part of it is slow: a trace with --trace-stacks would say",),
     )  # fmt: skip

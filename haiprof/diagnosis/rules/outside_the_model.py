@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts, median_share
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts, usual_share
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
+    HELD_STEP_RATIO,
     MIN_STEPS,
-    OTHER_CRITICAL_RATIO,
     OTHER_WARNING_RATIO,
+    OWN_STEP_RATIO,
     SAVE_MAIN_RATIO,
 )
-from haiprof.units import ratio_text
 
 RULE = "outside_the_model"
 
 
+def _without_gradients(facts: Facts) -> float:
+    """Time in teachers, target networks and rollouts, which are the model's own work."""
+    ranks = facts.ranks.filter(facts.ranks["rank"].is_in(list(facts.world)))
+    return float(ranks["nograd_ns"].sum() or 0)
+
+
 def outside_the_model(facts: Facts) -> Judgement:
     """Fires where a third of the step or more is in none of the four phases."""
-    share = median_share(facts, "other")
+    share = usual_share(facts, "other")
     if share is None or facts.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    if share < OTHER_WARNING_RATIO:
+    whole_ns = max(float(facts.steps["step_ns"].sum()), 1.0)
+    without = _without_gradients(facts) / whole_ns
+    lost = share - without
+    code = facts.python_time("other")
+    held = code.held_ratio * share if code else 0.0
+    own = min(code.own_ratio * share, lost) if code else 0.0
+    found = held >= HELD_STEP_RATIO or own >= OWN_STEP_RATIO
+    if lost < OTHER_WARNING_RATIO and not found:
         return None
     other_ns = float(facts.steps["other_host_ns"].sum())
     saves = facts.save_ns >= SAVE_MAIN_RATIO * other_ns
@@ -29,11 +43,21 @@ def outside_the_model(facts: Facts) -> Judgement:
     what = "mostly in saving checkpoints" if saves else "in no phase of training"
     return Finding(
         rule=RULE,
-        severity="critical" if share >= OTHER_CRITICAL_RATIO and enough else "warning",
         title=f"outside the model: {ratio_text(share)} of a training step, {what}",
         evidence=(
             Evidence(name="other, share of the step", value=share, unit="ratio"),
             Evidence(name="other, mean per step", value=other_ns / facts.steps.height, unit="ns"),
+            *(
+                (
+                    Evidence(
+                        name="models without gradients, share of the time",
+                        value=without,
+                        unit="ratio",
+                    ),
+                )
+                if without
+                else ()
+            ),
             Evidence(name="checkpoint saves, all steps", value=facts.save_ns, unit="ns"),
         ),
         remedy="save less often, or on another thread (torch.distributed.checkpoint.async_save)"
@@ -41,5 +65,6 @@ def outside_the_model(facts: Facts) -> Judgement:
         else "look between the phases: .item() and printing every step, metrics, logging, a loss "
         "outside the model, batches made by hand; haiprof rank shows the slowest steps",
         confidence=0.8 if enough else 0.5,
+        lost_ratio=max(lost, 0.0),
         missing=("which code it is: a torch.profiler window with stacks would say",),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.priority import MEMORY
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.units import ratio_text
+from haiprof.trace_analysis.patterns.priority import MEMORY
 
 RULE = "pageable_copies"
 _SIGN = "Pageable -> Device"

@@ -7,22 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from haiprof.diagnosis.cores import ranks_text
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rank_work import beyond_typical, rank_work
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
-    RANK_EXCESS_CRITICAL_RATIO,
     RANK_EXCESS_WARNING_RATIO,
     RANK_PHASE_COVERAGE_RATIO,
     STEADY_QUANTILE,
     STEADY_RATIO,
 )
-from haiprof.units import duration_text, ratio_text
 
 RULE = "ranks_uneven"
+_PLACES = {"other": "what it does between the phases: logging, metrics, data of its own"}
+_ALONE = (
+    "see what rank {rank} does alone between the phases: logging, printing, metrics, uploads, data "
+    "that it makes for the others; do it less often, on another thread, or share it among the "
+    "ranks, which wait for it in {waits}"
+)
 
 
 def ranks_uneven(facts: Facts) -> Judgement:
@@ -46,8 +50,8 @@ def ranks_uneven(facts: Facts) -> Judgement:
     rank = facts.world[place]
     state = state_of(facts, rank, share)
     found = _finding(
-        rank, float(excess[place]), share, by_phase=by_phase, count=len(work.step_ns),
-        waits=work.waits,
+        facts, rank, float(excess[place]), share=share, by_phase=by_phase,
+        count=len(work.step_ns), waits=work.waits,
     )  # fmt: skip
     others = [facts.world[each] for each in slow if each != place]
     if others:
@@ -68,17 +72,16 @@ def _is(ranks: Sequence[int]) -> str:
 
 
 def _finding(
-    rank: int, excess: float, share: float, *, by_phase: Mapping[str, float], count: int,
-    waits: Sequence[str],
+    facts: Facts, rank: int, excess: float, *, share: float, by_phase: Mapping[str, float],
+    count: int, waits: Sequence[str],
 ) -> Finding:  # fmt: skip
     main = max(by_phase, key=lambda phase: by_phase[phase])
     named = by_phase[main] >= RANK_PHASE_COVERAGE_RATIO * excess
     enough = count >= CRITICAL_MIN_STEPS
-    critical = share >= RANK_EXCESS_CRITICAL_RATIO and enough
-    where = f" in {main}" if named else ""
+    where = f" in {_PLACES.get(main, main)}" if named else ""
+    gpu = ", its GPU's clock and temperature" if facts.uses_gpu else ""
     return Finding(
         rule=RULE,
-        severity="critical" if critical else "warning",
         title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) "
         f"more than the others" + where,
         evidence=(
@@ -89,11 +92,15 @@ def _finding(
                 for phase, extra in by_phase.items()
             ),
         ),
-        remedy=f"compare rank {rank} with another: its data shard, its host's load, its GPU's "
-        f"clock and temperature; the others wait for it in {' and '.join(waits)}",
+        remedy=_ALONE.format(rank=rank, waits=" and ".join(waits))
+        if named and main == "other"
+        else f"compare rank {rank} with another: its data shard, its host's load{gpu}; the others "
+        f"wait for it in {' and '.join(waits)}",
         confidence=(0.85 if named else 0.7) if enough else 0.5,
+        lost_ratio=min(share, 1.0),
         missing=(f"slowness inside {' or '.join(waits)} itself: waiting there looks the same",),
         rank=rank,
         cause=main if named else None,
         explains=("late_rank",),
+        supersedes=("late_rank",),  # where it is the same rank: this one names the phase as well
     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
-    COMPILE_CRITICAL_RATIO,
     COMPILE_MIN_COUNT,
     COMPILE_WARNING_RATIO,
     MIN_STEPS,
 )
-from haiprof.units import NS_PER_S, ratio_text
 
 RULE = "recompiles"
 
@@ -39,7 +38,6 @@ def recompiles(facts: Facts) -> Judgement:
         return None
     return Finding(
         rule=RULE,
-        severity="critical" if share >= COMPILE_CRITICAL_RATIO else "warning",
         title=f"recompiles: torch.compile works {ratio_text(share)} of the time, {count} "
         "compilations after the first steps",
         evidence=(
@@ -51,6 +49,7 @@ def recompiles(facts: Facts) -> Judgement:
         "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
         "Python number or object that changes each step: make it a tensor",
         confidence=0.9,
+        lost_ratio=min(share, 1.0),
         rank=rank if len(facts.world) > 1 else None,
         explains=("forward_bound", "backward_bound", "jitter", "step_time_drift", "ranks_uneven"),
     )

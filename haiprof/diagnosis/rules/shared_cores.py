@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from haiprof.analysis.placement import Placement, sharing_groups
-from haiprof.diagnosis.cores import (
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.core_contention import (
     NO_PLACEMENT,
     NO_WAIT,
     SLOWED_ALIKE,
     Contention,
     contention,
-    ranks_text,
-    severity_of_wait,
 )
-from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
-from haiprof.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.run_analysis.placement import Placement, sharing_groups
 
 RULE = "shared_cores"
 
@@ -31,8 +28,6 @@ def shared_cores(facts: Facts) -> Judgement:
     placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
-    if isinstance(cpu_throttled(facts), Finding):
-        return None  # the same waiting, with its cause known
     groups = [group for group in sharing_groups(placed) if len(group) > 1]
     if not groups:
         return None
@@ -61,7 +56,6 @@ def _finding(facts: Facts, group: tuple[Placement, ...], measured: Contention) -
     spare = on_node is not None and on_node > cores
     return Finding(
         rule=RULE,
-        severity=severity_of_wait(facts, measured.wait_ratio),
         title=f"{ranks_text(_ranks(group))} share {_cores_text(cores)}"
         + (f" of {on_node}" if spare else "")
         + f", and wait for one {ratio_text(measured.wait_ratio)} of the time",
@@ -76,6 +70,7 @@ def _finding(facts: Facts, group: tuple[Placement, ...], measured: Contention) -
         else "run fewer threads per rank (OMP_NUM_THREADS, DataLoader num_workers), or fewer ranks "
         "per node",
         confidence=0.8 if spare else 0.7,
+        lost_ratio=measured.wait_ratio,
         explains=(
             *COMPUTED_BATCHES,
             *SLOWED_ALIKE,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.functions.gpu_compute import gpu_compute_report
 from haiprof.diagnosis.functions.report import ABNORMAL, RANKS
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 
 RULE = "slow_kernels"

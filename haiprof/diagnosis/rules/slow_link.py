@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import rate_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.functions.communication import LAST, communication_report
 from haiprof.diagnosis.functions.memory import SLOW, memory_report
 from haiprof.diagnosis.functions.report import ABNORMAL
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
-from haiprof.units import rate_text
 
 RULE = "slow_link"
 _OWN, _USUAL = "bandwidth_bytes_per_s", "others_bandwidth_bytes_per_s"

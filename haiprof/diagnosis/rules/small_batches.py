@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import SMALL_KERNEL_NS, SMALL_OCCUPANCY_RATIO
 from haiprof.diagnosis.traced_window import typical
-from haiprof.units import duration_text, ratio_text
 
 RULE = "small_batches"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from haiprof.analysis.reactions import Reaction
-from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Evidence, Finding, Judgement
-from haiprof.diagnosis.reacted import went_on
+from haiprof.diagnosis.reactions import went_on
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.run_analysis.reactions import Reaction
 
 RULE = "standstill"
 _STOPPED = "stopped by a signal"

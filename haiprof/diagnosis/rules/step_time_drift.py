@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import polars as pl
 
-from haiprof.analysis.records import mean
-from haiprof.analysis.step_frame import STEP_PHASES
-from haiprof.diagnosis.change_point import Rise, rise
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.statistics.change_point import Rise, rise
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rules.cpu_stolen import explained
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
@@ -20,10 +19,16 @@ from haiprof.diagnosis.thresholds import (
     DRIFT_PHASE_RATIO,
     DRIFT_RATIO,
     HARDWARE_DIFFERENCE_RATIO,
+    MOST_RATIO,
+    PHASE_BEYOND_RATIO,
 )
-from haiprof.units import duration_text, ratio_text
+from haiprof.run_analysis.records import mean
+from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "step_time_drift"
+SINCE_STEP = "slower since step"
+"""Name of the evidence that says since when."""
+_STARVED = "waiting for cores began"
 
 
 def step_time_drift(facts: Facts) -> Judgement:
@@ -40,11 +45,14 @@ def step_time_drift(facts: Facts) -> Judgement:
     began_ns: int = of_step.select(pl.col("start_ns").min()).item()
     lost = _stolen(facts, began_ns)
     if found.growth - lost < DRIFT_RATIO:
-        return Abstention(rule=RULE, why=explained(ratio_text(found.growth), lost))
+        return Abstention(rule=RULE, why=explain_by_steal(ratio_text(found.growth), lost))
     third = series.height // 3
     grown = {phase: _growth(series[f"{phase}_host_ns"], third) for phase in STEP_PHASES}
     phase = max(grown, key=lambda name: grown[name])
-    named = grown[phase] >= DRIFT_PHASE_RATIO * (found.after - found.before)
+    part = grown[phase] / max(found.after - found.before, 1.0)
+    before = float(np.median(series[f"{phase}_host_ns"].fill_null(0.0).to_numpy()[:third]))
+    share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
+    named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changed(facts, since, began_ns)) if found.is_sudden else ()
     return _finding(series, found, phase if named else None, grown[phase], changed)
 
@@ -61,23 +69,35 @@ def _finding(
     when = f"at step {since}" if found.is_sudden else f"little by little, since about step {since}"
     return Finding(
         rule=RULE,
-        severity="warning",
         title=f"steps became {ratio_text(found.growth)} slower {when}, {where}"
         + (f"; {changed[0][0]} then too" if changed else ""),
         evidence=(
             Evidence(name="median step, first third", value=found.before, unit="ns"),
             Evidence(name="median step, last third", value=found.after, unit="ns"),
             Evidence(name=f"growth of {phase or 'the phase with most'}", value=grown, unit="ns"),
-            Evidence(name="slower since step", value=float(since), unit="count"),
+            Evidence(name=SINCE_STEP, value=float(since), unit="count"),
             Evidence(name="p (Mann-Whitney U), at most", value=DRIFT_P_VALUE, unit=""),
             *(evidence for _, evidence in changed),
         ),
         remedy=_remedy(phase, grown) if phase else _ALIKE,
-        confidence=0.55 if phase else 0.4,  # it says when, seldom why: a cause comes first
+        confidence=0.7 if phase else 0.4,
+        lost_ratio=_lost(series, found),
         missing=("whether the work per step changed (sequence length, curriculum)",),
-        cause=("sudden" if found.is_sudden else "gradual") + ("" if phase else "_all_phases"),
+        cause=("sudden" if found.is_sudden else "gradual") + _alike(phase, changed),
         explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
     )
+
+
+def _alike(phase: str | None, changed: Sequence[tuple[str, Evidence]]) -> str:
+    """Of the cause: whether what slows down a whole machine may have done it."""
+    starved = any(what == _STARVED for what, _ in changed)
+    return "" if phase and not starved else "_all_phases"
+
+
+def _lost(series: pl.DataFrame, found: Rise) -> float:
+    """Share of the time of all steps that the first third's pace would have saved."""
+    whole = float(series["step_ns"].sum())
+    return min(max(1.0 - found.before * series.height / max(whole, 1.0), 0.0), 1.0)
 
 
 def _stolen(facts: Facts, began_ns: int) -> float:
@@ -111,8 +131,8 @@ def _is_main(series: pl.DataFrame, phase: str, grown: float) -> bool:
 
 
 _ALIKE = (
-    "all phases grew: look at the machine, not the code: other load on its CPUs, clocks, "
-    "temperature (haiprof overview shows the node's CPU)"
+    "all phases grew: look at the machine, not the code: other load on its CPUs "
+    "(haiprof overview shows them), temperature"
 )
 
 
@@ -129,7 +149,7 @@ def _changed(facts: Facts, since: int, began_ns: int) -> Iterable[tuple[str, Evi
     before, after = (mean(waits.filter(side)["value"]) for side in sides)
     if before is not None and after is not None and after - before >= HARDWARE_DIFFERENCE_RATIO:
         yield (
-            "waiting for cores began",
+            _STARVED,
             Evidence(name="wait for cores from then on", value=after, unit="ratio"),
         )
     compiled = facts.told.compilations.filter(pl.col("time_ns") >= began_ns)["count"].to_list()
@@ -146,8 +166,8 @@ def _changed(facts: Facts, since: int, began_ns: int) -> Iterable[tuple[str, Evi
 def _remedy(phase: str, growth: float) -> str:
     look = {
         "dataloader": "storage, page cache and worker memory: does the dataset hold on to samples?",
-        "forward": "lists or caches that grow, sequence lengths, clocks and temperature",
-        "backward": "graphs that are kept (loss added up without .item()), the network, clocks",
+        "forward": "lists or caches that grow, sequence lengths",
+        "backward": "graphs that are kept (loss added up without .item()), growing lengths",
         "optimizer": "parameter groups that grow, swapping",
         "other": "logging, metrics and checkpoints between the phases",
     }[phase]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.patterns.gather import Patterns
-from haiprof.analysis.trace.patterns.signs import FREEING_CALLS
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.units import ratio_text
+from haiprof.trace_analysis.patterns.evidence import FREEING_CALLS
+from haiprof.trace_analysis.patterns.gather import Patterns
 
 RULE = "synchronising_calls"
 _FREES = pl.col("call").is_in(FREEING_CALLS)
@@ -29,7 +29,6 @@ def synchronising_calls(facts: Facts) -> Judgement:
     where = places(patterns, "waits", "idle_ns", _FREES if frees else ~_FREES)
     return Finding(
         rule=RULE,
-        severity="warning",
         title=_title(row["idle_ratio"], frees=frees),
         evidence=(
             Evidence(name="GPU idle around these calls", value=row["idle_ratio"], unit="ratio"),
@@ -39,6 +38,7 @@ def synchronising_calls(facts: Facts) -> Judgement:
         ),
         remedy=(_FREE if frees else _WAIT) + at_places(where),
         confidence=0.75,
+        lost_ratio=row["idle_ratio"],
         missing=missing_lines(patterns),
         rank=row["rank"],
         scope="window",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.analysis.trace.kernel_names import short_kernel_name
-from haiprof.analysis.trace.patterns.priority import GPU_COMPUTE
-from haiprof.diagnosis.facts import Facts
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
     TENSOR_CORE_CAPABILITY,
     TENSOR_CORE_OFF_RATIO,
     TF32_CAPABILITY,
 )
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.units import ratio_text
+from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.patterns.priority import GPU_COMPUTE
 
 RULE = "tensor_cores_unused"
 

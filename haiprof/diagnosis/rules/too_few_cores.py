@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from haiprof.analysis.placement import Placement, sharing_groups
-from haiprof.diagnosis.cores import (
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.core_contention import (
     NO_PLACEMENT,
     NO_WAIT,
     SLOWED_ALIKE,
     Contention,
     contention,
-    ranks_text,
-    severity_of_wait,
 )
-from haiprof.diagnosis.facts import Facts
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
+from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import CORE_WAIT_CRITICAL_RATIO
-from haiprof.units import ratio_text
+from haiprof.run_analysis.placement import Placement, sharing_groups
 
 RULE = "too_few_cores"
 
@@ -33,8 +30,6 @@ def too_few_cores(facts: Facts) -> Judgement:
     placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
-    if isinstance(cpu_throttled(facts), Finding):
-        return None  # the same waiting, with its cause known
     alone = [group[0] for group in sharing_groups(placed) if len(group) == 1]
     if not any(placement.rank in facts.core_waits for placement in placed):
         return Abstention(rule=RULE, why=NO_WAIT)
@@ -68,7 +63,6 @@ def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: lis
     spare = on_node is not None and on_node > cores
     return Finding(
         rule=RULE,
-        severity=severity_of_wait(facts, measured.wait_ratio) if sure else "warning",
         title=f"too few cores: {ranks_text(ranks)} may use {cores}"
         + (f" of {on_node}" if spare else "")
         + f", and none is free {ratio_text(measured.wait_ratio)} of the time",
@@ -88,6 +82,7 @@ def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: lis
         else "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), or take a "
         "node with more cores",
         confidence=0.7 if sure else 0.5,
+        lost_ratio=measured.wait_ratio,
         missing=() if sure else ("whether something else runs on these cores",),
         rank=worst.rank,
         explains=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
 from haiprof.launch.submit.kubernetes import jobset, kubernetes_job, trainjob
 from haiprof.launch.submit.ray import ray_driver
 from haiprof.launch.submit.sbatch import sbatch_script
@@ -40,7 +40,7 @@ class Form:
     text: Callable[[JobSpec], str]
     takes: frozenset[str]
     next: str
-    """What to do with it."""
+    """The next command for the user."""
 
 
 FORMS = {
@@ -58,7 +58,7 @@ FORMS = {
 
 
 def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
-    """Whether an engine can do all that is asked for.
+    """Checks that an engine supports all options of a job.
 
     Raises:
         UsageError: It cannot; the message names the option.

@@ -17,12 +17,12 @@ def follow(
     *,
     poll_s: float,
 ) -> int:
-    """Copies what a job prints, as it prints it.
+    """Copies a job's log while it grows.
 
     Args:
         log: The job's log; it need not be there yet.
-        status: The job's exit status, null while it runs.
-        out: Where the log's bytes go; null waits in silence.
+        status: The job's exit status, None while it runs.
+        out: Where the log's bytes go; None waits in silence.
         poll_s: Between two looks.
 
     Returns:
@@ -30,7 +30,7 @@ def follow(
     """
     offset = 0
     while True:
-        ended = status()  # asked before the log is read: what was said last is in it
+        ended = status()  # before the log is read, so that the last lines are in it
         offset = _copy(log, offset, out)
         if ended is not None:
             return ended

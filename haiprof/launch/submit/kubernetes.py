@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
 from haiprof.launch.submit.node import STATIC_PORT, Expanded, node_words, static
 from haiprof.launch.submit.spec import JobSpec
 from haiprof.launch.submit.yaml_text import yaml_text
@@ -70,7 +70,7 @@ def trainjob(spec: JobSpec) -> str:
     """A TrainJob on the runtime torch-distributed, which says where the nodes meet."""
     trainer: dict[str, Any] = {
         "image": _image(spec),
-        "command": [_escaped(w) for w in node_words(spec, rendezvous=(), run_id=_RUN_ID)],
+        "command": [_escape(w) for w in node_words(spec, rendezvous=(), run_id=_RUN_ID)],
         "env": [*_set_identity(), *_environment(spec)],
         "numNodes": spec.nodes,
         "numProcPerNode": spec.ranks,
@@ -106,7 +106,7 @@ def _pod(spec: JobSpec, *, head: str, env: list[dict[str, Any]]) -> dict[str, An
     container: dict[str, Any] = {
         "name": "train",
         "image": _image(spec),
-        "command": [_escaped(word) for word in words],
+        "command": [_escape(word) for word in words],
         "env": [*env, *_environment(spec)],
     }
     if _resources(spec):
@@ -146,10 +146,10 @@ def _field(name: str, label: str) -> dict[str, Any]:
 
 
 def _environment(spec: JobSpec) -> list[dict[str, Any]]:
-    return [{"name": n, "value": _escaped(value)} for n, value in spec.environment.items()]
+    return [{"name": n, "value": _escape(value)} for n, value in spec.environment.items()]
 
 
-def _escaped(word: str) -> str:
+def _escape(word: str) -> str:
     """Kubernetes expands $(NAME) in commands and values; $$ is one $."""
     return str(word) if isinstance(word, Expanded) else word.replace("$", "$$")
 

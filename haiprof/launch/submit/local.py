@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from haiprof.config import ENV_ACTIVE, enabled, safe_name
-from haiprof.errors import HaiprofError, UsageError
-from haiprof.launch.submit.node import haiprof_words, node_words, own_haiprof, own_torchrun
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.options import ENV_ACTIVE, enabled, safe_name
+from haiprof.base.safe_files import create_file, make_named_folder
+from haiprof.launch.submit.node import haiprof_words, node_words, own_torchrun
 from haiprof.launch.submit.spec import JobSpec
-from haiprof.rundir.layout import RunPaths
+from haiprof.run_format.boot import remove_run
+from haiprof.run_format.layout import RunPaths
 
 START_S = 10.0
-"""After so long without a word the job is believed to start slowly."""
+"""After so long without a run directory the job is taken to start slowly."""
 _POLL_S = 0.02
 _SHOWN_BYTES = 500
 
@@ -33,7 +35,7 @@ class LocalJob:
     """Its launcher: a signal to it is a signal to the job."""
 
     def status(self) -> int | None:
-        """The job's exit status; null while it runs."""
+        """The job's exit status; None while it runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -57,7 +59,7 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
         )
     check_script(spec)
     log_dir = log_dir.absolute()
-    identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"
     identity = safe_name(spec.options.get("run-id", identity))
     spec = replace(spec, options={**spec.options, "log-dir": str(log_dir), "run-id": identity})
     run = log_dir / f"{safe_name(spec.name)}-{identity}"
@@ -81,15 +83,15 @@ def check_script(spec: JobSpec) -> None:
 def local_words(spec: JobSpec) -> list[str]:
     """The command: torchrun where a number of ranks is asked for, else the program alone."""
     if spec.is_python and (spec.ranks_per_node or spec.gpus_per_node):
-        return node_words(spec, rendezvous=(), haiprof=own_haiprof(), torchrun=own_torchrun())
+        return node_words(spec, rendezvous=(), haiprof=list(spec.haiprof), torchrun=own_torchrun())
     program = ["-m", spec.program] if spec.module else [spec.program]
-    return [*own_haiprof(), *haiprof_words(spec), "--", *program, *spec.arguments]
+    return [*spec.haiprof, *haiprof_words(spec), "--", *program, *spec.arguments]
 
 
 def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("xb") as file:
+        make_named_folder(log.parent)
+        with os.fdopen(create_file(log, below=log.parent), "wb") as file:
             return subprocess.Popen(
                 local_words(spec),
                 stdin=subprocess.DEVNULL,
@@ -107,9 +109,7 @@ def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     passed = {name: value for name, value in environ.items() if name != ENV_ACTIVE}
     active = environ.get(ENV_ACTIVE)
     if active and "PYTHONPATH" in passed:
-        boot = str(RunPaths(Path(active)).boot)
-        folders = [f for f in passed["PYTHONPATH"].split(os.pathsep) if f != boot]
-        passed["PYTHONPATH"] = os.pathsep.join(folders)
+        passed["PYTHONPATH"] = remove_run(passed["PYTHONPATH"], active)
     return {**passed, **spec.environment}
 
 

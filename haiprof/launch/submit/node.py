@@ -15,7 +15,7 @@ STATIC_PORT = 29500
 
 
 class Expanded(str):
-    """A word in the engine's own language, which expands it; all others mean what they say."""
+    """A word that the engine expands; all others are literal."""
 
     __slots__ = ()
 
@@ -90,13 +90,7 @@ def shell_line(words: Sequence[str]) -> str:
     return " ".join(f'"{w}"' if isinstance(w, Expanded) else shlex.quote(w) for w in words)
 
 
-def own_haiprof() -> list[str]:
-    """The command haiprof of this interpreter."""
-    beside = Path(sys.executable).parent / "haiprof"
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "haiprof"]
-
-
 def own_torchrun() -> str:
     """The command torchrun beside this interpreter, else whatever has that name."""
-    beside = Path(sys.executable).parent / "torchrun"
-    return str(beside) if beside.exists() else "torchrun"
+    installed = Path(sys.executable).parent / "torchrun"
+    return str(installed) if installed.exists() else "torchrun"

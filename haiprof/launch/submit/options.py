@@ -1,11 +1,11 @@
-"""A submitted job's haiprof options: from all places, each once, as text for a command line."""
+"""A submitted job's haiprof options, merged from all sources, as text for a command line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from haiprof.config import (
+from haiprof.base.options import (
     OPTIONS,
     merge_options,
     option_spec,
@@ -29,7 +29,7 @@ def resolve_options(
 
     Args:
         dotted: `profile.NAME=VALUE`, as the published tool takes them.
-        given: Further options by name; null where left out. They win.
+        given: Further options by name; None where left out. They win.
         environ: Whose HAIPROF_* count; `dotted` and `given` win over them.
         program: The job is called after it where nothing names it.
         pyproject: Its [tool.haiprof] counts least, and is read again where the job runs: of it only

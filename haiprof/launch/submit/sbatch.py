@@ -1,15 +1,14 @@
-"""Slurm's batch script: what a site that forbids more can take, read, and change."""
+"""Slurm's batch script, for sites where submitit cannot be used."""
 
 from __future__ import annotations
 
 import shlex
 
-from haiprof.config import ENV_ACTIVE
+from haiprof.base.options import ENV_ACTIVE
 from haiprof.launch.submit.node import (
     Expanded,
     c10d,
     node_words,
-    own_haiprof,
     own_torchrun,
     shell_line,
 )
@@ -53,7 +52,7 @@ def sbatch_script(spec: JobSpec) -> str:
     words = node_words(
         spec,
         rendezvous=c10d(head, Expanded("$SLURM_JOB_ID")),
-        haiprof=own_haiprof(),
+        haiprof=list(spec.haiprof),
         torchrun=own_torchrun(),
     )
     lines = ["#!/bin/bash"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
 from haiprof.launch.submit.node import Expanded, node_words, shell_line, static
 from haiprof.launch.submit.spec import JobSpec
 from haiprof.launch.submit.yaml_text import yaml_text

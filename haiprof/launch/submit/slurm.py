@@ -13,10 +13,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from haiprof.config import ENV_ACTIVE, ENV_RENDEZVOUS
-from haiprof.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.options import ENV_ACTIVE, ENV_RENDEZVOUS
+from haiprof.base.safe_files import make_named_folder, make_private
 from haiprof.launch.submit.local import check_script
-from haiprof.launch.submit.node import c10d, node_words, own_haiprof, own_torchrun
+from haiprof.launch.submit.node import c10d, node_words, own_torchrun
 from haiprof.launch.submit.sbatch import ENDPOINT, sbatch_options, srun_options
 from haiprof.launch.submit.spec import JobSpec
 
@@ -97,10 +98,10 @@ class SlurmJob:
     log: Path
     """Of all nodes."""
     target: Path
-    """Its run directory as `launch.rundirs` will name it; of one node only the log directory."""
+    """Its run directory as `run_directories` will name it; of one node only the log directory."""
 
     def status(self) -> int | None:
-        """Its exit status; null while it waits or runs.
+        """Its exit status; None while it waits or runs.
 
         Raises:
             HaiprofError: Slurm does not know the job any more.
@@ -142,10 +143,14 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
     if "%" in str(folder):
         raise UsageError(f"{folder}: Slurm reads % in the names of logs", hint="another --log-dir")
     executor, failed = _executor(folder)
-    task = NodeTask(spec, haiprof=tuple(own_haiprof()), torchrun=own_torchrun())
+    _make_private(folder)
+    task = NodeTask(spec, haiprof=spec.haiprof, torchrun=own_torchrun())
     try:
         executor.update_parameters(**_parameters(spec, folder))
-        with _outside_of_jobs(), redirect_stderr(StringIO()):  # submitit prints what it raises
+        with (
+            _outside_jobs(),
+            redirect_stderr(StringIO()),
+        ):  # submitit prints what it raises
             job = executor.submit(task)
     except (failed, subprocess.CalledProcessError) as error:
         raise UsageError(f"Slurm did not take the job: {_last_words(error)}") from None
@@ -169,6 +174,22 @@ def check_torchrun(spec: JobSpec) -> None:
         )
 
 
+def _make_private(folder: Path) -> None:
+    """Makes the folder of submitit's files: they hold the job's true command and environment.
+
+    The nodes execute what lies there (pickle), so that nobody else may write into it either. Not by
+    umask: sbatch hands that on to the job.
+
+    Raises:
+        UsageError: It cannot be made, or is another user's.
+    """
+    try:
+        make_named_folder(folder.parent)
+        make_private(folder, below=folder.parent)
+    except OSError as error:
+        raise UsageError(f"cannot submit from {folder}: {error.strerror or error}") from None
+
+
 def _executor(folder: Path) -> tuple[Any, type[Exception]]:
     try:
         import submitit
@@ -187,7 +208,7 @@ def _executor(folder: Path) -> tuple[Any, type[Exception]]:
 
 
 @contextmanager
-def _outside_of_jobs() -> Iterator[None]:
+def _outside_jobs() -> Iterator[None]:
     """Hides the variables of a Slurm job in which this runs: they are not the new one's.
 
     submitit's own `clean_env` also hides SLURM_CONF and what a site sets for sbatch.

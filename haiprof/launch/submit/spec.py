@@ -1,4 +1,4 @@
-"""What is to run, and where: one job as every engine takes it, checked once."""
+"""The specification of a submitted job, the same for every engine, checked once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
 
 _MAX_NODES = 100_000
 # What sbatch's own parser, which knows quotes, escapes and comments, reads as one plain word.
@@ -47,6 +47,8 @@ class JobSpec:
     """Container image."""
     claim: str | None = None
     """PersistentVolumeClaim that holds the log directory."""
+    haiprof: tuple[str, ...] = ("haiprof",)
+    """The command haiprof where nodes have the same file system as this one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= _MAX_NODES:

@@ -1,4 +1,4 @@
-"""A submitted job, whatever took it: how it is found, followed and stopped."""
+"""A submitted job of any engine: how to find, follow and stop it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from haiprof.errors import UsageError
+from haiprof.base.errors import UsageError
 from haiprof.launch.submit.emit import ENGINES, FORMS, check_engine
 from haiprof.launch.submit.local import start_local
 from haiprof.launch.submit.slurm import submit_slurm
@@ -16,7 +16,7 @@ from haiprof.launch.submit.spec import JobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """A job that something took."""
+    """A submitted job."""
 
     on: str
     id: str
@@ -27,7 +27,7 @@ class SubmittedJob:
     stop: tuple[str, ...]
     """The command that ends it."""
     status: Callable[[], int | None]
-    """Its exit status; null while it waits or runs."""
+    """Its exit status; None while it waits or runs."""
     poll_s: float
     """How often that may be asked: Slurm's controller answers everybody."""
 

@@ -1,0 +1,97 @@
+"""CPU seconds of every command that reads a run or traces, beside those of another haiprof.
+
+    python benchmarks/commands.py --before /path/to/other/checkout > benchmarks/results/commands.md
+
+Records a small run with a trace first, or takes one with --run. Each command runs twice: the second
+time haiprof may print what it kept of the first. `list` is also asked for many copies of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+COMMANDS = (
+    "verdict {run}", "overview {run}", "rank {run} 0", "lines {run}", "list {logs}", "list {many}",
+    "ps --log-dir {logs}", "diagnose {run}", "report {run} -o {out}/r.html", "export {run} "
+    "--format csv -o {out}/c.csv --force", "query {run} --schema", "trace-report {run}",
+    "trace-check {run}", "efficiency {run}", "functions {run}", "critical-path {run}",
+    "what-if {run}", "memory-timeline {run}", "compare {run} {run}", "trace-diff {run} {run}",
+    "merge {run} -o {out}/m.json.gz --force", "snapshot", "doctor", "verdict --help", "--help", "",
+)  # fmt: skip
+PROGRAM = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.insert(0, {root!r}); "
+    "from haiprof.__main__ import main; sys.exit(main())"
+)
+
+
+def cpu_s(root: Path, words: list[str], folder: Path) -> float:
+    """User and system time of one command and its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    program = PROGRAM.format(root=str(root))
+    subprocess.run([sys.executable, "-c", program, *words], capture_output=True, cwd=folder)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def record(folder: Path) -> Path:
+    """A small run of a few seconds with one trace window."""
+    script = REPOSITORY / "examples" / "cpu_bound_forward.py"
+    options = ["--log-dir", str(folder / "logs"), "--steps", "20:23", "--quiet"]
+    program = PROGRAM.format(root=str(REPOSITORY))
+    words = [sys.executable, "-c", program, *options, str(script), "--seconds", "6"]
+    subprocess.run(words, check=True, capture_output=True, cwd=folder)
+    return next((folder / "logs").iterdir())
+
+
+def copies(run: Path, folder: Path, count: int) -> Path:
+    """A log directory with so many copies of the run."""
+    for number in range(count):
+        target = folder / f"train-{number:05d}"
+        shutil.copytree(run, target, ignore=shutil.ignore_patterns("answers", "traces"))
+        manifest = json.loads((target / "run.json").read_text())
+        manifest["start_wall_ns"] += number * 10**9
+        (target / "run.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", type=Path, help="another checkout, to compare with")
+    parser.add_argument("--run", type=Path, help="a run directory; left out: one is recorded")
+    parser.add_argument("--many", type=int, default=2000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        run = folder / "logs" / "run"
+        if options.run:
+            shutil.copytree(options.run, run)
+        else:
+            run = record(folder)
+        many = copies(run, folder / "many", options.many)
+        names = {"run": run, "logs": run.parent, "many": many, "out": folder}
+        print(f"CPU seconds of each command on a small run; `many` holds {options.many} runs.")
+        print("First and second: the second time an answer may have been kept.\n")
+        print("Made by `benchmarks/commands.py` on a machine with "
+              f"{os.cpu_count()} cores, shared with other work.\n")  # fmt: skip
+        print("| command | before | first | second |\n|---|---:|---:|---:|")
+        for command in COMMANDS:
+            words = command.format(**names).split()
+            before = f"{cpu_s(options.before, words, folder):.2f}" if options.before else "-"
+            first, second = (cpu_s(REPOSITORY, words, folder) for _ in range(2))
+            shown = command.replace("{", "").replace("}", "")
+            print(f"| `haiprof {shown}`".rstrip() + f" | {before} | {first:.2f} | {second:.2f} |",
+                  flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A training job that dies, or stands still, in the way that it is told.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/dying_job.py raise
+    python benchmarks/dying_job.py spawn
+
+Rank 1 does it at step 30, unless it is about a job of one process; gloo's timeout is 6 s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+AT, STEPS = 30, 120
+TIMEOUT_S = float(os.environ.get("DYING_TIMEOUT_S", "6"))
+
+
+class Samples(Dataset):  # type: ignore[type-arg]
+    """Noise; of `size` numbers each, and one of them may never come."""
+
+    def __init__(self, size: int, stuck: bool) -> None:
+        self.size, self.stuck = size, stuck
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.stuck and index > 100:
+            wait_for_file()
+        return torch.zeros(self.size)
+
+
+def wait_for_file() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def raise_error() -> None:
+    raise RuntimeError("bad sample 17")
+
+
+def hold_interpreter_lock() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def fill_memory() -> None:
+    group = Path("/sys/fs/cgroup/memory/haiprof-dying")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    kept = []
+    while True:
+        kept.append(bytearray(20_000_000))
+        time.sleep(0.05)
+
+
+def die_in_a_thread() -> None:
+    batches: queue.Queue[int] = queue.Queue()
+
+    def read() -> None:
+        raise ValueError("truncated record 9")
+
+    threading.Thread(target=read, name="reader").start()
+    batches.get()
+
+
+def skip_a_step() -> bool:
+    try:
+        raise ValueError("nan in loss")
+    except ValueError:
+        return True
+
+
+FAULTS = {
+    "raise": raise_error,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "osexit": lambda: os._exit(7),
+    "exit3": lambda: sys.exit(3),
+    "exit0": lambda: os._exit(0),
+    "segv": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "hang": wait_for_file,
+    "gil": hold_interpreter_lock,
+    "memory": lambda: bytearray(1 << 60),
+    "oom": fill_memory,
+    "thread": die_in_a_thread,
+    "other": lambda: dist.broadcast(torch.ones(7), 1),
+    "swallow": skip_a_step,
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+
+
+def train(fault: str) -> None:
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+    if fault == "late" and rank == 1:
+        wait_for_file()
+    if fault == "import" and rank == 1:
+        raise ImportError("no module named flash_attn")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    model = DistributedDataParallel(layer) if dist.is_initialized() else layer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = AT if fault == "uneven" and rank == 1 else STEPS
+    big = fault == "shm"
+    stuck = fault == "worker"
+    workers = 2 if big or stuck else 0
+    size = 4_000_000 if big else 8
+    batches = iter(DataLoader(Samples(size, stuck), batch_size=4, num_workers=workers))
+    for step in range(steps):
+        batch = next(batches)[:, :8].contiguous()
+        if step == AT and rank == 1 and fault in FAULTS and restart < 2 and FAULTS[fault]():
+            continue
+        if step == AT and rank == 0:
+            print("FAULT", time.time_ns(), flush=True)
+        if fault == "all" and step == AT:
+            raise_error()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == AT // 2 and rank == 0 and os.environ.get("DYING_SAVE"):
+            torch.save(model.state_dict(), os.environ["DYING_SAVE"])
+        time.sleep(0.02 if fault not in ("wait",) else 1.0)
+    if dist.is_initialized() and fault != "uneven":
+        dist.barrier()
+
+
+def train_spawned(rank: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["DYING_PORT"])
+    train("raise")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    fault = sys.argv[1]
+    if fault == "spawn":
+        torch.multiprocessing.spawn(train_spawned, nprocs=2)
+    else:
+        train(fault)
+
+
+if __name__ == "__main__":
+    main()

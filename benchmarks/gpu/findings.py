@@ -1,0 +1,160 @@
+"""Jobs with one fault each, under haiprof: does the verdict on a GPU name it; and MFU."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.device import Gpu, open_gpu
+from benchmarks.gpu.loops import decoder
+from benchmarks.gpu.recording import Job, run_job
+
+TRACED = ("--steps", "12:17", "--trace-sync")
+PEAK_BF16_FLOPS = 989e12  # NVIDIA H100/H200 datasheet, dense, SXM
+
+
+def launch_bound(bench: Bench) -> None:
+    """Kernels shorter than their launches, and batches that do not fill the GPU."""
+    words = ("--steps", bench.scale("400", "24"), "--size", bench.scale("8", "1"))
+    judge(bench, run_job(bench, "tiny", *words, options=TRACED), "launch_bound", "small_batches")
+
+
+def waits_and_copies(bench: Bench) -> None:
+    """`.item()` in every step, and batches from memory that is not pinned."""
+    words = ("--steps", bench.scale("200", "24"), "--size", bench.scale("2048", "64"))
+    job = run_job(bench, "waits", *words, options=TRACED)
+    judge(bench, job, "synchronising_calls", "pageable_copies")
+
+
+def full_precision(bench: Bench) -> None:
+    """fp32 products on a GPU with tensor cores."""
+    words = ("--steps", bench.scale("60", "24"), "--size", bench.scale("4096", "256"))
+    judge(bench, run_job(bench, "matrix", *words, options=TRACED), "tensor_cores_unused")
+
+
+def healthy(bench: Bench) -> None:
+    """TF32 products: no such finding; the window's own start is no slow step, and no hang."""
+    words = ("--steps", bench.scale("400", "60"), "--size", bench.scale("4096", "256"))
+    job = run_job(
+        bench, "matrix", *words, "--precision", "high",
+        options=("--steps", "30:35", "--react", "both"),
+    )  # fmt: skip
+    from haiprof import Analyzer
+
+    rules = named(job)
+    bench.tell("tensor_cores_named", "tensor_cores_unused" in rules)
+    blamed = {"jitter", "step_time_drift", "standstill"} & rules
+    bench.tell("slow_step_blamed", ", ".join(sorted(blamed)) or "none")
+    bench.tell("reactions", Analyzer(job.paths.root).reactions().height)
+    window = next(iter(rank_lines(job, "trace_window")), {})
+    bench.tell("window_state", str(window.get("state", "no window")))
+    bench.tell("window_stall_s", (window.get("stall_ns") or 0) / 1e9)
+    bench.note("window", window)
+    keep_run(bench, job, "run-healthy")
+
+
+def loader_bound(bench: Bench) -> None:
+    """A dataset that is slower than the GPU."""
+    job = run_job(bench, "loader", "--steps", bench.scale("200", "40"))
+    judge(bench, job, "dataloader_bound")
+
+
+def left_on_cpu(bench: Bench) -> None:
+    """The published case."""
+    words = ("--steps", bench.scale("0", "12"), "--seconds", bench.scale("12", "60"))
+    job = run_job(bench, "left_on_cpu", *words)
+    judge(bench, job, "forward_bound")
+    headline = job.verdict()["headline"]
+    bench.tell("headline_names_it", str(headline).startswith("operators left on the CPU"))
+
+
+def judge(bench: Bench, job: Job, *rules: str) -> None:
+    """Which of the rules fired; the verdict and the run are kept."""
+    bench.tell("exit_status", job.returncode)
+    found = named(job)
+    for rule in rules:
+        bench.tell(rule, rule in found)
+    verdict = job.verdict()
+    bench.note("headline", verdict["headline"])
+    bench.note("findings", [{k: f[k] for k in ("slug", "title", "evidence")}
+                            for f in as_plain(verdict["findings"])])  # fmt: skip
+    wanted = [a for a in as_plain(verdict["abstained"]) if a["slug"] in rules]
+    bench.note("abstained", wanted)
+    keep_run(bench, job, f"run-{rules[0]}")
+
+
+def named(job: Job) -> set[str]:
+    """Rules that fired."""
+    return {str(finding["slug"]) for finding in as_plain(job.verdict()["findings"])}
+
+
+def as_plain(found: Any) -> list[dict[str, Any]]:
+    """Findings as dictionaries."""
+    from dataclasses import asdict, is_dataclass
+
+    return [asdict(each) if is_dataclass(each) else dict(each) for each in found]  # type: ignore[call-overload]
+
+
+def rank_lines(job: Job, kind: str) -> list[dict[str, Any]]:
+    """Lines of a type that the ranks wrote."""
+    from benchmarks.gpu.recording import lines_of
+
+    return lines_of(job.paths, kind)
+
+
+def keep_run(bench: Bench, job: Job, name: str) -> None:
+    """The run directory among the recordings."""
+    bench.keep(job.paths.root, name)
+
+
+# -- how much of the GPU ---------------------------------------------------------------------------
+
+
+def utilisation(bench: Bench) -> None:
+    """FLOP/s of a matrix product and of a transformer's step, counted by torch's flop counter."""
+    gpu = open_gpu()
+    torch = gpu.torch
+    n = bench.scale(8192, 256)
+    a = torch.randn(n, n, device=gpu.device, dtype=torch.bfloat16)
+    b = torch.randn(n, n, device=gpu.device, dtype=torch.bfloat16)
+    counted = flops_of(lambda: torch.mm(a, b))
+    bench.tell("counted_by_formula_ratio", counted / (2 * n**3))
+    seconds = event_seconds(gpu, lambda: torch.mm(a, b), bench.scale(10, 3))
+    bench.tell("product_tflops", counted / seconds / 1e12)
+    bench.tell("product_mfu_ratio", counted / seconds / PEAK_BF16_FLOPS)
+    with torch.autocast(gpu.device, dtype=torch.bfloat16):
+        step = decoder(
+            gpu, layers=bench.scale(12, 1), width=bench.scale(2048, 32),
+            tokens=bench.scale(2048, 8),
+        )  # fmt: skip
+        counted = flops_of(step)
+        seconds = event_seconds(gpu, step, bench.scale(10, 3))
+    bench.tell("step_flops", counted)
+    bench.tell("step_mfu_ratio", counted / seconds / PEAK_BF16_FLOPS)
+
+
+def flops_of(call: Any) -> int:
+    """Floating-point operations of a call, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def event_seconds(gpu: Gpu, call: Any, count: int) -> float:
+    """Median of a call's time on the device."""
+    cuda = gpu.torch.cuda
+    for _ in range(3):
+        call()
+    took = []
+    for _ in range(count):
+        first, last = (cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        call()
+        last.record()
+        cuda.synchronize()
+        last.synchronize()
+        took.append(first.elapsed_time(last) / 1e3)
+    return statistics.median(took)

@@ -1,0 +1,305 @@
+"""A burst: Nsight Systems samples the GPUs beside the job for a few seconds, once (`--burst`).
+
+nsys is started once the job trains, and samples whole GPUs: it neither launches nor traces the job.
+It has a session of its own, so that it has no terminal and gets none of the job's signals, and a
+shell above it that kills the whole group when the launcher dies. Its report is exported to SQLite
+after the window. Its temporary files stay in the run directory.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from haiprof.agent.nsys import Nsys, Refusal, find_nsys, has_ended, kill_group, meaning, probe_nsys
+from haiprof.base.options import Options
+from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
+from haiprof.run_format.layout import NodePaths
+from haiprof.run_format.schema import BACKWARD, OPTIMIZER, PHASES, TAG_MASK
+from haiprof.run_format.writer import LineWriter
+
+DELAY_S = 3.0  # from the first training step: it loads libraries and allocates
+GRACE_S = 60.0  # for nsys to start and to write its report, beside the window
+EXPORT_S = 300.0
+FINISH_S = 10.0  # after the job: time to finish what is nearly ready
+RESERVE_BYTES = 1 << 30  # of free disk space, left to the job
+SCRATCH_BYTES = 300 << 20  # nsys wants 200 MiB for its temporary files
+SAMPLE_BYTES = 64 * 40  # about 64 metrics per sample and GPU, 40 bytes each in SQLite
+ENDS = ("recorded", "failed", "stopped", "unavailable")
+_TAIL_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+# Kills its whole group on SIGTERM, which the kernel sends when the launcher dies.
+_GUARD = 'trap "kill -KILL 0" TERM; "$@" & wait $!'
+
+
+def prepare_burst(
+    environ: Mapping[str, str],
+    *,
+    log_dir: Path,
+    options: Options,
+    in_child: Callable[[], None] | None = None,
+    root: Path = Path("/"),
+) -> Nsys | Refusal:
+    """Checks before the job starts whether a burst is possible here.
+
+    Args:
+        environ: The launcher's environment.
+        log_dir: Where it will be written.
+        options: How long and how fast to sample.
+        in_child: Runs in a child before nsys: gives it its signals back.
+        root: Where /opt is.
+    """
+    path = find_nsys(environ, root=root)
+    nsys = path if isinstance(path, Refusal) else probe_nsys(path, environ, in_child=in_child)
+    if isinstance(nsys, Refusal):
+        return nsys
+    needed = limit_bytes(options, nsys.gpu_count) + RESERVE_BYTES
+    free = shutil.disk_usage(log_dir).free
+    if free >= needed:
+        return nsys
+    return Refusal(
+        f"{log_dir} has {free >> 20} MiB free, a burst may need {needed >> 20} MiB",
+        "free space, put --log-dir elsewhere, or ask for a shorter or slower burst",
+    )
+
+
+def limit_bytes(options: Options, gpu_count: int) -> int:
+    """Maximum size of a burst, with its temporary files and its export."""
+    samples = round(options.burst_hz * options.burst_time_s) * gpu_count
+    return SCRATCH_BYTES + 2 * samples * SAMPLE_BYTES
+
+
+class Burst:
+    """One burst of one node: waits for training, samples, exports, and reports the result.
+
+    Args:
+        node: Where it is written.
+        options: How long and how fast to sample.
+        nsys: The command; or why it cannot be used.
+        has_trained: Whether the job's first training step is over.
+        in_child: Runs in a child before nsys: gives it its signals back.
+        limit: Bytes that it may write; by default as `limit_bytes` says.
+        delay_s: Seconds from the first training step.
+        grace_s: Seconds that nsys may take beside the window.
+    """
+
+    def __init__(
+        self,
+        node: NodePaths,
+        options: Options,
+        nsys: Nsys | Refusal,
+        *,
+        has_trained: Callable[[], bool],
+        in_child: Callable[[], None] | None = None,
+        limit: int | None = None,
+        delay_s: float = DELAY_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.status = "waiting"
+        """`waiting`, `sampling`, `exporting`; then one of `ENDS`."""
+        self.reason = ""
+        self._node, self._options, self._nsys = node, options, nsys
+        self._has_trained = has_trained
+        self._in_child = in_child
+        self._limit = limit
+        self._delay_s, self._grace_s = delay_s, grace_s
+        self._begins_s: float | None = None
+        self._deadline_s = 0.0
+        self._window: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: MadeFolder | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.status in ENDS
+
+    def tick(self) -> None:
+        """Advances the state; called about twice a second, never waits."""
+        try:
+            if self.status == "waiting":
+                self._wait()
+            elif self._process is not None:
+                self._watch(self._process)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._end("failed", Refusal(f"nsys could not be run: {error}", ""))
+
+    def cancel(self, reason: str) -> None:
+        """Cancels it, unless it has begun."""
+        if self.status != "waiting":
+            return
+        if isinstance(self._nsys, Refusal):
+            self._end("unavailable", self._nsys)
+        else:
+            self._end("stopped", Refusal(reason, "a longer --time, or a job that runs longer"))
+
+    def finish(self, reason: str, asked_to_end: Callable[[], bool]) -> None:
+        """Called when the job is over: finishes what is nearly ready, and ends the rest.
+
+        Args:
+            reason: Why a window that is not over is given up.
+            asked_to_end: Waits a moment; True when the launcher is asked to end.
+        """
+        self.cancel(reason)
+        deadline = time.monotonic() + FINISH_S
+        while not self.over and self._window_is_over() and time.monotonic() < deadline:
+            self.tick()
+            if asked_to_end():
+                break
+        if not self.over:
+            remedy = f"nsys export --type=sqlite {self._node.burst_report}"
+            self._end("stopped", Refusal(reason, remedy if self.status == "exporting" else ""))
+
+    # -- states - ------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        if isinstance(self._nsys, Refusal):
+            self._end("unavailable", self._nsys)
+        elif self._begins_s is None:
+            if self._has_trained():
+                self._begins_s = time.monotonic() + self._delay_s
+        elif time.monotonic() >= self._begins_s:
+            self._sample(self._nsys)
+
+    def _sample(self, nsys: Nsys) -> None:
+        options, node = self._options, self._node
+        self._scratch = MadeFolder.make(node.burst_scratch, below=node.run_root)
+        if self._limit is None:
+            self._limit = limit_bytes(options, nsys.gpu_count)
+        words = nsys.profile(
+            hz=options.burst_hz, seconds=options.burst_time_s, report=node.burst_report
+        )
+        self._window["start_wall_ns"] = time.time_ns()
+        self._start(words, options.burst_time_s + self._grace_s)
+        self.status = "sampling"
+        self._note()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Watches nsys, and advances when it has ended."""
+        if not has_ended(process):
+            self._check_bounds()
+            return
+        kill_group(process)  # its remaining child processes
+        self._process = None
+        node = self._node
+        if self.status == "sampling":
+            self._window["end_wall_ns"] = time.time_ns()
+            if process.returncode or not node.burst_report.exists():
+                self._end("failed", meaning(self._nsys_words(), "nsys wrote no report"))
+                return
+            self.status = "exporting"
+            assert isinstance(self._nsys, Nsys), "only nsys samples"
+            self._start(self._nsys.export(node.burst_report, node.burst_export), EXPORT_S)
+        elif process.returncode or not node.burst_export.exists():
+            self._end("failed", meaning(self._nsys_words(), "nsys could not export its report"))
+        else:
+            self._end("recorded", Refusal("", ""))
+
+    def _check_bounds(self) -> None:
+        node = self._node
+        written, free = _size(node.bursts), shutil.disk_usage(node.bursts).free
+        if time.monotonic() > self._deadline_s:
+            why = "nsys did not end in time"
+        elif self._limit is not None and written > self._limit:
+            why = f"nsys wrote {written >> 20} MiB, more than the {self._limit >> 20} MiB expected"
+        elif free < RESERVE_BYTES // 2:
+            why = f"only {free >> 20} MiB are left on the disk of {node.bursts}"
+        else:
+            return
+        self._end("failed", Refusal(why, f"see {node.burst_log}; a shorter or slower burst"))
+
+    def _start(self, words: list[str], seconds: float) -> None:
+        """Starts nsys in a session of its own, with its signals as the launcher was given them."""
+        launcher, in_child = os.getpid(), self._in_child
+        prctl = ctypes.CDLL(None).prctl
+
+        def before() -> None:
+            if in_child is not None:
+                in_child()
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != launcher:
+                os._exit(127)
+
+        scratch = str(self._node.burst_scratch)
+        log_fd = open_to_append(self._node.burst_log, below=self._node.run_root)
+        with os.fdopen(log_fd, "ab") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD, "haiprof-burst", *words],
+                env={**os.environ, "TMPDIR": scratch, "NSYS_TMPDIR": scratch},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+        self._deadline_s = time.monotonic() + seconds
+
+    def _window_is_over(self) -> bool:
+        began_ns = self._window.get("start_wall_ns", time.time_ns())
+        return time.time_ns() - began_ns > self._options.burst_time_s * 1e9
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _end(self, status: str, why: Refusal) -> None:
+        """Ends whatever runs, cleans up, and records the result."""
+        if self._process is not None:
+            kill_group(self._process)
+            self._process = None
+        if status != "recorded":
+            # an incomplete export is useless
+            remove_file(self._node.burst_export, below=self._node.run_root)
+        if self._scratch is not None:
+            self._scratch.remove()
+        self.status, self.reason = status, why.reason
+        self._note(reason=why.reason, remedy=why.remedy)
+
+    def _note(self, **more: str) -> None:
+        facts: dict[str, object] = {"hz": self._options.burst_hz, **self._window}
+        facts |= {name: value for name, value in more.items() if value}
+        try:
+            writer = LineWriter(self._node.events)
+        except OSError:
+            return  # the run directory is gone, and with it every reader
+        line = {"type": "burst", "status": self.status, "time_ns": time.perf_counter_ns()}
+        writer.append({**line, **facts})
+        writer.close()
+
+    def _nsys_words(self) -> str:
+        try:
+            return self._node.burst_log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+def has_trained(phases: Path) -> bool:
+    """Whether one of a rank's latest spans is of a training step (backward, optimizer)."""
+    try:
+        with phases.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - _TAIL_BYTES) // PHASES.record_bytes * PHASES.record_bytes
+            file.seek(start)
+            tail = file.read()
+    except OSError:
+        return False
+    if start == 0:
+        tail = tail[tail.find(b"\n") + 1 :] if b"\n" in tail else b""
+    words = array.array("q", tail[: len(tail) // PHASES.record_bytes * PHASES.record_bytes])
+    return any(word & TAG_MASK in (BACKWARD, OPTIMIZER) for word in words[::2])
+
+
+def _size(folder: Path) -> int:
+    """Bytes below a folder; what vanishes meanwhile does not count."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total

@@ -1,0 +1,264 @@
+"""The node agent: samples counters in a thread, and tracks which ranks reported in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from haiprof.agent.relay import LiveRank, Relay
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.agent.samplers.unreported_processes import Unreported, find_unreported
+from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.messages import print_message
+from haiprof.base.options import Options
+from haiprof.base.safe_files import make_folder
+from haiprof.linux.procfs import process_exists
+from haiprof.run_format.boot import BOOT_FOLDER
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.schema import SCHEMA_VERSION
+from haiprof.run_format.writer import LineWriter, write_json
+
+if TYPE_CHECKING:
+    from haiprof.agent.prometheus_endpoint import Scrape
+    from haiprof.linux.training_processes import Process
+
+FIRST_SCAN_S = 0.5
+SCAN_GROWTH = 1.6
+MAX_SCAN_S = 60.0
+STOP_WAIT_S = 5.0
+SETTLE_S = 0.05
+REACH_AGAIN_S = 2.0
+"""The controller, which may write the token, starts at about the same time."""
+TOKEN_NAME = "reach.token"
+
+
+@dataclass
+class Agent:
+    """The agent beside the job on this node, in the launcher's companion process.
+
+    Args:
+        run: The run directory.
+        options: What to record.
+        job_pid: The job's first process; None where there are only some of its ranks.
+    """
+
+    run: RunPaths
+    options: Options
+    job_pid: int | None = None
+    host: str = field(default_factory=socket.gethostname)
+    unreported: dict[int, Unreported] = field(default_factory=dict)
+    elected: bool = False
+    """Whether this launcher is the one that samples this node."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _scrape: Scrape | None = None
+    _relay: Relay | None = None
+    _reach_at: float | None = None
+    _scan_at: float = 0.0
+    _scan_gap_s: float = FIRST_SCAN_S
+    _started_s: float = field(default_factory=time.monotonic)
+
+    def start(self) -> None:
+        """Starts sampling, unless another launcher on this node already does."""
+        self.elected = self._elect()
+        if not self.elected:
+            return
+        self._start_relay()
+        loop = SamplingLoop(self.run, self.host, self.options)
+        self._thread = threading.Thread(
+            target=self._sample, args=(loop,), name="haiprof-sampler", daemon=True
+        )
+        self._thread.start()
+        if self.options.prometheus_port:
+            from haiprof.agent.prometheus_endpoint import Scrape
+
+            self._scrape = Scrape(self.run, self.host, self.options, loop)
+            self._scrape.start()
+
+    def _sample(self, loop: SamplingLoop) -> None:
+        """Body of the side thread; a command that ends at once is over before it is sampled."""
+        if not self._stop.wait(SETTLE_S):
+            loop.run(self._stop)
+
+    def serve(self) -> None:
+        """Relays requests to the ranks and their replies back while the job runs."""
+        if self._relay is None:
+            return
+        if self._reach_at is not None and time.monotonic() >= self._reach_at:
+            self._reach(self._relay)
+        self._relay.tick()
+
+    def live_ranks(self) -> list[LiveRank]:
+        """The ranks of this node that can be asked."""
+        return [] if self._relay is None else self._relay.live_ranks()
+
+    def ask_steps(self, pids: Collection[int]) -> None:
+        """Asks processes of ranks how many optimizer steps there were; see `Relay.ask_steps`."""
+        if self._relay is not None:
+            self._relay.ask_steps(pids)
+
+    def starting(self) -> list[Process]:
+        """Processes that have loaded torch and haiprof's hook, and have not begun to train."""
+        from haiprof.linux.training_processes import ranks_below
+
+        if "phases" not in self.options.recorder or self.job_pid is None:
+            return []  # nobody reports in
+        known = self._reported_pids() | self.unreported.keys()
+        return [p for p in ranks_below(self.job_pid) if p.pid not in known]
+
+    def tick(self) -> None:
+        """Looks for ranks that never report in, at growing intervals."""
+        now = time.monotonic()
+        if now < self._scan_at or self.job_pid is None:
+            return
+        self._scan_at = now + self._scan_gap_s
+        self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
+        found = find_unreported(self.job_pid, self._reported_pids(), BOOT_FOLDER)
+        ended = {pid: p for pid, p in self.unreported.items() if not process_exists(pid)}
+        self.unreported = {**ended, **{process.pid: process for process in found}}
+
+    def _start_relay(self) -> None:
+        """Listens for the ranks; without a socket the job is recorded, and cannot be asked."""
+        relay = Relay(self.run, self.host)
+        try:
+            relay.start()
+        except OSError as error:
+            writer = LineWriter(self.run.node(self.host).events)
+            writer.append({"type": "control", "state": "unavailable", "reason": str(error)})
+            writer.close()
+        else:
+            self._relay = relay
+            if self.options.reach:
+                self._reach(relay)
+
+    def _reach(self, relay: Relay) -> None:
+        """Joins the agents of nodes that do not share this run directory, now or later."""
+        from haiprof.agent.reach.controller import Controller
+        from haiprof.agent.reach.join import join
+
+        options = self.options
+        token_file = options.reach_token or options.log_dir / TOKEN_NAME
+        again, self._reach_at = self._reach_at is not None, None
+        try:
+            end = join(options.reach, token_file)
+        except (HaiprofError, OSError) as error:
+            self._reach_at = time.monotonic() + REACH_AGAIN_S
+            if not again:
+                hint = f" ({error.hint})" if isinstance(error, HaiprofError) and error.hint else ""
+                print_message(
+                    f"{error}{hint}; trying again: until then requests do not reach this node"
+                )
+            return
+        if isinstance(end, Controller):
+            relay.controller = end
+        else:
+            relay.uplink = end
+
+    def recording_is_over(self) -> bool:
+        """Whether the time is up in some rank, and every other one has ended or is gone."""
+        options = self.options
+        if time.monotonic() - self._started_s < options.time_s + options.warmup_s:
+            return False  # it cannot be: nothing is read while a long recording goes on
+        endings = [_ending(paths.events) for _, _, paths in self.run.rank_folders()]
+        if "time" not in endings:
+            return False
+        recording = [
+            report
+            for report, ending in zip(self.reports(), endings, strict=False)
+            if ending is None and report.get("host") == self.host
+        ]
+        return not any(process_exists(report.get("pid")) for report in recording)
+
+    def close(self) -> None:
+        """Ends sampling, and listening to the ranks."""
+        self.stop()
+        if self._relay is not None:
+            self._relay.stop()
+            self._relay = None
+
+    def stop(self) -> None:
+        """Ends sampling."""
+        self._stop.set()
+        if self._scrape is not None:
+            self._scrape.stop()
+        if self._thread is not None:
+            self._thread.join(STOP_WAIT_S)
+            self._thread = None
+
+    def note_unreported(self) -> list[dict[str, object]]:
+        """Writes down, once, who should have reported in and did not.
+
+        Returns:
+            The same, for the manifest.
+
+        Raises:
+            OSError: The run directory is gone, read-only or full.
+        """
+        reported = [report.get("pid") for report in self.reports()]
+        missing: list[dict[str, object]] = [
+            asdict(process) for process in self.unreported.values() if process.pid not in reported
+        ]
+        self.unreported.clear()
+        if missing:
+            writer = LineWriter(self.run.node(self.host).events)
+            for process in missing:
+                writer.append({"type": "unreported", **process})
+            writer.close()
+        return missing
+
+    def _elect(self) -> bool:
+        node = self.run.node(self.host)
+        try:
+            make_folder(node.root, below=self.run.root, new=True, trusted=True)
+        except FileExistsError:
+            return False
+        clock = ClockAnchor.now()
+        write_json(
+            node.agent,
+            {
+                "version": SCHEMA_VERSION,
+                "host": self.host,
+                "pid": os.getpid(),
+                "job_pid": self.job_pid,
+                "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
+            },
+            below=self.run.root,
+        )
+        return True
+
+    def reports(self) -> list[dict[str, Any]]:
+        """rank.json of every rank that reported in, on any node; empty where it is not whole."""
+        return [_report(paths.report) for _, _, paths in self.run.rank_folders()]
+
+    def _reported_pids(self) -> set[int]:
+        mine = [report for report in self.reports() if report.get("host") == self.host]
+        return {report["pid"] for report in mine if isinstance(report.get("pid"), int)}
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except RunFormatError:
+        return {}  # it is being written, or its disk is full: the reader reports that
+
+
+def _ending(events: Path) -> str | None:
+    """How a rank's recording ended: `time`, `exit`, `hook_error`; None while it goes on."""
+    try:
+        lines, _ = read_lines(events)
+    except RunFormatError:
+        return None
+    for line in reversed(lines):
+        if line.get("type") == "hook_error":
+            return "hook_error"
+        if line.get("type") == "record_end":
+            return str(line.get("reason"))
+    return None

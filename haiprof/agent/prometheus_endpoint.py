@@ -1,0 +1,256 @@
+"""The live Prometheus endpoint: the latest sample of every counter, on this machine.
+
+Nothing here runs unless `--prometheus-port` was given; the port is on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.agent.samplers.stream import Stream
+from haiprof.base.errors import RunFormatError
+from haiprof.base.local_http import (
+    GuardedHandler,
+    GuardedServer,
+    allowed_hosts,
+    is_allowed,
+    own_readers,
+)
+from haiprof.base.messages import print_message
+from haiprof.base.options import ALL_USERS, Options, user_id
+from haiprof.linux.readings import Clock
+from haiprof.run_format.entities import ranks_by_key
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.otel_names import Instrument, instruments
+from haiprof.run_format.prometheus_names import Family, Sample, families, series_labels
+from haiprof.run_format.reader import read_json
+from haiprof.run_format.schema import NULL_I64, counter_end
+from haiprof.run_format.writer import LineWriter
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+LOOPBACK = "127.0.0.1"
+_STALE_INTERVALS = 3  # a source without a sample for so long has no current value
+
+
+class Scrape:
+    """Serves `http://127.0.0.1:PORT/metrics` from daemon threads until `stop`.
+
+    Args:
+        run: The run directory.
+        host: This node's name, as ranks report it.
+        options: For the port and the allowed users.
+        loop: Whose samples are shown.
+    """
+
+    def __init__(self, run: RunPaths, host: str, options: Options, loop: SamplingLoop) -> None:
+        self._run = run
+        self._host = host
+        self._options = options
+        self._latest = Latest(run, host, lambda: loop.streams)
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Opens the port, in a thread of its own: names may be slow to look up."""
+        threading.Thread(target=self._serve, name="haiprof-scrape", daemon=True).start()
+
+    def stop(self) -> None:
+        """Closes the port within a second; does not wait for it."""
+        self._stop.set()
+
+    def _serve(self) -> None:
+        port = self._options.prometheus_port
+        try:
+            server = _server(self._latest, port, readers(self._options.prometheus_allow))
+        except (ImportError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            self._note({"port": port, "status": "refused", "reason": reason})
+            print_message(
+                f"port {port}: {reason}: no live counters for Prometheus; the job goes on"
+            )
+            return
+        self._note({"port": port, "status": "serving"})
+        if not self._options.quiet:
+            print_message(
+                f"live counters for Prometheus at http://{LOOPBACK}:{port}/metrics "
+                f"for {_readers_text(self._options, server)}"
+            )
+        threading.Thread(
+            target=server.serve_forever, name="haiprof-scrape-port", daemon=True
+        ).start()
+        self._stop.wait()
+        server.shutdown()
+        server.server_close()
+
+    def _note(self, line: Mapping[str, object]) -> None:
+        """Writes a line to the node's events file; on a full disk it is lost."""
+        try:
+            writer = LineWriter(self._run.node(self._host).events)
+        except OSError:
+            return
+        writer.append({"type": "scrape", "time_ns": time.perf_counter_ns(), **line})
+        writer.close()
+
+
+class _Server(GuardedServer, WSGIServer):
+    """The port; its errors are not the job's."""
+
+
+class _Handler(GuardedHandler, WSGIRequestHandler):
+    """One scrape."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Discards wsgiref's tracebacks."""
+        return io.StringIO()
+
+
+def _server(latest: Latest, port: int, uids: frozenset[int] | None) -> _Server:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
+    registry = CollectorRegistry()
+    registry.register(latest)
+    metrics, hosts = make_wsgi_app(registry), allowed_hosts(LOOPBACK)
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:  # noqa: ANN401 - as WSGI has it
+        if is_allowed(str(environ.get("HTTP_HOST", "")), hosts):
+            answer: Iterable[bytes] = metrics(environ, start)
+            return answer
+        start("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"unknown host\n"]  # DNS rebinding: another site's page under a name of its own
+
+    server = make_server(LOOPBACK, port, app, server_class=_Server, handler_class=_Handler)
+    server.readers = uids
+    return server
+
+
+def readers(allowed: Iterable[str]) -> frozenset[int] | None:
+    """Users who may scrape: the job's own, root, and those whom `--prometheus-allow` names.
+
+    Returns:
+        None where all of this machine may.
+    """
+    own, names = own_readers(LOOPBACK), tuple(allowed)
+    return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
+
+
+def _readers_text(options: Options, server: _Server) -> str:
+    if server.readers is None:
+        return "every user of this machine"
+    return ", ".join(["you", *options.prometheus_allow]) + " and root on this machine"
+
+
+class Latest:
+    """The collector of prometheus-client: reads the latest samples of the sampling thread.
+
+    Args:
+        run: The run directory.
+        host: This node's name.
+        streams: Returns the streams whose samples are shown.
+        clock: CLOCK_MONOTONIC in ns.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        streams: Callable[[], Sequence[Stream]],
+        *,
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        self._run = run
+        self._host = host
+        self._streams = streams
+        self._clock = clock
+        self._reports: dict[str, tuple[int, Mapping[str, Any]]] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of one scrape."""
+        from prometheus_client.metrics_core import Metric
+
+        for family in self.families():
+            meaning = family.instrument
+            kind = "counter" if meaning.kind == "counter" else "gauge"
+            metric = Metric(meaning.prometheus_name, meaning.description, kind)
+            for sample in family.samples:
+                metric.add_sample(meaning.prometheus_sample_name, dict(sample.labels), sample.value)
+            yield metric
+
+    def families(self) -> list[Family]:
+        """The latest samples; a source that has fallen silent is left out."""
+        reports = self._own_reports()
+        now = self._clock()
+        return families(
+            sample
+            for stream in self._streams()
+            if now - stream.latest[0] <= _STALE_INTERVALS * stream.pace.interval_ns
+            for sample in self._of_stream(stream, reports)
+        )
+
+    def _of_stream(
+        self, stream: Stream, reports: Iterable[tuple[int, Mapping[str, Any]]]
+    ) -> Iterator[Sample]:
+        table = stream.sampler.table
+        entities, (_, data) = stream.entities, stream.latest
+        ranks = ranks_by_key(reports, table.keys, entities)
+        meanings = instruments()
+        for record in table.struct.iter_unpack(data):
+            row = dict(zip((column.name for column in table.columns), record, strict=True))
+            key = tuple(row[name] for name in table.keys)
+            entity, rank = entities.get(key, {}), ranks.get(key)
+            for column in table.metrics:
+                value = _known(row[column.name], column.kind)
+                meaning = meanings.get((table.name, column.name))
+                if value is None or meaning is None:
+                    continue
+                labels = self._labels(meaning, table.keys, key, entity, rank)
+                yield Sample(
+                    instrument=meaning,
+                    labels=labels,
+                    value=value / meaning.divisor,
+                    time_ns=row["time_ns"],
+                )
+
+    def _labels(
+        self,
+        meaning: Instrument,
+        keys: tuple[str, ...],
+        key: tuple[int, ...],
+        entity: Mapping[str, Any],
+        rank: int | None,
+    ) -> dict[str, str]:
+        return series_labels(
+            meaning,
+            run=self._run.root.name,
+            host=self._host,
+            keys=keys,
+            key=key,
+            entity=entity,
+            rank=rank,
+        )
+
+    def _own_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Ranks of this node; each rank.json of the job is read once."""
+        for rank, _, paths in self._run.rank_folders():
+            name = paths.root.name
+            if name not in self._reports:
+                try:
+                    self._reports[name] = (rank, read_json(paths.report))
+                except RunFormatError:
+                    continue  # it is being written: the next scrape will find it
+        found = list(self._reports.values())
+        return [(rank, report) for rank, report in found if report.get("host") == self._host]
+
+
+def _known(value: float, kind: str) -> float | None:
+    """The value, unless it is missing; a negative count is damaged."""
+    if value == NULL_I64 or not math.isfinite(value):
+        return None
+    return None if counter_end(kind) is not None and value < 0 else value

@@ -1,0 +1,289 @@
+"""Automatic reactions: a snapshot when no step ends, a trace when steps become slower."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.agent.step_watch import Alarm, Node, Watch
+from haiprof.base.messages import print_message
+from haiprof.base.options import Options
+from haiprof.base.safe_files import create_file, make_private
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.stack_frames import frame_text, own_frame, parse_frames
+from haiprof.run_format.writer import LineWriter
+
+LOOK_S = 2.0
+PAUSE_S = 300.0
+"""Minimum time between two reactions of a kind, over all nodes."""
+TRACE_STEPS = 5
+LIMIT_S = 600.0
+_TERMINATE_S = 2.0
+_MOST_SUSPECTS = 8
+_RESULT_LIMIT_BYTES = 1 << 24
+_KEPT = ("rank", "reason", "doing", "certain")
+
+Start = Callable[[str, Sequence[str], int], "subprocess.Popen[bytes]"]
+"""Starts a haiprof command on the run, with its arguments, and a file as its output."""
+
+
+@dataclass(slots=True)
+class _Action:
+    """A running command."""
+
+    name: str
+    alarm: Alarm
+    command: str
+    process: subprocess.Popen[bytes]
+    result: Path
+    deadline_s: float
+
+
+class Reactor:
+    """Watches the ranks of one node, and starts a snapshot or trace of the run when needed.
+
+    Nodes share the number of reactions: the node that creates a reaction's file in the run
+    directory carries it out.
+
+    Args:
+        run: The run directory.
+        host: This node.
+        options: `react` and its limits.
+        start: Starts a haiprof command beside the job.
+        watch: The step watch.
+    """
+
+    def __init__(
+        self, run: RunPaths, host: str, options: Options, start: Start, watch: Watch | None = None
+    ) -> None:
+        self._run, self._host, self._options = run, host, options
+        self._start = start
+        self._watch = watch or Watch(
+            options.slow_limit,
+            options.hang_limit,
+            record_s=options.time_s,
+            warmup_s=options.warmup_s,
+        )
+        self._action: _Action | None = None
+        self._look_at = 0.0
+
+    def tick(self, node: Node) -> None:
+        """Looks every two seconds."""
+        self._collect()
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        for alarm in self._watch.look(node):
+            self._react(alarm)
+        while self._watch.suspensions:
+            begin, end, seen = self._watch.suspensions.pop(0)
+            line = {"type": "job_suspended", "time_ns": end, "gap_ns": end - begin, "seen": seen}
+            self._append(line)
+
+    def close(self) -> None:
+        """Ends running commands when the job is over."""
+        action, self._action = self._action, None
+        if action is None:
+            return
+        if action.process.poll() is None:
+            action.process.terminate()
+            try:
+                action.process.wait(_TERMINATE_S)
+            except subprocess.TimeoutExpired:
+                action.process.kill()
+                action.process.wait()
+            self._note_result(action, {"state": "failed", "reason": "the job ended before"})
+        else:
+            self._finish(action)
+
+    # -- one reaction --------------------------------------------------------------------------
+
+    def _react(self, alarm: Alarm) -> None:
+        claim = self._claim(alarm)
+        if claim is None:
+            return
+        fd, path = claim
+        command = self._command(alarm)
+        try:
+            self._note(path.stem, alarm, command or "none")
+            if not self._options.quiet and command != "snapshot":
+                print_message(
+                    f"{alarm.reason}; tracing {TRACE_STEPS} steps" if command else alarm.reason
+                )
+            if command is not None:
+                self._begin(path, alarm, command, fd)
+        finally:
+            os.close(fd)
+
+    def _command(self, alarm: Alarm) -> str | None:
+        """What is done; None where it is only noted."""
+        if self._action is not None:
+            return None
+        wanted = ("snapshot", "both") if alarm.trigger == "hang" else ("trace", "both")
+        if self._options.react not in wanted:
+            return None
+        return "snapshot" if alarm.trigger == "hang" else "trace-now"
+
+    def _begin(self, path: Path, alarm: Alarm, command: str, fd: int) -> None:
+        words = ["--json", *(["--steps", str(TRACE_STEPS)] if command == "trace-now" else [])]
+        try:
+            process = self._start(command, words, fd)
+        except (OSError, subprocess.SubprocessError) as error:
+            failed = {"state": "failed", "reason": str(error)}
+            self._append({"type": "reaction_result", "name": path.stem, **failed})
+            return
+        self._action = _Action(path.stem, alarm, command, process, path, time.monotonic() + LIMIT_S)
+
+    def _claim(self, alarm: Alarm) -> tuple[int, Path] | None:
+        """The file of the next reaction of this kind; None if it is too early, or one too many."""
+        with contextlib.suppress(OSError):  # full disk: its result could not be stored either
+            make_private(self._run.control, below=self._run.root)
+            for number in range(self._options.react_times):
+                path = self._run.control_reaction(alarm.trigger, number)
+                try:
+                    fd = create_file(path, below=self._run.root, mode=0o600)
+                except FileExistsError:
+                    if time.time() - path.stat().st_mtime < PAUSE_S:
+                        return None  # another node was faster
+                    continue
+                return fd, path
+        return None
+
+    def _collect(self) -> None:
+        action = self._action
+        if action is None:
+            return
+        if action.process.poll() is not None:
+            self._action = None
+            self._finish(action)
+        elif time.monotonic() > action.deadline_s:
+            action.process.kill()  # it is collected at the next tick
+
+    def _finish(self, action: _Action) -> None:
+        found = _read_result(action.result)
+        if found is None:
+            reason = f"haiprof {action.command} ended with status {action.process.returncode}"
+            content: dict[str, Any] = {"state": "failed", "reason": reason}
+        elif action.command == "snapshot":
+            content = {"state": "done", **_of_snapshot(found)}
+        else:
+            content = {"state": "done", **_of_trace(found)}
+        self._note_result(action, content)
+
+    # -- results - -------------------------------------------------------------------
+
+    def _note(self, name: str, alarm: Alarm, action: str) -> None:
+        wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
+        self._append(
+            {
+                "type": "reaction",
+                "name": name,
+                "time_ns": mono_ns,
+                "wall_ns": wall_ns,
+                "trigger": alarm.trigger,
+                "rank": alarm.rank,
+                "step": alarm.step,
+                "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
+                "reason": alarm.reason,
+                **alarm.numbers,
+                "action": action,
+            }
+        )
+
+    def _note_result(self, action: _Action, content: Mapping[str, Any]) -> None:
+        line = {"type": "reaction_result", "name": action.name, "wall_ns": time.time_ns()}
+        self._append({**line, **content})
+        if self._options.quiet or content["state"] != "done":
+            return
+        if action.command == "snapshot":
+            print_message(
+                f"{action.alarm.reason}: {_snapshot_text(content)}; see {content['path']}"
+            )
+        else:
+            print_message(
+                f"traced {content['rank_count']} ranks: haiprof trace-report {self._run.root} "
+                f"--window {content['window']}"
+            )
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        writer = LineWriter(self._run.node(self._host).events)
+        writer.append(line)
+        writer.close()
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_RESULT_LIMIT_BYTES))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks that held the job up, without those that save a checkpoint or wait for one."""
+    saving = found.get("saving") or []
+    suspects = [{key: suspect.get(key) for key in _KEPT} for suspect in found.get("suspects", ())]
+    if not suspects and not saving:
+        suspects = _only_rank(found.get("ranks"))
+    if all(suspect["rank"] in saving for suspect in suspects):
+        suspects = []
+    return {
+        "path": found.get("path"),
+        "moves": found.get("moves"),
+        "saving": saving,
+        "suspects": suspects[:_MOST_SUSPECTS],
+    }
+
+
+def _only_rank(ranks: object) -> list[dict[str, Any]]:
+    """The only rank of a job, which stands still: nobody else holds it up."""
+    if not isinstance(ranks, list) or len(ranks) != 1 or not isinstance(ranks[0], dict):
+        return []
+    only = ranks[0]
+    frames = parse_frames(only.get("stack")) or ()
+    own = own_frame(frames)
+    if own is None or only.get("process_state") in ("T", "t"):
+        return []
+    doing = (
+        frame_text(own) if own == frames[-1] else f"{frame_text(own)} → {frame_text(frames[-1])}"
+    )
+    worker = only.get("worker")
+    return [{
+        "rank": only.get("rank"), "reason": "it is the only rank, and no step of it ends",
+        "doing": f"{doing}; {worker}" if isinstance(worker, str) and worker else doing,
+        "certain": True,
+    }]  # fmt: skip
+
+
+def _of_trace(found: Mapping[str, Any]) -> dict[str, Any]:
+    done = [rank for rank in found.get("ranks", ()) if rank.get("state") == "done"]
+    return {
+        "window": found.get("window"),
+        "rank_count": len(done),
+        "steps": done[0].get("steps") if done else None,
+    }
+
+
+def _snapshot_text(content: Mapping[str, Any]) -> str:
+    suspects: list[dict[str, Any]] = content["suspects"]
+    if suspects:
+        first = suspects[0]
+        if sum(suspect["reason"] == first["reason"] for suspect in suspects) > 1:
+            return f"ranks contradict each other: {first['reason']}"
+        verb = "holds the job up" if first["certain"] else "does something else than the rest"
+        doing = f"; it is at {first['doing']}" if first["doing"] else ""
+        return f"rank {first['rank']} {verb}: {first['reason']}{doing}"
+    if content["saving"]:
+        return f"a checkpoint is being saved (rank {content['saving'][0]})"
+    if content["moves"]:
+        return "collectives go on"
+    return "no rank differs from the others"

@@ -1,0 +1,358 @@
+"""Relays requests from the run directory to the ranks of this node, and their replies back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from haiprof.agent.rings import Rings
+from haiprof.base.errors import RunFormatError
+from haiprof.base.safe_files import remove_file
+from haiprof.linux.procfs import process_state
+from haiprof.run_format.control import (
+    MESSAGE_LIMIT_BYTES,
+    Request,
+    control_socket,
+    encode_message,
+    open_requests,
+    parse_request,
+    pending_requests,
+    post_member,
+    post_reply,
+)
+from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.messages import (
+    HELLO,
+    MEMBER,
+    REMOTE_REPLY,
+    REPLY,
+    conform,
+    is_id,
+    read_object,
+)
+
+if TYPE_CHECKING:
+    from haiprof.agent.reach.controller import Controller
+    from haiprof.agent.reach.uplink import Uplink
+
+TELL_S = 15.0
+"""Interval at which an agent announces its ranks to the controller, which may have restarted."""
+_STEPS_ID = "steps"
+"""The id of the agent's own question for steps; ids of requests hold a time."""
+_BACKLOG = 1024
+_PACKETS_PER_TICK = 64
+_ASKED_LIMIT = 1000
+"""Requests whose replies are still accepted; older ones have timed out."""
+_ELSEWHERE_LIMIT = 200_000
+"""Maximum number of ranks of other nodes; each has a file per request."""
+_FROM_BELOW_S = 0.25
+"""Time per tick for replies of other nodes: the launcher has other work."""
+_INT = struct.Struct("i")
+_UCRED = struct.Struct("3i")
+
+
+class LiveRank(NamedTuple):
+    """A rank of this node that can be asked."""
+
+    rank: int
+    pid: int
+    paths: RankPaths
+    reported_steps: int | None = None
+    """Its optimizer steps, as it last answered `ask_steps`; None before."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A rank's connection."""
+
+    connection: socket.socket
+    pid: int
+    """Its process id, from the kernel."""
+    rank: int | None = None
+    name: str = ""
+    """`3`, `3.1` for its second attempt; empty until it has introduced itself."""
+    reported_steps: int | None = None
+    given: int = -1
+    """A descriptor that came with its last message: its ring; -1 where none did."""
+
+
+@dataclass
+class Relay:
+    """The agent's end of the control sockets; all work is done in the launcher's tick.
+
+    Args:
+        run: The run directory.
+        host: This node.
+    """
+
+    run: RunPaths
+    host: str
+    peers: list[Peer] = field(default_factory=list)
+    controller: Controller | None = None
+    """Sends requests to agents that do not share this run directory."""
+    uplink: Uplink | None = None
+    """Receives requests from the controller, where the run directory is not shared."""
+    rings: Rings = field(default_factory=Rings)
+    _announced_s: float = 0.0
+    _listener: socket.socket | None = None
+    _requests: int = -1
+    _seen: set[str] = field(default_factory=set)
+    _asked: dict[str, Request] = field(default_factory=dict)
+    _remote: set[str] = field(default_factory=set)
+    _elsewhere: set[str] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Listens for the ranks of this node; requests from before its start are not for it.
+
+        Raises:
+            OSError: The file system supports no sockets, or another agent listens here.
+        """
+        self._requests = open_requests(self.run)
+        pending_requests(self._requests, self._seen)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            folder, path = control_socket(self.run, self.host)
+            try:
+                listener.bind(path)
+            finally:
+                os.close(folder)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            self._close_requests()
+            raise
+        self._listener = listener
+
+    def tick(self) -> None:
+        """Accepts ranks, relays new requests, and stores replies."""
+        self._accept()
+        for peer in list(self.peers):
+            self._read(peer)
+        self.rings.tick()
+        for request in pending_requests(self._requests, self._seen):
+            self._pass_on(request)
+            if self.controller is not None:
+                self.controller.broadcast(request.as_json())
+        if self.uplink is not None:
+            self._from_above(self.uplink)
+        if self.controller is not None:
+            self._from_below(self.controller)
+
+    def _pass_on(self, request: Request) -> None:
+        self._asked[request.id] = request
+        if len(self._asked) > _ASKED_LIMIT:
+            oldest = next(iter(self._asked))
+            del self._asked[oldest]
+            self._remote.discard(oldest)
+        for peer in list(self.peers):  # one that is gone is dropped meanwhile
+            self._ask(peer, request)
+
+    def _from_above(self, uplink: Uplink) -> None:
+        """Relays requests from the controller, and announces this node's ranks to it."""
+        while uplink.requests:
+            with contextlib.suppress(RunFormatError):  # not of ours
+                request = parse_request(read_object(uplink.requests.popleft()), "controller")
+                if request.id not in self._asked and request.expires_wall_ns > time.time_ns():
+                    self._remote.add(request.id)
+                    self._pass_on(request)
+        if time.monotonic() - self._announced_s > TELL_S:
+            self._announced_s = time.monotonic()
+            for peer in self.peers:
+                self._introduce(peer)
+
+    def _introduce(self, peer: Peer) -> None:
+        if self.uplink is not None and peer.name:
+            member = {"name": peer.name, "rank": peer.rank, "host": self.host, "pid": peer.pid}
+            self.uplink.send({"member": member})
+
+    def _from_below(self, controller: Controller) -> None:
+        """Stores messages of other nodes' agents; within a tick only for a limited time."""
+        until_s = time.monotonic() + _FROM_BELOW_S
+        while time.monotonic() < until_s:
+            data = controller.take()
+            if data is None:
+                return
+            with contextlib.suppress(OSError):  # full disk: the rank seems silent
+                self._note_agent(read_object(data) or {})
+
+    def _note_agent(self, message: dict[str, Any]) -> None:
+        """Stores a member or a reply that conforms to the schema, and nothing else.
+
+        Raises:
+            OSError: The run directory is gone, read-only or full.
+        """
+        member = conform(message.get("member"), MEMBER)
+        request_id, reply = message.get("id"), message.get("reply")
+        if member is not None and self._has_room(member["name"]):
+            post_member(self.run, member["name"], member)
+        elif is_id(request_id) and request_id in self._asked and isinstance(reply, dict):
+            signed = conform(reply, REMOTE_REPLY)
+            if signed is not None and self._has_room(signed["name"]):
+                post_reply(self.run, str(request_id), signed["name"], reply)
+
+    def _has_room(self, name: str) -> bool:
+        """Whether that rank of another node is known, or there is room for it."""
+        if len(self._elsewhere) < _ELSEWHERE_LIMIT:
+            self._elsewhere.add(name)
+        return name in self._elsewhere
+
+    def live_ranks(self) -> list[LiveRank]:
+        """Each rank that is connected."""
+        return [
+            LiveRank(
+                peer.rank,
+                peer.pid,
+                self.run.rank(peer.rank, int(peer.name.partition(".")[2] or 0)),
+                peer.reported_steps,
+            )
+            for peer in self.peers
+            if peer.rank is not None
+        ]
+
+    def ask_steps(self, pids: Collection[int]) -> None:
+        """Asks some processes how many optimizer steps there were; `live_ranks` has the answers."""
+        question = encode_message({"id": _STEPS_ID, "kind": "status", "arguments": {}})
+        for peer in list(self.peers):
+            if peer.pid in pids:
+                try:
+                    peer.connection.send(question)
+                except BlockingIOError:
+                    continue  # it has not read the last one yet
+                except OSError:
+                    self._drop(peer)
+
+    def stop(self) -> None:
+        """Closes everything and takes the socket out of the run directory."""
+        for line in (self.controller, self.uplink):
+            if line is not None:
+                line.stop()
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with contextlib.suppress(OSError):
+            self._accept()
+            for peer in list(self.peers):
+                self._read(peer)  # messages before the end of the connection
+        self.rings.close()
+        for peer in self.peers:
+            peer.connection.close()
+        self.peers.clear()
+        listener.close()
+        self._close_requests()
+        with contextlib.suppress(OSError):
+            folder, path = control_socket(self.run, self.host)
+            try:
+                remove_file(Path(path), below=Path(path).parent)
+            finally:
+                os.close(folder)
+
+    def _close_requests(self) -> None:
+        number, self._requests = self._requests, -1
+        if number >= 0:
+            os.close(number)
+
+    def _accept(self) -> None:
+        while self._listener is not None:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            pid, uid, _ = _UCRED.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            )
+            if uid != os.getuid():
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self.peers.append(Peer(connection, pid))
+
+    def _ask(self, peer: Peer, request: Request) -> None:
+        if not peer.name or (request.ranks is not None and peer.rank not in request.ranks):
+            return
+        if request.kind == "stacks":  # a stopped process cannot answer
+            self._keep(peer, request.id, {"state": "asked", "process": process_state(peer.pid)})
+        try:
+            peer.connection.send(encode_message(request.as_json()))
+        except BlockingIOError:
+            self._keep(peer, request.id, {"state": "refused", "reason": "its requests pile up"})
+        except OSError:
+            self._drop(peer)
+
+    def _read(self, peer: Peer) -> None:
+        for _ in range(_PACKETS_PER_TICK):
+            try:
+                packet, peer.given = _receive(peer.connection)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if packet:
+                self._take(peer, read_object(packet) or {})
+            if peer.given >= 0:
+                os.close(peer.given)
+                peer.given = -1
+            if not packet:
+                self._drop(peer)
+                return
+
+    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+        hello, request_id = conform(message.get("hello"), HELLO), message.get("id")
+        if hello is not None and not peer.name:
+            rank, attempt = hello["rank"], hello["attempt"]
+            peer.rank = rank
+            peer.name = f"{rank}.{attempt}" if attempt else str(rank)
+            if peer.given >= 0:
+                self.rings.add(peer.given, peer.pid, self.run.rank(rank, attempt))
+                peer.given = -1
+            self._drop_older(peer)
+            self._introduce(peer)
+        elif request_id == _STEPS_ID:
+            steps = message.get("step")
+            peer.reported_steps = steps if type(steps) is int else None
+        elif is_id(request_id) and request_id in self._asked and peer.name:
+            content = {name: value for name, value in message.items() if name != "id"}
+            if conform(content, REPLY) is not None:
+                self._keep(peer, str(request_id), content)
+
+    def _keep(self, peer: Peer, request_id: str, content: dict[str, Any]) -> None:
+        said = {"rank": peer.rank, "host": self.host, "pid": peer.pid, **content}
+        if request_id in self._remote and self.uplink is not None:
+            above = {**said, "name": peer.name, "run": str(self.run.root)}
+            self.uplink.send({"id": request_id, "reply": above})
+            return
+        with contextlib.suppress(OSError):  # full disk: the rank seems silent
+            post_reply(self.run, request_id, peer.name, said)
+
+    def _drop_older(self, peer: Peer) -> None:
+        """Drops an older connection of the same process, whose descriptor the job has closed."""
+        for other in list(self.peers):
+            if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
+                self._drop(other)
+
+    def _drop(self, peer: Peer) -> None:
+        peer.connection.close()
+        self.peers = [other for other in self.peers if other is not peer]
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, int]:
+    """One message, and the descriptor that came with it, or -1.
+
+    The kernel closes what there is no room for. Python's `recv_fds` passes no flags on (3.11).
+
+    Raises:
+        OSError: The connection is broken.
+    """
+    packet, extras, _, _ = connection.recvmsg(
+        MESSAGE_LIMIT_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC
+    )
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+    numbers = [_INT.unpack(data)[0] for *kind, data in extras if tuple(kind) == rights]
+    return packet, numbers[0] if numbers else -1

@@ -1,0 +1,179 @@
+"""The control group of the launcher and of its job: throttling, limits, memory, pressure."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from haiprof.agent.samplers.sampler import Node
+from haiprof.agent.samplers.table import TableSampler
+from haiprof.linux.cgroup_files import Places, cgroup_readings
+from haiprof.linux.cgroup_limits import OwnLimit, cpu_limit, memory_limit
+from haiprof.linux.cgroup_tree import V2, Cgroup, CgroupTree
+from haiprof.linux.procfs import ProcFile
+from haiprof.linux.readings import Clock, Entity, Unavailable
+from haiprof.linux.sysfs import inode
+from haiprof.run_format.tables.cgroup import CGROUP
+
+OWN = "own"  # the launcher's cgroup; those above it have the last part of their path as name
+_CONTROLLERS = ("cpu", "cpuacct", "memory", V2)
+_LIMITS = {"cpu": cpu_limit, "memory": memory_limit}
+
+
+class CgroupSampler(TableSampler):
+    """One record of the launcher's cgroup, and one of each visible ancestor with a limit.
+
+    A cgroup counts the throttling by its own quota: that of an ancestor's quota is in the
+    ancestor's record. A launcher that is moved, or whose cgroup is recreated, gets another key, so
+    that no difference spans both.
+    """
+
+    name = "cgroup"
+    recorder = "host"
+    table = CGROUP
+
+    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
+        super().__init__(clock=clock)
+        self._root = root
+        self._memberships = ProcFile(root / "proc/self/cgroup")
+        self._mountinfo = root / "proc/self/mountinfo"
+        self._key = -1
+        self._seen: object = None
+        self._cgroups: Places = {}
+        self._folders: set[str] = set()
+        self._unlimited: dict[str, tuple[Places, list[OwnLimit]]] = {}
+
+    @classmethod
+    def for_node(cls, node: Node) -> CgroupSampler:
+        """The sampler of a node."""
+        return cls(root=node.root, clock=node.clock)
+
+    def find(self) -> Sequence[Entity]:
+        """The launcher's cgroup and the limited ones above it.
+
+        Raises:
+            Unavailable: None of its controllers is visible.
+        """
+        self._locate()
+        found = [self._cgroups[name] for name in _LIMITS]
+        if all(isinstance(cgroup, Unavailable) for cgroup in found):
+            raise next(cgroup for cgroup in found if isinstance(cgroup, Unavailable))
+        return [self._own(), *self._limited()]
+
+    def refresh(self) -> None:
+        """Detects another cgroup, and an ancestor with a new limit."""
+        if self._identity() == self._seen:
+            for entity in self._limited():
+                self.add(entity)
+            return
+        for entity in self.entities:
+            self.drop(entity.key)
+        self._locate()
+        for entity in (self._own(), *self._limited()):
+            self.add(entity)
+
+    def release(self) -> None:
+        """Closes open files other than those of entities."""
+        self._memberships.close()
+        self._close_limits()
+
+    # -- where --------------------------------------------------------------------------------
+
+    def _locate(self) -> None:
+        """Finds the cgroup of each controller, and those above."""
+        try:
+            memberships = os.fsdecode(self._memberships.read())
+            mountinfo = os.fsdecode(self._mountinfo.read_bytes())
+        except OSError as error:
+            why = Unavailable(f"{error.filename or self._memberships.path}: {error.strerror}")
+            self._cgroups = dict.fromkeys(_CONTROLLERS, why)
+        else:
+            tree = CgroupTree(memberships, mountinfo, self._root)
+            self._cgroups = {name: _find_cgroup(tree, name) for name in _CONTROLLERS}
+        known = (cgroup for cgroup in self._cgroups.values() if isinstance(cgroup, Cgroup))
+        self._folders |= {str(cgroup.folder) for cgroup in known}  # one that is gone may return
+        self._seen = self._identity()
+        self._close_limits()
+        self._unlimited = {
+            path: (cgroups, [_LIMITS[name](cgroups[name]) for name in _LIMITS if name in cgroups])
+            for path, cgroups in _above(self._cgroups).items()
+        }
+
+    def _identity(self) -> object:
+        """Identifies the cgroup: its path, and the folder behind it."""
+        try:
+            memberships = self._memberships.read()
+        except OSError:
+            memberships = b""
+        return (memberships, *map(inode, self._folders))
+
+    def _close_limits(self) -> None:
+        for _, limits in self._unlimited.values():
+            for limit in limits:
+                limit.close()
+        self._unlimited = {}
+
+    # -- entities -----------------------------------------------------------------------------
+
+    def _own(self) -> Entity:
+        return self._entity(OWN, self._cgroups)
+
+    def _limited(self) -> list[Entity]:
+        """The ancestors that have a limit and are not sampled yet."""
+        found = [
+            path
+            for path, (_, limits) in self._unlimited.items()
+            if any(_is_set(limit) for limit in limits)
+        ]
+        entities = []
+        for path in found:
+            cgroups, limits = self._unlimited.pop(path)
+            for limit in limits:
+                limit.close()
+            entities.append(self._entity(PurePosixPath(path).name or path, cgroups))
+        return entities
+
+    def _entity(self, name: str, cgroups: Places) -> Entity:
+        self._key += 1
+        known = {controller: _of(cgroups, controller) for controller in _CONTROLLERS}
+        folders = {
+            controller or "unified": str(cgroup.folder)
+            for controller, cgroup in known.items()
+            if isinstance(cgroup, Cgroup)
+        }
+        return Entity(
+            key=(self._key,),
+            name=name,
+            readings=cgroup_readings(known),
+            details={"folders": folders},
+        )
+
+
+def _find_cgroup(tree: CgroupTree, controller: str) -> Cgroup | Unavailable:
+    try:
+        return tree.cgroup(controller)
+    except Unavailable as why:
+        return why
+
+
+def _of(cgroups: Places, controller: str) -> Cgroup | Unavailable:
+    missing = Unavailable(f"the {controller or 'unified'} tree has no cgroup of that path")
+    return cgroups.get(controller, missing)
+
+
+def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:
+    """The visible ancestors by path, nearest first, each with the controllers that have it."""
+    paths: dict[str, dict[str, Cgroup]] = {}
+    for controller, cgroup in cgroups.items():
+        for above in cgroup.above() if isinstance(cgroup, Cgroup) else ():
+            paths.setdefault(str(above.path), {})[controller] = above
+    return paths
+
+
+def _is_set(limit: OwnLimit) -> bool:
+    try:
+        return limit.read() is not None
+    except (OSError, ValueError):
+        return True  # it cannot be read, which its record states

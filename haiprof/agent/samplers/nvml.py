@@ -1,0 +1,380 @@
+"""NVML for the samplers: loaded late, with its errors as reasons, and field ids by driver."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from haiprof.agent.samplers.table import TableSampler
+from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Status, Unavailable, Value
+
+LIBRARY = "libnvidia-ml.so.1"
+NO_LIBRARY = f"no {LIBRARY}: no NVIDIA driver here, or not in this container"
+NO_LIBRARY_REMEDY = "in a container: NVIDIA_DRIVER_CAPABILITIES=utility,compute"
+_OLD_BINDING_REMEDY = "pip install --upgrade nvidia-ml-py"
+
+# nvmlReturn_t, nvml.h
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+NOT_FOUND = 6
+TIMEOUT = 10
+LIBRARY_NOT_FOUND = 12
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+OPERATING_SYSTEM = 17
+LIB_RM_VERSION_MISMATCH = 18
+ARGUMENT_VERSION_MISMATCH = 25
+DEPRECATED = 26
+
+_LOST = (GPU_IS_LOST, RESET_REQUIRED)
+_STATUS: Mapping[int, Status] = {
+    INVALID_ARGUMENT: "unsupported",
+    NOT_SUPPORTED: "unsupported",
+    NO_PERMISSION: "denied",
+    LIBRARY_NOT_FOUND: "absent",
+    FUNCTION_NOT_FOUND: "unsupported",
+    ARGUMENT_VERSION_MISMATCH: "unsupported",
+    DEPRECATED: "unsupported",
+}
+# These last as long as the driver runs; an invalid argument may be temporary (two GPM samples too
+# close to each other).
+_LASTING = _STATUS.keys() - {INVALID_ARGUMENT}
+_WORDS = {
+    INVALID_ARGUMENT: "Invalid Argument",
+    NOT_SUPPORTED: "Not Supported",
+    NO_PERMISSION: "Insufficient Permissions",
+    NOT_FOUND: "Not Found",
+    TIMEOUT: "Timeout",
+    GPU_IS_LOST: "GPU is lost",
+    RESET_REQUIRED: "GPU requires restart",
+    DEPRECATED: "deprecated, no longer answered",
+}
+_REMEDIES = {
+    NO_PERMISSION: "the right to /dev/nvidia*, in a container with all of this GPU",
+    FUNCTION_NOT_FOUND: "a newer NVIDIA driver",
+    LIBRARY_NOT_FOUND: NO_LIBRARY_REMEDY,
+    LIB_RM_VERSION_MISMATCH: "a reboot: library and kernel module are of different versions",
+    OPERATING_SYSTEM: "the right to /dev/nvidia* (file modes, cgroup device rules)",
+}
+
+# NVML holds the driver's global lock, which the job's own allocations wait for (MangoHud pull
+# request 2104): longer samples are taken less often. It is the whole sample that is timed.
+_LIMIT_NS = 5_000_000
+_LIMIT_PER_GPU_NS = 2_000_000
+
+Version = tuple[int, ...]
+
+
+class Nvml:
+    """NVML while it is in use: one nvmlInit, and one nvmlShutdown at the end.
+
+    Args:
+        module: A module like pynvml; None imports nvidia-ml-py's.
+    """
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        self._module: Any = module
+        self._started = False
+        self.version = ""
+        """The running driver's version; empty where unknown."""
+
+    def open(self) -> None:
+        """Loads the library and starts it.
+
+        Raises:
+            Unavailable: There is no driver, or it does not answer.
+        """
+        if self._module is None:
+            self._module = _binding()
+        self.call("nvmlInit")
+        self._started = True
+        try:
+            self.version = text(self.call("nvmlSystemGetDriverVersion"))
+        except Unavailable:
+            self.version = ""  # what depends on it is then not read
+
+    @property
+    def driver(self) -> Version:
+        """The version as numbers that compare; empty where it is unknown."""
+        return parse_version(self.version)
+
+    def close(self) -> None:
+        """Releases the driver; may be called again."""
+        if not self._started:
+            return
+        self._started = False
+        try:
+            self.call("nvmlShutdown")
+        except Unavailable:
+            return  # a driver that cannot be released cannot be handled
+
+    def sibling(self) -> Nvml:
+        """Another handle of the same library, to be opened and closed on its own."""
+        return Nvml(self._module)
+
+    def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
+        """What a function of the binding returns.
+
+        Raises:
+            Unavailable: Why it gives nothing.
+        """
+        found = getattr(self._module, function, None)
+        if found is None:
+            raise Unavailable(
+                f"nvidia-ml-py has no {function}",
+                status="unsupported",
+                remedy=_OLD_BINDING_REMEDY,
+                lasting=True,
+            )
+        try:
+            return found(*arguments)
+        except self._module.NVMLError as error:
+            raise refusal(error.value, function, str(error)) from None
+
+
+class Refusal(Unavailable):
+    """An error of NVML; `code` is its nvmlReturn_t."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(
+            reason,
+            status=_STATUS.get(code, "absent"),
+            remedy=_REMEDIES.get(code, ""),
+            lasting=code in _LASTING,
+        )
+        self.code = code
+
+
+def refusal(code: int, what: str, words: str = "") -> Refusal:
+    """An NVML return code as a reason.
+
+    Args:
+        code: The nvmlReturn_t.
+        what: The function or field that was asked.
+        words: NVML's own words for the code.
+    """
+    if code == LIBRARY_NOT_FOUND:
+        return Refusal(code, NO_LIBRARY)
+    return Refusal(code, f"{what}: {words or _WORDS.get(code, f'NVML error {code}')}")
+
+
+class Device:
+    """One GPU.
+
+    Args:
+        nvml: Open.
+        index: NVML's, in the order of PCI bus ids.
+        handle: NVML's.
+        lost: Called once when the GPU has fallen off the bus or needs a reset.
+    """
+
+    def __init__(
+        self, nvml: Nvml, index: int, handle: object, lost: Callable[[Device, str], None]
+    ) -> None:
+        self.nvml = nvml
+        self.index = index
+        self.handle = handle
+        self.is_lost = False
+        self._tell = lost
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"gpu {self.index}"
+
+    def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
+        """A function that takes the device first.
+
+        Raises:
+            Unavailable: Why it gives nothing.
+            EntityGone: The GPU is lost; it is not read any more.
+        """
+        if self.is_lost:
+            raise EntityGone
+        try:
+            return self.nvml.call(function, self.handle, *arguments)
+        except Refusal as why:
+            self.check(why.code, why.reason)
+            raise
+
+    def check(self, code: int, reason: str) -> None:
+        """Ends the use of a GPU whose return code says that it is lost.
+
+        Raises:
+            EntityGone: It is.
+        """
+        if code in _LOST:
+            self.is_lost = True
+            self._tell(self, reason)
+            raise EntityGone
+
+    def ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
+        """The same, None where there is no answer."""
+        try:
+            return self.call(function, *arguments)
+        except Unavailable:
+            return None
+
+    @property
+    def has_mig(self) -> bool:
+        """Whether it is cut into instances now."""
+        return bool((self.ask("nvmlDeviceGetMigMode") or (0, 0))[0])
+
+    def details(self, root: Path) -> dict[str, object]:
+        """Its UUID, model, PCI bus id as in /sys, NUMA node; None where unknown."""
+        info = self.ask("nvmlDeviceGetPciInfo")
+        bus_id = None if info is None else sysfs_bus_id(text(info.busId))
+        return {
+            "uuid": text(self.call("nvmlDeviceGetUUID")),
+            "model": text(self.call("nvmlDeviceGetName")),
+            "bus_id": bus_id,
+            "numa_node": None if bus_id is None else numa_node(root, bus_id),
+            "mig": self.has_mig,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One NVML function and the columns that it fills."""
+
+    columns: tuple[str, ...]
+    functions: tuple[str, ...]
+    """The first one that driver and binding have is used, as names change."""
+    arguments: tuple[object, ...] = ()
+    values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)
+    """From NVML's answer to base units."""
+
+
+def call_reading(device: Device, call: Call) -> Reading:
+    """A call as a reading."""
+    function = _first_known(device, call)
+    return Reading(
+        columns=call.columns,
+        origin=function,
+        read=lambda: call.values(device.call(function, *call.arguments)),
+    )
+
+
+class NvmlSampler(TableSampler):
+    """One record per GPU that the driver shows; a subclass says what is read of each."""
+
+    recorder = "gpu"
+    read_limit_ns = _LIMIT_NS
+
+    def __init__(
+        self,
+        *,
+        nvml: ModuleType | None = None,
+        root: Path = Path("/"),
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        super().__init__(clock=clock)
+        self.nvml = Nvml(nvml)
+        self.root = root
+        self.devices: list[Device] = []
+        """Those that can be used; after `find`."""
+
+    def readings(self, device: Device) -> Iterable[Reading]:
+        """What is read of one GPU."""
+        raise NotImplementedError
+
+    def find(self) -> list[Entity]:
+        """The GPUs; one that cannot be used is named with the reason."""
+        self.nvml.open()
+        count = self.nvml.call("nvmlDeviceGetCount")
+        found = [entity for index in range(count) if (entity := self._entity(index))]
+        if not found:
+            raise Unavailable("NVML: the driver shows no usable GPU")
+        self.read_limit_ns = max(_LIMIT_NS, _LIMIT_PER_GPU_NS * len(found))
+        return found
+
+    def header(self) -> dict[str, object]:
+        """`entities` and the driver's version."""
+        return {**super().header(), "driver": self.nvml.version or None}
+
+    def release(self) -> None:
+        """Releases the driver."""
+        self.nvml.close()
+
+    def _entity(self, index: int) -> Entity | None:
+        """One GPU; None for one that cannot be used, with the reason noted."""
+        try:
+            handle = self.nvml.call("nvmlDeviceGetHandleByIndex", index)
+            device = Device(self.nvml, index, handle, self._lost)
+            details = device.details(self.root)
+            readings = tuple(self.readings(device))
+        except Unavailable as why:
+            self.missing.note(f"gpu {index}", why.reason, why.status, why.remedy)
+            return None
+        except EntityGone:
+            return None  # it has reported that itself
+        self.devices.append(device)
+        return Entity(key=(index,), name=device.name, readings=readings, details=details)
+
+    def _lost(self, device: Device, reason: str) -> None:
+        self.missing.note(device.name, f"{reason}; no further values")
+
+
+def parse_version(words: str) -> Version:
+    """`580.159.04` as numbers that compare; empty where it is not one."""
+    parts = words.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+
+
+def sysfs_bus_id(bus_id: str) -> str:
+    """NVML's `00000000:0F:00.0` as /sys has it: `0000:0f:00.0`."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
+
+
+def numa_node(root: Path, bus_id: str) -> int | None:
+    """The NUMA node of a PCI device; None where the firmware did not say (-1)."""
+    try:
+        node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def text(words: str | bytes) -> str:
+    """NVML's words are bytes in older bindings."""
+    return words.decode(errors="replace") if isinstance(words, bytes) else words
+
+
+def _binding() -> ModuleType:
+    """The module of nvidia-ml-py; imported late, as it is useless without a driver."""
+    try:
+        ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
+    except OSError:
+        raise Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY) from None
+    try:
+        import pynvml
+    except ImportError as error:
+        reason = f"nvidia-ml-py cannot be imported: {error}"
+        raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
+    module: ModuleType = pynvml
+    return module
+
+
+def _first_known(device: Device, call: Call) -> str:
+    """The function's name on this driver; the last one where none of them is there."""
+    names = call.functions
+    return next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
+
+
+def _is_known(device: Device, function: str, call: Call) -> bool:
+    """Whether both driver and binding have it, whatever it answers."""
+    try:
+        device.call(function, *call.arguments)
+    except Refusal as why:
+        return why.code != FUNCTION_NOT_FOUND
+    except Unavailable:
+        return False
+    return True

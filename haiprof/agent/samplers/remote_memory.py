@@ -1,0 +1,248 @@
+"""Per rank: instructions, cycles, and cache fills from near and far DRAM, without privileges."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from haiprof.agent.samplers.core_events import INSTRUCTIONS, LINE_BYTES, LOCAL, REMOTE, core_events
+from haiprof.agent.samplers.rank_reports import RankProcess, RankReports
+from haiprof.agent.samplers.ranks import RankSampler
+from haiprof.linux.cpu_sockets import no_core_pmu, read_cpu
+from haiprof.linux.perf_events import (
+    Event,
+    Kernel,
+    LinuxKernel,
+    ScaledCounter,
+    ScaledSum,
+    Share,
+    close_all,
+    open_counter,
+    refusal,
+)
+from haiprof.linux.procfs import read_start_ticks
+from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.tables.remote_memory import REMOTE_MEMORY
+
+_OWN_PROCESS = 2  # the kernel.perf_event_paranoid that allows counting one's own user code
+_TRIES = 5
+_MANY = 100_000_000
+_FILTERED = Unavailable(
+    "the PMU of this virtual machine counts no DRAM fills: its host filters the event",
+    status="unsupported",
+)
+
+
+class RemoteMemorySampler(RankSampler):
+    """One record per rank process: what its threads and children did since it was first seen.
+
+    Args:
+        run: Whose ranks.
+        host: This host as the ranks name it.
+        pid: One more process to look at, that did not report in.
+        root: Where /proc and /sys are.
+        clock: CLOCK_MONOTONIC in ns.
+        reports: Shared with the node's other samplers; its own unless given.
+        kernel: The system calls for perf events.
+        events: What fills each counter; those of this CPU unless given.
+        spare: How many more files may be opened.
+    """
+
+    name = "remote_memory"
+    recorder = "perf"
+    table = REMOTE_MEMORY
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        *,
+        pid: int | None = None,
+        root: Path = Path("/"),
+        clock: Clock = time.perf_counter_ns,
+        reports: RankReports | None = None,
+        kernel: Kernel | None = None,
+        events: Mapping[str, Event | Unavailable] | None = None,
+        spare: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(run, host, pid=pid, root=root, clock=clock, reports=reports)
+        self._kernel = kernel or LinuxKernel()
+        self._cpu = read_cpu(root)
+        self._events = dict(events or core_events(self._cpu))
+        self._spare = spare or spare_files
+
+    def find(self) -> Iterable[Entity]:
+        """Tries each event on haiprof's own thread; ranks come with `refresh`.
+
+        Raises:
+            Unavailable: None can be counted.
+        """
+        for column, event in self._events.items():
+            if isinstance(event, Event):
+                try:
+                    self._kernel.close(self._kernel.open(event.attr(), 0, -1))
+                except OSError as error:
+                    self._events[column] = self._refused(error, event)
+        refusals = {c: each for c, each in self._events.items() if isinstance(each, Unavailable)}
+        if len(refusals) == len(self._events):
+            raise next(iter(refusals.values()))
+        for column, why in refusals.items():
+            self.missing.note(column, why.reason, why.status, why.remedy)
+        return super().find()
+
+    def header(self) -> dict[str, object]:
+        """`entities`, and `events`: what fills each column."""
+        events = {c: each.name for c, each in self._events.items() if isinstance(each, Event)}
+        return {**super().header(), "events": events}
+
+    def readings(self, process: RankProcess) -> tuple[Reading, ...]:
+        """One reading of all counters; they are opened at the first."""
+        counters = RankCounters(
+            process,
+            self._events,
+            root=self.root,
+            kernel=self._kernel,
+            spare=self._spare,
+            virtual=self._cpu.virtual,
+        )
+        return (
+            Reading(
+                columns=(*self._events, "counted_ratio"),
+                origin=f"perf_event_open, threads of process {process.pid}",
+                read=counters.read,
+                close=counters.close,
+            ),
+        )
+
+    def _refused(self, error: OSError, event: Event) -> Unavailable:
+        virtual = no_core_pmu(self.root, self._cpu)
+        return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual)
+
+
+class RankCounters:
+    """The counters of one process: one per event and thread, inherited by what starts later.
+
+    Args:
+        process: Whose.
+        events: What fills each column, or why nothing does.
+        root: Where /proc is.
+        kernel: The system calls.
+        spare: How many more files may be opened.
+        virtual: Whether this is a virtual machine, whose host may filter events.
+    """
+
+    def __init__(
+        self,
+        process: RankProcess,
+        events: Mapping[str, Event | Unavailable],
+        *,
+        root: Path,
+        kernel: Kernel,
+        spare: Callable[[], int],
+        virtual: bool,
+    ) -> None:
+        self._process = process
+        self._events = events
+        self._root = root
+        self._kernel = kernel
+        self._spare = spare
+        self._share = Share()
+        self._virtual = virtual
+        self._sums: dict[str, ScaledSum | Unavailable] = {}
+
+    def read(self) -> Sequence[Value | Unavailable]:
+        """One value per event, then the share of the time in which they counted.
+
+        Raises:
+            EntityGone: The process has ended.
+            Unavailable: Its threads cannot be counted now.
+        """
+        if read_start_ticks(self._root, self._process.pid) != self._process.start_ticks:
+            raise EntityGone
+        if not self._sums:
+            self._sums = self._open()
+        values = {column: self._value(self._sums[column]) for column in self._events}
+        if self._virtual and _filtered(values):
+            values = {**values, LOCAL: _FILTERED, REMOTE: _FILTERED}
+        return (*values.values(), self._share.take())
+
+    def close(self) -> None:
+        """Ends the counting."""
+        close_all(each for each in self._sums.values() if isinstance(each, ScaledSum))
+        self._sums = {}
+
+    def _value(self, counters: ScaledSum | Unavailable) -> Value | Unavailable:
+        if isinstance(counters, Unavailable):
+            return counters
+        try:
+            return counters.read()
+        except OSError as error:
+            return Unavailable(f"reading a counter: {error.strerror}", status="unsupported")
+        except Unavailable as why:
+            return why
+
+    def _open(self) -> dict[str, ScaledSum | Unavailable]:
+        """Counters for every thread there is.
+
+        A thread that appears meanwhile may be counted by inheritance or not at all, according to
+        which thread has started it: everything is then opened anew.
+        """
+        for _ in range(_TRIES):
+            threads = self._threads()
+            self._check_room(len(threads))
+            opened = {column: self._open_event(column, threads) for column in self._events}
+            if self._threads() <= threads:
+                return opened
+            close_all(each for each in opened.values() if isinstance(each, ScaledSum))
+        raise Unavailable("threads start faster than their counters can be opened")
+
+    def _open_event(self, column: str, threads: Iterable[int]) -> ScaledSum | Unavailable:
+        event = self._events[column]
+        if isinstance(event, Unavailable):
+            return event
+        counters: list[ScaledCounter] = []
+        try:
+            for thread in sorted(threads):
+                counters.extend(self._open_thread(event, thread))
+        except OSError as error:
+            close_all(counters)
+            return refusal(error, event, self._root, allowing=_OWN_PROCESS, virtual="")
+        return ScaledSum(counters, Fraction(LINE_BYTES if column in (LOCAL, REMOTE) else 1))
+
+    def _open_thread(self, event: Event, thread: int) -> list[ScaledCounter]:
+        """One counter; none for a thread that has ended."""
+        try:
+            return [open_counter(self._kernel, event, self._share, pid=thread, cpu=-1)]
+        except ProcessLookupError:
+            return []
+
+    def _threads(self) -> set[int]:
+        try:
+            return {int(name) for name in os.listdir(f"{self._root}/proc/{self._process.pid}/task")}
+        except OSError:
+            raise EntityGone from None
+
+    def _check_room(self, thread_count: int) -> None:
+        needed = thread_count * sum(isinstance(each, Event) for each in self._events.values())
+        spare = self._spare()
+        if needed > spare:
+            reason = f"{thread_count} threads need {needed} open files, haiprof may open {spare}"
+            raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
+
+
+def _filtered(values: Mapping[str, Value | Unavailable]) -> bool:
+    """Nobody runs so many instructions without a byte from memory."""
+    done = values.get(INSTRUCTIONS)
+    return isinstance(done, int) and done > _MANY and values.get(LOCAL) == 0
+
+
+def spare_files() -> int:
+    """Half of what this process may have open, less what it has: the rest is the launcher's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return max(0, limit // 2 - len(os.listdir("/proc/self/fd")))

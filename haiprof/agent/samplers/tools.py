@@ -1,0 +1,350 @@
+"""A node's profiling environment: launchers, tools, permissions, versions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
+from haiprof.linux.readings import Status, os_status
+from haiprof.linux.sysfs import read_text
+
+Kind = Literal["launcher", "tool"]
+
+_LAUNCHERS = (
+    ("torchrun", "PyTorch's own launcher"),
+    ("accelerate", "Hugging Face Accelerate"),
+    ("deepspeed", "DeepSpeed"),
+    ("fabric", "Lightning Fabric"),
+    ("composer", "MosaicML Composer"),
+    ("colossalai", "Colossal-AI"),
+    ("horovodrun", "Horovod"),
+    ("srun", "Slurm"),
+    ("mpirun", "MPI"),
+    ("mpiexec", "MPI"),
+)
+_TOOLS = (
+    ("nsys", "Nsight Systems: GPU metrics down to 100 µs"),
+    ("ncu", "Nsight Compute: one kernel in depth"),
+    ("nvidia-smi", "NVIDIA driver state"),
+    ("dcgmi", "DCGM: GPU metrics where NVML GPM has none"),
+    ("py-spy", "Python stacks of a running rank"),
+    ("perf", "CPU profiles"),
+    ("numactl", "binds ranks to NUMA nodes"),
+    ("perfquery", "InfiniBand counters, also of switches"),
+    ("lctl", "Lustre client counters"),
+)
+_PROGRAMS: tuple[tuple[Kind, tuple[tuple[str, str], ...]], ...] = (
+    ("launcher", _LAUNCHERS),
+    ("tool", _TOOLS),
+)
+
+# Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
+_CAPABILITIES = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}
+_WHOLE_UID_MAP = ["0", "0", "4294967295"]  # of the first user namespace
+_DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+\.[\d.]+)")
+_MASK = re.compile(r"[0-9a-f]{1,16}")  # of capabilities
+_ADMIN_ONLY = re.compile(r"^RmProfilingAdminOnly:\s*(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A program that starts jobs or looks at them."""
+
+    name: str
+    kind: Kind
+    status: Status
+    """`available` or `absent`."""
+    path: str | None
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permission:
+    """Something that this user may or may not do here."""
+
+    name: str
+    status: Status
+    value: int | None
+    """What the source says; None where it is not there or holds no number."""
+    source: str
+    """File or call."""
+    allows: str
+    """What needs it."""
+    reason: str = ""
+    """Why not, or what else may stand in the way."""
+    remedy: str = ""
+    """What an administrator would have to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What runs here; None where it is not installed or does not say."""
+
+    host: str
+    kernel: str
+    cgroup: str | None
+    """`v1`, `v2` or `v1 + v2`."""
+    python: str
+    executable: str
+    torch: str | None
+    """Of this interpreter; the job's may be another."""
+    nvidia_driver: str | None
+    nvidia_ml_py: str | None
+
+
+def find_tools(
+    path: str | None = None,
+    *,
+    scripts: Path | None = None,
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Tool, ...]:
+    """Looks up every launcher and tool; starts none.
+
+    Args:
+        path: Folders as in PATH; None takes that.
+        scripts: Where this interpreter's own scripts are; None takes its folder.
+        known: Path by name of those that somebody found elsewhere.
+    """
+    folder = scripts or Path(sys.executable).parent
+    folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
+    return tuple(
+        _tool(name, kind, purpose, known.get(name) or shutil.which(name, path=folders))
+        for kind, programs in _PROGRAMS
+        for name, purpose in programs
+    )
+
+
+def _tool(name: str, kind: Kind, purpose: str, path: str | None) -> Tool:
+    status: Status = "absent" if path is None else "available"
+    return Tool(name=name, kind=kind, status=status, path=path, purpose=purpose)
+
+
+def software(root: Path = Path("/")) -> Software:
+    """Versions, without importing what they are of."""
+    driver = _DRIVER_VERSION.search(read_text(root / "proc/driver/nvidia/version") or "")
+    return Software(
+        host=socket.gethostname(),
+        kernel=f"{platform.system()} {platform.release()}",
+        cgroup=_cgroup_version(root),
+        python=platform.python_version(),
+        executable=sys.executable,
+        torch=_version("torch"),
+        nvidia_driver=driver.group(1) if driver else None,
+        nvidia_ml_py=_version("nvidia-ml-py"),
+    )
+
+
+def _cgroup_version(root: Path) -> str | None:
+    """Source: cgroups(7), /proc/PID/cgroup: hierarchy 0 is version 2."""
+    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
+    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
+    return " + ".join(sorted(versions)) or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_permissions(
+    root: Path = Path("/"), load: Callable[[str], object] = ctypes.CDLL
+) -> tuple[Permission, ...]:
+    """The permissions of this process; tries nothing that would affect another process.
+
+    Args:
+        root: Where /proc is.
+        load: Loads a shared library.
+    """
+    caps = _Capabilities(root)
+    return (
+        _ptrace(root, caps),
+        *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
+        _perf(
+            root,
+            caps,
+            limit=2,
+            name="perf_own_processes",
+            allows="CPU counters of the ranks",
+        ),
+        _perf(
+            root,
+            caps,
+            limit=0,
+            name="perf_whole_node",
+            allows="memory bandwidth and cross-socket traffic (uncore counters)",
+        ),
+        _nvml(load),
+        _gpm(root, caps),
+        _psi(root),
+    )
+
+
+class _Capabilities:
+    """The capabilities of this process.
+
+    Those for perf and the driver count in the first user namespace alone: root in a container
+    with its own has them by name only.
+    """
+
+    def __init__(self, root: Path) -> None:
+        lines = (read_text(root / "proc/self/status") or "").splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        effective = fields.get("CapEff", "")
+        self.known = _MASK.fullmatch(effective) is not None
+        self._mask = int(effective, 16) if self.known else 0
+        self.filtered = fields.get("Seccomp", "0").strip() == "2"
+        uid_map = read_text(root / "proc/self/uid_map")
+        self.first_namespace = uid_map is None or uid_map.split() == _WHOLE_UID_MAP
+
+    def has(self, name: str) -> bool:
+        """By name."""
+        return bool(self._mask >> _CAPABILITIES[name] & 1)
+
+    def counts(self, *names: str) -> bool:
+        """Whether one of them is effective in the first user namespace."""
+        return self.first_namespace and any(self.has(name) for name in names)
+
+
+def _capability(root: Path, caps: _Capabilities, name: str) -> Permission:
+    has = caps.has(name) if name == "SYS_PTRACE" else caps.counts(name)
+    only_here = caps.has(name) and not has
+    return Permission(
+        name=f"cap_{name.lower()}",
+        status="available" if has else "denied" if caps.known else "absent",
+        value=int(has) if caps.known else None,
+        source=f"{root / 'proc/self/status'} CapEff",
+        allows={
+            "SYS_PTRACE": "looking into processes of other users",
+            "PERFMON": "perf counters whatever perf_event_paranoid says",
+        }[name],
+        reason="" if has else "held in this user namespace only" if only_here else "not held",
+        remedy="" if has else f"docker run --cap-add {name}, or run as root",
+    )
+
+
+def _ptrace(root: Path, caps: _Capabilities) -> Permission:
+    """Source: Linux Documentation/admin-guide/LSM/Yama.rst."""
+    path = root / "proc/sys/kernel/yama/ptrace_scope"
+    scope = _number(path)
+    free = scope is None or scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
+    reasons = {
+        1: "only descendants may be attached to",
+        2: "only processes with CAP_SYS_PTRACE may attach",
+        3: "nobody may attach until the next boot",
+    }
+    return Permission(
+        name="ptrace",
+        status="available" if free else "denied",
+        value=scope,
+        source=str(path),
+        allows="stacks of a running rank (py-spy)",
+        reason=("the kernel has no Yama: same user suffices" if scope is None else "")
+        if free
+        else reasons.get(scope or 0, f"unknown scope {scope}"),
+        remedy="" if free else "sysctl -w kernel.yama.ptrace_scope=0, or grant CAP_SYS_PTRACE",
+    )
+
+
+def _perf(root: Path, caps: _Capabilities, *, limit: int, name: str, allows: str) -> Permission:
+    """Source: Linux Documentation/admin-guide/sysctl/kernel.rst, perf_event_paranoid."""
+    path = root / "proc/sys/kernel/perf_event_paranoid"
+    level = _number(path)
+    if level is None:
+        return Permission(
+            name=name, status="unsupported", value=None, source=str(path), allows=allows,
+            reason="the kernel has no perf events", remedy="boot a kernel with CONFIG_PERF_EVENTS",
+        )  # fmt: skip
+    free = level <= limit or caps.counts("PERFMON", "SYS_ADMIN")
+    filtered = "a seccomp filter is in force and may deny it all the same" if caps.filtered else ""
+    return Permission(
+        name=name,
+        status="available" if free else "denied",
+        value=level,
+        source=str(path),
+        allows=allows,
+        reason=filtered if free else f"perf_event_paranoid is {level}, above {limit}",
+        remedy=""
+        if free
+        else f"sysctl -w kernel.perf_event_paranoid={limit}, or grant CAP_PERFMON",
+    )
+
+
+def _nvml(load: Callable[[str], object]) -> Permission:
+    try:
+        load(LIBRARY)
+        reason = ""
+    except OSError:
+        reason = NO_LIBRARY
+    return Permission(
+        name="nvml",
+        status="absent" if reason else "available",
+        value=None,
+        source=LIBRARY,
+        allows="GPU counters",
+        reason=reason,
+        remedy=NO_LIBRARY_REMEDY if reason else "",
+    )
+
+
+def _gpm(root: Path, caps: _Capabilities) -> Permission:
+    """Source: NVIDIA, ERR_NVGPUCTRPERM: permission issue with performance counters."""
+    path = root / "proc/driver/nvidia/params"
+    allows = "SM, tensor and DRAM activity of GPUs (GPM), nsys GPU metrics"
+    found = _ADMIN_ONLY.search(read_text(path) or "")
+    if found is None:
+        return Permission(
+            name="gpu_profiling", status="absent", value=None, source=str(path), allows=allows,
+            reason="no RmProfilingAdminOnly: no NVIDIA driver here",
+        )  # fmt: skip
+    free = found.group(1) == "0" or caps.counts("SYS_ADMIN")
+    return Permission(
+        name="gpu_profiling",
+        status="available" if free else "denied",
+        value=int(found.group(1)),
+        source=f"{path} RmProfilingAdminOnly",
+        allows=allows,
+        reason="" if free else "the driver keeps performance counters to administrators",
+        remedy=""
+        if free
+        else "set NVreg_RestrictProfilingToAdminUsers=0 for the nvidia module and reload it",
+    )
+
+
+def _psi(root: Path) -> Permission:
+    path = root / "proc/pressure/cpu"
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)  # with psi=0 the file opens and its read fails
+        status: Status = "available"
+        reason = ""
+    except OSError as error:
+        status = "unsupported" if os_status(error) == "absent" else os_status(error)
+        reason = f"{error.strerror}: the kernel has no pressure stall information, or it is off"
+    return Permission(
+        name="psi",
+        status=status,
+        value=None,
+        source=str(path.parent),
+        allows="pressure: time in which tasks waited for CPU, memory, I/O",
+        reason=reason,
+        remedy="boot a kernel with CONFIG_PSI, with psi=1" if reason else "",
+    )
+
+
+def _number(path: Path) -> int | None:
+    content = read_text(path) or ""
+    return int(content) if content.lstrip("-").isdigit() else None

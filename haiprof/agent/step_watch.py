@@ -1,0 +1,581 @@
+"""Watches this node's ranks through their files: slower steps than usual, or none at all.
+
+Only what was appended to `phases.rec` and `events.jsonl` since the last look is read; that costs
+the ranks nothing. Ranks that write no spans (in the warm-up, after `--time`) are asked at long
+intervals how many optimizer steps there were. Processes that have not begun to train only need to
+exist.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from haiprof.agent.relay import LiveRank
+from haiprof.base.reaction_options import HangLimit
+from haiprof.base.units import NS_PER_S, duration_text, ratio_text
+from haiprof.linux.procfs import process_state
+from haiprof.run_format.layout import RankPaths
+from haiprof.run_format.messages import read_object
+from haiprof.run_format.schema import (
+    BACKWARD,
+    DATA_END,
+    DATA_ITER,
+    EVAL,
+    GC,
+    NOGRAD,
+    OPTIMIZER,
+    PHASES,
+    SAVE,
+    TAG_BITS,
+    TAG_MASK,
+)
+
+if TYPE_CHECKING:
+    from haiprof.linux.training_processes import Process
+
+WARM_UP_STEPS = 10
+WINDOW_STEPS = 15
+WINDOW_NS = 3 * NS_PER_S
+"""Minimum size of the last window in steps and time: a burst of other load is not a change."""
+USUAL_MIN_STEPS = 30
+USUAL_STEPS = 200
+USUAL_NS = 10 * NS_PER_S
+"""Minimum steps and time from which the usual step is known."""
+SURE = 5.0
+"""Standard errors of a difference of medians; a smaller difference may be chance."""
+HANG_FLOOR_NS = 300 * NS_PER_S
+"""Minimum of a relative limit such as `5x`: the last save of a job may take minutes."""
+EARLY_HANG_NS = 28 * 60 * NS_PER_S
+"""While fewer than `WARM_UP_STEPS` steps are known. Source: the published tool's limit."""
+PATIENCE = 5
+"""Multiple of a limit in seconds before the first step (compiling and loading take long), and where
+only optimizer steps are seen (an evaluation takes long); at most `EARLY_HANG_NS` unless the limit
+itself is longer."""
+BEFORE_TIMEOUT = 0.75
+"""Share of a process group's timeout after which a silence is looked at, while ranks still live."""
+ASK_NS = 60 * NS_PER_S
+"""Maximum interval at which ranks without spans are asked."""
+SUSPENDED_NS = 4 * NS_PER_S
+"""The launcher looks every 2 s; if it did not for so long, it was stopped, and so was the job."""
+NOTED_NS = 10 * NS_PER_S
+"""Minimum length of a suspension that is noted: shorter ones happen on a busy node."""
+_SURE_BACKWARDS = 32
+_READ_LIMIT_BYTES = 1 << 20
+_KEPT_STEPS = 3000
+_KEPT_WINDOWS = 8
+_MEDIAN_ERROR = 1.2533 * 1.4826
+"""Standard error of a median, from the median absolute deviation, times the root of the count."""
+
+_WITHIN = {EVAL: 1, NOGRAD: 2, SAVE: 4, DATA_END: 8, DATA_ITER: 8}
+_ODD = 16
+"""The step was traced, or the job was stopped in it."""
+
+
+class Step(NamedTuple):
+    """From one optimizer step to the next."""
+
+    number: int
+    end_ns: int
+    ns: int
+    within: int
+    """Bits of what else happened in it (`_WITHIN`, `_ODD`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A finding of the watch."""
+
+    trigger: Literal["slow", "hang"]
+    rank: int | None
+    """None where the rank of a process is not known."""
+    step: int | None
+    """The first slower one; for `hang` the last that ended; None without any."""
+    since_mono_ns: int
+    """When that step ended; for `hang` the last sign of life."""
+    reason: str
+    numbers: dict[str, float]
+    """The compared numbers, in ns."""
+
+
+class _Usual(NamedTuple):
+    median_ns: float
+    error_ns: float
+
+
+@dataclass
+class Tail:
+    """Reads what was appended to a file since the last read.
+
+    Args:
+        path: The file; one that does not exist yet has nothing.
+    """
+
+    path: Path
+    offset: int = 0
+    skipped: bool = False
+    """Whether the last read left something out."""
+
+    def read(self, *, multiple: int = 1) -> bytes:
+        """New bytes, at most the last MiB of them."""
+        try:
+            size = os.stat(self.path).st_size
+            if size <= self.offset:
+                return b""
+            with self.path.open("rb") as file:
+                if not self.offset and multiple > 1:
+                    self.offset = len(file.readline(_READ_LIMIT_BYTES))
+                left = (size - self.offset) // multiple * multiple
+                skipped = max(0, left - _READ_LIMIT_BYTES) // multiple * multiple
+                self.skipped = skipped > 0
+                file.seek(self.offset + skipped)
+                data = file.read(left - skipped)
+        except OSError:
+            return b""
+        self.offset += skipped + len(data)
+        return data
+
+
+@dataclass
+class RankWatch:
+    """One rank's steps and signs of life.
+
+    Args:
+        rank: Its number.
+        pid: Its process.
+        paths: Its files.
+        now_ns: CLOCK_MONOTONIC in ns.
+    """
+
+    rank: int
+    pid: int
+    paths: RankPaths
+    now_ns: int
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    count: int = 0
+    """Steps so far."""
+    over: bool = False
+    """Whether its recording has ended."""
+    exited: bool = False
+    """Whether it ended because the process does."""
+    asked: bool = False
+    """Whether it writes no spans, so that only its answers show that it trains."""
+    timeout_ns: int = 0
+    """After so long the backend of its process group ends it; 0 where that is not known."""
+    reported_steps: int | None = None
+    """Optimizer steps in its last answer."""
+    first_ns: int = 0
+    """End of the first span; 0 before it."""
+    alive_ns: int = 0
+    """End of the last span that shows progress."""
+    longest_ns: int = 0
+    """Longest time between two such spans after warm-up."""
+    _seen_ns: int = 0
+    _usual: _Usual | None = None
+    _lead: tuple[int, int] | None = None
+    _backwards: int = 0
+    _within: int = 0
+    _end_ns: int = 0
+    _stopped: bool = False
+    _rest: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._seen_ns = self.now_ns
+        self._traced: deque[tuple[int, int | None]] = deque(maxlen=_KEPT_WINDOWS)
+        self._spans = Tail(self.paths.phases)
+        self._lines = Tail(self.paths.events)
+
+    def read(self, now_ns: int) -> bool:
+        """Reads what is new; whether the rank gave a sign of life."""
+        self._take_lines(self._lines.read())
+        before = self.alive_ns
+        words = array("q")
+        words.frombytes(self._spans.read(multiple=PHASES.record_bytes))
+        if self._spans.skipped:
+            self._end_ns = 0
+        for start, end in zip(words[::2], words[1::2], strict=True):
+            self._take(start & TAG_MASK, end & TAG_MASK, end >> TAG_BITS)
+        if self.alive_ns == before:
+            return False
+        self._seen_ns = now_ns
+        return True
+
+    def hear(self, steps: int | None, now_ns: int) -> bool:
+        """Takes the rank's answer; whether that is a sign of life."""
+        before, self.reported_steps = (
+            self.reported_steps,
+            steps if steps is not None else self.reported_steps,
+        )
+        if steps is None or before is None or steps == before:
+            return False
+        self._seen_ns = now_ns
+        self.alive_ns = max(self.alive_ns, now_ns)
+        return True
+
+    @property
+    def has_reported(self) -> bool:
+        """Whether its number of optimizer steps is usable: some loops use none of torch's."""
+        return self.reported_steps is not None and (self.reported_steps > 0 or not self.first_ns)
+
+    def pause(self, ns: int) -> None:
+        """Takes off a time for which the job was stopped: it is neither silence nor a slow step."""
+        self._seen_ns += ns
+        self._stopped = True
+        self._within |= _ODD
+
+    def silent_ns(self, now_ns: int) -> int:
+        """How long it has been silent."""
+        return now_ns - self._seen_ns
+
+    def limit_ns(self, limit: HangLimit) -> int:
+        """How long that may be; less where the group's timeout would end all ranks before."""
+        own_ns = self._own_limit_ns(limit)
+        return min(own_ns, round(BEFORE_TIMEOUT * self.timeout_ns)) if self.timeout_ns else own_ns
+
+    def _own_limit_ns(self, limit: HangLimit) -> int:
+        if limit.seconds:
+            seen = self.count and not self.asked
+            return round(limit.seconds * NS_PER_S) if seen else patient_ns(limit)
+        if self.count < WARM_UP_STEPS:
+            return EARLY_HANG_NS
+        floor = patient_ns(limit) if self.asked else HANG_FLOOR_NS
+        return max(floor, round(limit.factor * self.longest_ns))
+
+    def slower(self, ratio: float) -> Alarm | None:
+        """Whether its last steps are slower than its usual ones; if so, they become the usual ones.
+
+        The usual step is the fastest median that the rank sustained. Steps are compared with steps
+        of the same content: not with those that hold an evaluation or a save.
+        """
+        counts = Counter(step.within for step in self.steps)
+        if not counts or any(end is None for _, end in self._traced):
+            return None
+        common = counts.most_common(1)[0][0]
+        like = [step for step in self.steps if step.within == common]
+        last = _end_of(like, WINDOW_STEPS, WINDOW_NS)
+        before = like[: len(like) - len(last)]
+        settled = _end_of(before, USUAL_STEPS, USUAL_NS)
+        older = settled or before
+        if common & _ODD or not last or len(older) < USUAL_MIN_STEPS:
+            return None
+        usual = self._settle(_usual(older)) if settled else _usual(older)
+        now = _usual(last)
+        sure = SURE * (usual.error_ns**2 + now.error_ns**2) ** 0.5
+        if now.median_ns - usual.median_ns <= max(ratio * usual.median_ns, sure):
+            return None
+        first = _since(like, usual.median_ns, now.median_ns)
+        self.steps.clear()
+        self._usual = None
+        return self._alarm(first, usual.median_ns, now.median_ns)
+
+    def _alarm(self, first: Step, before_ns: float, after_ns: float) -> Alarm:
+        grown = ratio_text(after_ns / before_ns - 1)
+        return Alarm(
+            trigger="slow",
+            rank=self.rank,
+            step=first.number,
+            since_mono_ns=first.end_ns - first.ns,
+            reason=f"step {first.number} on became {grown} slower "
+            f"({duration_text(before_ns)} to {duration_text(after_ns)} on rank {self.rank})",
+            numbers={"before_ns": before_ns, "after_ns": after_ns},
+        )
+
+    def _settle(self, older: _Usual) -> _Usual:
+        """The fastest pace that was sustained."""
+        kept = self._usual
+        if kept is None or older.median_ns < kept.median_ns - 2 * kept.error_ns:
+            self._usual = kept = older
+        return kept
+
+    def _take(self, kind: int, tag: int, end_ns: int) -> None:
+        if kind == GC:
+            return
+        gap_ns = end_ns - self.alive_ns
+        if self.alive_ns and self.count >= WARM_UP_STEPS and not self._stopped:
+            self.longest_ns = max(self.longest_ns, gap_ns)
+        self.first_ns = self.first_ns or end_ns
+        self.alive_ns = max(self.alive_ns, end_ns)
+        self._stopped = False
+        if kind in (OPTIMIZER, BACKWARD) and self._ends_step(kind, tag):
+            if self._end_ns and self.count >= WARM_UP_STEPS:
+                within = self._within | (_ODD if self._is_traced(end_ns) else 0)
+                self.steps.append(Step(self.count, end_ns, end_ns - self._end_ns, within))
+            self.count += 1
+            self._end_ns, self._within = end_ns, 0
+        else:
+            self._within |= _WITHIN.get(kind, 0)
+
+    def _ends_step(self, kind: int, tag: int) -> bool:
+        """Whether it is the first optimizer of a step: others belong to the same step."""
+        if kind == OPTIMIZER and (self._lead is None or self._lead[0] == BACKWARD):
+            self._lead, self.count, self._end_ns = (kind, tag), 0, 0
+            self.steps.clear()
+        elif kind == BACKWARD and self._lead is None:
+            self._backwards += 1
+            if self._backwards >= _SURE_BACKWARDS:
+                self._lead = (kind, tag)
+        return self._lead == (kind, tag)
+
+    def _is_traced(self, end_ns: int) -> bool:
+        """Whether the step that ends then overlaps a trace window, or is the first one after."""
+        return any(
+            begin <= end_ns and (end is None or self._end_ns <= end) for begin, end in self._traced
+        )
+
+    def _take_lines(self, data: bytes) -> None:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for text in whole:
+            line = read_object(text)
+            if line is None:
+                continue
+            name, time_ns = line.get("type"), line.get("time_ns")
+            if name == "trace_begin" and type(time_ns) is int:
+                self._traced.append((time_ns, None))
+            elif name == "trace_window" and type(time_ns) is int:
+                begun = self._traced.pop()[0] if self._traced else time_ns
+                self._traced.append((begun, time_ns))
+            elif name == "collective_timeout" and type(line.get("timeout_ns")) is int:
+                self.timeout_ns = max(0, line["timeout_ns"])
+            elif name in ("record_end", "hook_error"):
+                self.over, self.exited = True, line.get("reason") == "exit"
+
+
+class Node(Protocol):
+    """What the watch needs from this node's agent."""
+
+    def live_ranks(self) -> list[LiveRank]:
+        """Latest attempt of each rank that can be asked; a new process starts afresh."""
+
+    def ask_steps(self, pids: Collection[int]) -> None:
+        """Asks processes of ranks how many optimizer steps there were; later looks see it."""
+
+    def starting(self) -> list[Process]:
+        """Processes that have loaded torch, and have not begun to train."""
+
+
+class Watch:
+    """All ranks of this node.
+
+    Args:
+        slow_ratio: How far above the usual step is slow.
+        hang_limit: How long without a step is a hang.
+        record_s: How long a rank is recorded: it writes no spans after that; 0 is without an end.
+        warmup_s: How long a rank writes no spans before that.
+        clock: CLOCK_MONOTONIC in ns; what wall clocks do does not matter.
+        proc: Where /proc is.
+    """
+
+    def __init__(
+        self,
+        slow_ratio: float,
+        hang_limit: HangLimit,
+        *,
+        record_s: float = 0.0,
+        warmup_s: float = 0.0,
+        clock: Callable[[], int] = time.monotonic_ns,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self._slow_ratio = slow_ratio
+        self._hang_limit = hang_limit
+        self._record_ns = round(record_s * NS_PER_S)
+        self._warmup_ns = round(warmup_s * NS_PER_S)
+        self._clock = clock
+        self._proc = proc
+        self._looked_ns = clock()
+        self._ask_every_ns = min(patient_ns(hang_limit) // 10, ASK_NS)
+        self._ask_at_ns = self._scan_at_ns = 0
+        self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._starting: dict[int, int] = {}
+        """By process id: when it was first seen to have torch, and no step."""
+        self._hangs = False
+        self._suspended_ns = 0
+        """Since when all ranks are stopped; 0 while they are not."""
+        self.suspensions: list[tuple[int, int, bool]] = []
+        """Start and end of each suspension of the job, and whether its ranks were seen stopped, or
+        only the launcher did not run; the caller records and clears them."""
+
+    def look(self, node: Node) -> list[Alarm]:
+        """Reads what is new."""
+        now = self._clock()
+        pause_ns, self._looked_ns = now - self._looked_ns, now
+        live = node.live_ranks()
+        self._follow(live, now)
+        if not live:
+            return self._waited_for(node, now, pause_ns if pause_ns > SUSPENDED_NS else 0)
+        self._starting.clear()
+        ranks = [rank for rank in self._ranks.values() if not rank.exited]
+        if pause_ns > SUSPENDED_NS:
+            _pause(ranks, pause_ns)
+            if pause_ns > NOTED_NS and not self._suspended_ns:
+                self.suspensions.append((now - pause_ns, now, False))
+        steps = {(rank.rank, rank.pid): rank.reported_steps for rank in live}
+        lives = [(r.read(now), r.hear(steps[r.rank, r.pid], now)) for r in ranks]
+        for rank in ranks:
+            rank.asked = not self._is_recorded(rank, now)
+        self._ask(node, [rank for rank in ranks if rank.asked], now)
+        if any(map(any, lives)):
+            self._hangs = False
+        recorded = [rank for rank in ranks if not rank.asked]
+        slow = [alarm for rank in recorded if (alarm := rank.slower(self._slow_ratio)) is not None]
+        active = [
+            rank for rank in ranks if not rank.exited and (not rank.asked or rank.has_reported)
+        ]
+        hang = None if self._hangs else self._standing(active, now)
+        return [*slow[:1], *([] if hang is None else [hang])]
+
+    def _is_recorded(self, rank: RankWatch, now: int) -> bool:
+        """Whether it still writes spans: otherwise the silence of its files means nothing."""
+        timed = self._record_ns and now - rank.first_ns >= self._record_ns
+        return bool(rank.first_ns) and not rank.over and not timed
+
+    def _follow(self, ranks: Iterable[LiveRank], now: int) -> None:
+        before, self._ranks = self._ranks, {}
+        for rank in ranks:
+            key = (rank.rank, rank.pid)
+            self._ranks[key] = before.get(key) or RankWatch(rank.rank, rank.pid, rank.paths, now)
+
+    def _ask(self, node: Node, ranks: Sequence[RankWatch], now: int) -> None:
+        """Asks ten times within the limit, and at once a rank that has never answered."""
+        due = now >= self._ask_at_ns
+        pids = [rank.pid for rank in ranks if due or rank.reported_steps is None]
+        if due:
+            self._ask_at_ns = now + self._ask_every_ns
+        if pids:
+            node.ask_steps(pids)
+
+    def _waited_for(self, node: Node, now: int, pause_ns: int) -> list[Alarm]:
+        """Whether too much time has passed since the last process began, while no rank trains."""
+        self._starting = {pid: since + pause_ns for pid, since in self._starting.items()}
+        if now < self._scan_at_ns:
+            return []
+        self._scan_at_ns = now + self._ask_every_ns
+        found = node.starting()
+        stopped = found and all(self._is_stopped(process.pid) for process in found)
+        before = {} if stopped else self._starting
+        self._starting = {process.pid: before.get(process.pid, now) for process in found}
+        silent_ns = now - max(self._starting.values(), default=now)
+        limit_ns = patient_ns(self._hang_limit)
+        if silent_ns <= limit_ns:
+            self._hangs = False
+            return []
+        if self._hangs:
+            return []
+        self._hangs = True
+        said = "1 process has" if len(found) == 1 else f"{len(found)} processes have"
+        return [
+            Alarm(
+                trigger="hang",
+                rank=found[0].rank,
+                step=None,
+                since_mono_ns=now - silent_ns,
+                reason=f"no first step for {duration_text(silent_ns)} since {said} loaded torch "
+                f"(limit {duration_text(limit_ns)})",
+                numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
+            )
+        ]
+
+    def _is_stopped(self, pid: int) -> bool:
+        return process_state(pid, proc=self._proc)["state"] == "T"
+
+    def _limit_ns(self, rank: RankWatch) -> int:
+        opening = rank.asked and not rank.reported_steps
+        return rank.limit_ns(self._hang_limit) + (self._warmup_ns if opening else 0)
+
+    def _standing(self, active: Sequence[RankWatch], now: int) -> Alarm | None:
+        """A node hangs when all of its ranks do: while one proceeds, it does not block others."""
+        silent = [rank.silent_ns(now) for rank in active]
+        quiet = min(silent, default=0) > SUSPENDED_NS
+        if active and (quiet or self._suspended_ns):
+            if all(self._is_stopped(rank.pid) for rank in active):
+                self._suspended_ns = self._suspended_ns or now - min(silent)
+                _pause(active, max(silent))
+                return None
+            if self._suspended_ns:
+                self.suspensions.append((self._suspended_ns, now, True))
+                self._suspended_ns = 0
+        if not quiet:
+            return None
+        if any(rank.silent_ns(now) <= self._limit_ns(rank) for rank in active):
+            return None
+        self._hangs = True
+        # The rank whose limit was the last to be reached is the one whose limit is said.
+        last = min(active, key=lambda r: (r.silent_ns(now) - self._limit_ns(r), -r.alive_ns))
+        silent_ns, limit_ns = last.silent_ns(now), self._limit_ns(last)
+        return Alarm(
+            trigger="hang",
+            rank=last.rank,
+            step=last.count - 1 if last.count and not last.asked else None,
+            since_mono_ns=last.alive_ns or now - silent_ns,
+            reason=f"no {_expected_progress(last)} for {duration_text(silent_ns)} "
+            f"(limit {duration_text(limit_ns)}{_why(last, self._hang_limit, limit_ns)})",
+            numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
+        )
+
+
+def patient_ns(limit: HangLimit) -> int:
+    """The limit of a silence that may well have another reason; see `PATIENCE`."""
+    if not limit.seconds:
+        return EARLY_HANG_NS
+    own_ns = round(limit.seconds * NS_PER_S)
+    return max(own_ns, min(PATIENCE * own_ns, EARLY_HANG_NS))
+
+
+def _expected_progress(rank: RankWatch) -> str:
+    if rank.asked and rank.reported_steps:
+        return "optimizer step"
+    return "step" if rank.count else "first step"
+
+
+def _why(rank: RankWatch, limit: HangLimit, limit_ns: int) -> str:
+    if rank.timeout_ns and limit_ns == round(BEFORE_TIMEOUT * rank.timeout_ns):
+        return f": soon the process group's timeout of {duration_text(rank.timeout_ns)}"
+    if rank.asked and rank.reported_steps:
+        return "; nothing else is seen of it without a recording"
+    if limit.seconds or limit_ns <= HANG_FLOOR_NS or rank.count < WARM_UP_STEPS:
+        return ""
+    return f": {limit.factor:g} times the longest so far"
+
+
+def _pause(ranks: Iterable[RankWatch], ns: int) -> None:
+    for rank in ranks:
+        rank.pause(ns)
+
+
+def _end_of(steps: Sequence[Step], count: int, ns: int) -> Sequence[Step]:
+    """The newest steps, at least so many and so long; empty where there are too few."""
+    total = 0
+    for taken, step in enumerate(reversed(steps), 1):
+        total += step.ns
+        if taken >= count and total >= ns:
+            return steps[len(steps) - taken :]
+    return ()
+
+
+def _usual(steps: Sequence[Step]) -> _Usual:
+    values = [step.ns for step in steps]
+    middle = _median(values)
+    spread = _median([abs(value - middle) for value in values])
+    return _Usual(middle, _MEDIAN_ERROR * spread / len(values) ** 0.5)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _since(steps: Sequence[Step], before_ns: float, after_ns: float) -> Step:
+    """The first of the slower steps: most of what follows is nearer to them than to the usual."""
+    middle, half = (before_ns + after_ns) / 2, (after_ns - before_ns) / 2
+    best, total, first = 0.0, 0.0, steps[-1]
+    for step in reversed(steps):
+        total += min(max(step.ns - middle, -half), half)  # a step that took very long is one step
+        if total > best:
+            best, first = total, step
+    return first

@@ -1,0 +1,187 @@
+"""Watches for raw traces of ranks, and has them finished by one child process at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.messages import print_message
+from haiprof.base.safe_files import remove_file, remove_folder
+from haiprof.base.version import PACKAGE
+from haiprof.linux.procfs import process_exists
+from haiprof.run_format.layout import AGREED_PREFIX, RankPaths, RunPaths
+from haiprof.run_format.raw_traces import Stem, complete_parts, list_names, parse_stem
+from haiprof.run_format.reader import read_json, read_lines
+
+QUIET_S = 2.0
+GRACE_S = 60.0  # for a rank to report the result of its window, once the recording is over
+LIMIT_S = 600.0  # for all traces of a node, after the job
+_TERMINATE_S = 2.0
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+    "from haiprof.agent.finish_traces import main; raise SystemExit(main(sys.argv[1:]))"
+)
+
+
+class Finisher:
+    """Finishes the traces of one host while the job runs, and the rest when it has ended.
+
+    Args:
+        run: The run directory.
+        host: This node's name; parts of others are left alone.
+        in_child: Runs in the child first: gives it its signals back.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        host: str,
+        *,
+        in_child: Callable[[], None] | None = None,
+    ) -> None:
+        self._run, self._host = run, host
+        self._in_child = in_child
+        self._child: subprocess.Popen[bytes] | None = None
+        self._tried: set[str] = set()
+        self._asked_s: float | None = None
+
+    def tick(self) -> None:
+        """Starts a child where a rank has written a trace; called about twice a second."""
+        if self._is_working():
+            return
+        waiting = self._waiting()
+        if waiting - self._tried:
+            self._tried |= waiting  # what a child could not finish is only tried again at the end
+            self._start()
+
+    def is_settled(self) -> bool:
+        """Whether every rank of this host is done with its window, and its files are finished.
+
+        Called once the recording is over. A rank that never reports the result of its window is
+        waited for at most `GRACE_S`.
+        """
+        now = time.monotonic()
+        self._asked_s = now if self._asked_s is None else self._asked_s
+        stems = {stem.text for stem in self._stems() if process_exists(stem.pid)}
+        if self._is_working() or stems - self._tried or self._waiting() - self._tried:
+            return False
+        if now > self._asked_s + GRACE_S:
+            return True
+        return all(self._is_reported(paths) for _, _, paths in self._run.rank_folders())
+
+    def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
+        """Called when the job is over: finishes what is left and prints the progress.
+
+        Args:
+            asked_to_end: Waits a moment; True when the launcher is asked to end.
+            quiet: Prints nothing.
+        """
+        try:
+            self._finish(asked_to_end, quiet=quiet)
+        finally:
+            self._tidy()
+
+    def _finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
+        total = len(self._waiting())
+        if not self._is_working() and not self._stems():
+            return
+        began = said = time.monotonic()
+        last = False  # a child that knows that all ranks have ended
+        while time.monotonic() < began + LIMIT_S:
+            if not self._is_working():
+                if last:
+                    break
+                last = True
+                self._start("last")
+            if not quiet and time.monotonic() > said + QUIET_S:
+                said = time.monotonic()
+                print_message(f"writing traces: {total - len(self._waiting())} of {total}")
+            if asked_to_end():
+                break
+        self._end()
+        left = len(self._waiting())
+        if left and not quiet:
+            print_message(f"{left} of {total} traces stay uncompressed in {self._run.trace_parts}")
+
+    def _is_working(self) -> bool:
+        if self._child is not None and self._child.poll() is not None:
+            self._child = None
+        return self._child is not None
+
+    def _start(self, *words: str) -> None:
+        """Starts the child in a session of its own, so that Ctrl-C does not end it."""
+        try:
+            self._child = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-c",
+                    _PROGRAM,
+                    str(self._run.root),
+                    self._host,
+                    *words,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=self._in_child,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            print_message(f"cannot compress traces: {error}; they stay in {self._run.trace_parts}")
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None or child.poll() is not None:
+            return
+        child.terminate()
+        try:
+            child.wait(_TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def _waiting(self) -> set[str]:
+        """Stems of this host's whole parts."""
+        return {part.stem.text for part in complete_parts(self._run, self._host)}
+
+    def _stems(self) -> list[Stem]:
+        """Everything of this host's ranks that is not finished, whole or not."""
+        found = (parse_stem(name) for name in list_names(self._run.trace_parts))
+        return [stem for stem in found if stem is not None and stem.is_of(self._host)]
+
+    def _tidy(self) -> None:
+        """Removes the folder of parts once it holds only the files of agreements."""
+        folder = self._run.trace_parts
+        names = list_names(folder)
+        settled = all(name.startswith(AGREED_PREFIX) for name in names)
+        if not settled or any(map(self._may_run, self._run.rank_folders())):
+            return
+        with suppress(OSError):  # read-only by now, or somebody has just written into it
+            for name in names:
+                remove_file(folder / name, below=self._run.root)
+            remove_folder(folder, below=self._run.root)
+
+    def _may_run(self, found: tuple[int, int, RankPaths]) -> bool:
+        """Whether a rank still runs; one of another host may."""
+        try:
+            report = read_json(found[2].report)
+        except RunFormatError:
+            return True
+        alive = process_exists(report.get("pid"))
+        return report.get("host") != self._host or alive
+
+    def _is_reported(self, paths: RankPaths) -> bool:
+        """Whether a rank of this host reported the result of a window, or cannot any more."""
+        try:
+            report = read_json(paths.report)
+            lines, _ = read_lines(paths.events)
+        except RunFormatError:
+            return True
+        if report.get("host") != self._host or not process_exists(report.get("pid")):
+            return True
+        return any(line.get("type") == "trace_window" for line in lines)

@@ -1,0 +1,126 @@
+"""Analyzer: a recorded run as frames, shown where the reader is, written as a page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from haiprof.api.run_verdict import RunVerdict, as_run_verdict
+from haiprof.base.errors import HaiprofError, MissingDataError
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.show import show
+from haiprof.show.page.content import page_content
+from haiprof.show.page.render import write_report
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.finding import Finding
+
+
+class Analyzer(RunFrames):
+    """A run that was recorded, or still is; everything is read at the first question.
+
+    Frames are polars'. `show_*` draws figures in a notebook and prints tables in a terminal.
+
+    Args:
+        path: A run directory, or a log directory whose newest run is meant.
+        between: Only what was recorded between two times, in ns on the run's clock.
+    """
+
+    def __repr__(self) -> str:
+        """The run, how it ended, and how many ranks reported in."""
+        try:
+            manifest = self.manifest()
+            ranks = len({rank for rank, _, _ in self.run.rank_folders()})
+        except HaiprofError as error:
+            return f"<Analyzer of {self.path}: {error}>"
+        end = "running or killed" if manifest.end_wall_ns is None else "ended"
+        if manifest.exit_status is not None:
+            end = f"ended, exit {manifest.exit_status}"
+        count = f"{ranks} rank{'' if ranks == 1 else 's'}"
+        return f"<Analyzer of {manifest.name}: {count}, {end}, in {self.run.root}>"
+
+    def verdict(self) -> RunVerdict:
+        """Why the job died or what makes it slow; a card in a notebook and in `print()`."""
+        from haiprof.diagnosis.engine import diagnose
+
+        return as_run_verdict(diagnose(self))
+
+    def findings(self) -> tuple[Finding, ...]:
+        """The causes that were found, weightiest first; empty where nothing is wrong."""
+        return self.verdict().findings
+
+    def steps(
+        self, *, rank: int | None = None, since: int | None = None, traced: bool | None = None
+    ) -> pl.DataFrame:
+        """One row per rank and training step; `describe("steps")` explains the columns.
+
+        Args:
+            rank: Only of this rank.
+            since: Only from this step on.
+            traced: True takes only steps inside trace windows, False only the others, which
+                torch.profiler did not slow down; None takes all.
+
+        Returns:
+            Polars frame; times in ns.
+
+        Raises:
+            MissingDataError: The run has no such rank.
+            RunNotFoundError: There is no run.
+            RunFormatError: It is of another version, or nothing in it can be read.
+        """
+        found = super().steps()
+        if rank is not None:
+            if rank not in self.ranks()["rank"]:
+                known = ", ".join(map(str, sorted(set(self.ranks()["rank"]))))
+                raise MissingDataError(f"the run has no rank {rank}", hint=f"it has {known}")
+            found = found.filter(pl.col("rank") == rank)
+        if since is not None:
+            found = found.filter(pl.col("step") >= since)
+        return found if traced is None else found.filter(pl.col("traced") == traced)
+
+    def describe(self, frame: str = "steps") -> pl.DataFrame:
+        """The columns of a frame: name, type, unit and meaning.
+
+        Args:
+            frame: `steps`, `phases`, `counters`, `ranks`, `windows` or `reactions`.
+
+        Raises:
+            UsageError: There is no frame of that name.
+        """
+        from haiprof.trace_analysis.sql_tables import describe_run_table
+
+        _, columns = describe_run_table(frame)
+        return pl.DataFrame([asdict(column) for column in columns])
+
+    def show_overview(self) -> None:
+        """The whole job: a figure in a notebook, tables in a terminal."""
+        show.overview(self)
+
+    def show_one_rank(self, rank: int) -> None:
+        """One rank over time: a figure in a notebook, tables in a terminal."""
+        show.one_rank(self, rank)
+
+    def show_ranks(self) -> None:
+        """All ranks over time: a map in a notebook, tables in a terminal."""
+        show.ranks(self)
+
+    def show_comparison(self, baseline: str | Path) -> None:
+        """What changed against another run, a directory or `last-good`: as the others show."""
+        show.comparison(self, baseline)
+
+    def write_report(self, path: str | Path, *, baseline: str | Path | None = None) -> Path:
+        """Writes the report page, one file that opens anywhere; returns its path.
+
+        Args:
+            path: Where to.
+            baseline: Another run to compare with: a directory, or `last-good`.
+
+        Raises:
+            UsageError: The file cannot be written.
+            RunNotFoundError: There is no baseline.
+        """
+        compared = None if baseline is None else str(baseline)
+        return write_report(page_content(self, baseline=compared), Path(path))

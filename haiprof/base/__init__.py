@@ -1,0 +1,1 @@
+"""What every part uses: errors, units, options, statistics, intervals, files."""

@@ -1,0 +1,1 @@
+"""Statistics of the analyses: tests, intervals, trends; each from a named source."""

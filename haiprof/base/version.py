@@ -1,0 +1,9 @@
+"""Which haiprof this is, and where its package lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder `haiprof`; its parent goes on the path of processes that haiprof starts."""

@@ -1,0 +1,61 @@
+"""`haiprof efficiency`: MFU of traced steps, and operators against the roofline."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.trace_check import say_faults
+
+PeakOption = Annotated[
+    str | None,
+    typer.Option(
+        "--peak",
+        metavar="NAME=VALUE,...",
+        help="What the device can do at most, in TFLOP/s by precision and TB/s of memory, in place "
+        "of the table's: bf16=989.4,memory=3.35.",
+        show_default=False,
+    ),
+]
+
+
+def efficiency(
+    traces: Traces,
+    steps: StepRange = None,
+    peak: PeakOption = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show MFU and HFU of traced steps, and which operators are far from the roofline.
+
+    FLOPs and bytes are worked out from the shapes that were recorded: traces need
+    record_shapes. An operator without a formula stays unknown, and the share of
+    kernels that is known is said.
+
+    For example:
+
+      haiprof efficiency traces/ --steps 10:13
+
+      haiprof efficiency trace.json.gz --peak bf16=989.4,memory=3.35
+
+      haiprof efficiency traces/ --json | jq '.steps[].mfu_ratio'
+    """
+    from haiprof.show.views.efficiency import efficiency_view
+    from haiprof.trace_analysis.efficiency.peaks import parse_peak
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+    chosen, peaks = parse_steps(steps), parse_peak(peak)
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        whole = analysis.step_efficiency(chosen, peaks=peaks)
+        operators = analysis.efficiency(chosen, peaks=peaks)
+    say_faults(output, analysis, "efficiency")
+    output.show(
+        lambda _: efficiency_view(whole, operators),
+        {"path": str(traces), "steps": whole.to_dicts(), "operators": operators.to_dicts()},
+    )

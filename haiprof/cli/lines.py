@@ -1,0 +1,102 @@
+"""`haiprof lines`: which lines of the job's own code take the time, by rank and phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from haiprof.base.errors import UsageError
+from haiprof.cli.arguments import AsJson, RunDir
+from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
+
+OneRank = Annotated[
+    int | None,
+    typer.Option("--rank", metavar="RANK", help="Only this rank.", show_default=False),
+]
+OnePhase = Annotated[
+    str | None,
+    typer.Option(
+        "--phase",
+        metavar="PHASE",
+        help="Only this one: dataloader, forward, backward, optimizer, other (in a step, outside "
+        "the model), checkpoint, evaluation, between_steps, worker, worker_waiting, other_threads.",
+        show_default=False,
+    ),
+]
+SpeedscopeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--speedscope",
+        metavar="FILE",
+        help="Write all stacks for https://www.speedscope.app (it runs in the browser alone).",
+        show_default=False,
+    ),
+]
+CollapsedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--collapsed",
+        metavar="FILE",
+        help="Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")]
+
+
+def lines(
+    directory: RunDir = None, rank: OneRank = None, phase: OnePhase = None,
+    speedscope: SpeedscopeFile = None, collapsed: CollapsedFile = None, force: Force = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Show which lines of your code take the time, by rank and phase, as they were sampled.
+
+    haiprof looks at the training thread's Python stack 20 times a second (less often later), and
+    at those of DataLoader workers. `itself` is the share of samples in which a line was the
+    innermost one of your code: it ran, or a library that it called. `with what it calls` counts
+    all samples that have the line anywhere. Libraries are not listed; --speedscope and
+    --collapsed have them.
+
+    For example:
+
+      haiprof lines                               the newest run
+
+      haiprof lines --phase worker                what DataLoader workers do
+
+      haiprof lines --rank 3 --phase other        rank 3, outside the model
+
+      haiprof lines --speedscope stacks.json      to look at as a flame graph
+
+      haiprof lines --json | jq '.lines[0]'
+    """
+    from haiprof.run_analysis import stack_export
+    from haiprof.run_analysis.code_samples import CODE_PHASES
+    from haiprof.run_analysis.lines import line_frame
+    from haiprof.show.views.lines import lines_view
+
+    if phase is not None and phase not in CODE_PHASES:
+        raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(CODE_PHASES)}")
+    analyzer = open_target(directory)
+    samples = analyzer.code_samples(None if rank is None else {rank})
+    if phase is not None:
+        samples = samples.take(samples.phase == CODE_PHASES.index(phase))
+    output = Output(json=as_json)
+    if speedscope is not None:
+        _write(speedscope, stack_export.speedscope(samples, name=analyzer.run.root.name), force)
+        output.hint(f"wrote {speedscope}")
+    if collapsed is not None:
+        _write(collapsed, stack_export.collapsed(samples), force)
+        output.hint(f"wrote {collapsed}")
+    found = line_frame(samples)
+    data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(samples.notes)}
+    output.show(lambda _: lines_view(found, samples.notes), data)
+
+
+def _write(path: Path, content: bytes, force: bool) -> None:
+    from haiprof.base.output_file import output_file
+
+    with output_file(path, force=force) as file:
+        file.write(content)

@@ -1,0 +1,53 @@
+"""`haiprof trace-check`: what is wrong with the recording of traces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import ReadProgress, Traces, Window
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+
+def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) -> None:
+    """Show what is wrong with the recording of traces, and what becomes of the answers.
+
+    Kernels with impossible ends, clocks that differ, records that were lost, events
+    that are twice there, wrong units, missing ranks. Exit status 0 where nothing is
+    wrong, else 1. What is odd and right is listed too.
+
+    For example:
+
+      haiprof trace-check traces/
+
+      haiprof trace-check trace.json.gz --json | jq '.findings[].check'
+    """
+    from haiprof.show.views.trace_check import check_view
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        checks, files = analysis.trace_check(), analysis.load_report()
+    faults = int(checks["is_fault"].sum())
+    output.show(
+        lambda _: check_view(checks, files),
+        {"path": str(traces), "fault_count": faults, "findings": checks.to_dicts()},
+    )
+    if faults:
+        raise typer.Exit(1)
+
+
+def say_faults(output: Output, analysis: TraceQuestions, *answers: str) -> None:
+    """Says, before an answer, what is wrong with the recording that it rests on."""
+    from haiprof.trace_analysis.trace_check import fault_lines
+
+    if output.json:
+        return
+    for line in fault_lines(analysis.trace_check(), answers):
+        output.hint(f"warning: {line}")

@@ -1,0 +1,1 @@
+"""Other tools' names and formats: HTA, torch-tb-profiler, exports."""

@@ -1,0 +1,477 @@
+"""HTA's method names, with HTA's columns and units, for users who migrate.
+
+Times are us as floats and shares percent, as in HTA; the numbers are those of `TraceAnalysis`,
+which docs/hta-differences.md compares with HTA's. Nothing is drawn: `visualize` and its like are
+taken, so that calls need not be changed, and do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.annotations import GPU_CATEGORY, with_annotation
+from haiprof.trace_analysis.critical.segments import DATA_LOADING
+from haiprof.trace_analysis.idle import UNKNOWN
+from haiprof.trace_analysis.queue import MAX_QUEUE_LENGTH
+from haiprof.trace_analysis.temporal import Steps, gpu_events
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.critical.path import CriticalPath
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+_US = 1000
+_GB = 1e9
+_PERCENT = 100.0
+_SPREAD = {
+    "count": "count", "mean": "mean", "std": "std", "min": "min",
+    "q25": "25%", "q50": "50%", "q75": "75%", "max": "max",
+}  # fmt: skip
+
+
+class HtaMethods:
+    """HTA's methods of `TraceAnalysis`; also reached by `TraceAnalysis(path, compat="hta")`.
+
+    Args:
+        analysis: The traces.
+        steps: First profiler step and the one after the last; None takes all that was recorded,
+            where HTA leaves the last step out (D20).
+    """
+
+    def __init__(self, analysis: TraceQuestions, steps: Steps = None) -> None:
+        self._analysis = analysis
+        self._steps = steps
+
+    def get_profiler_steps(self) -> list[int]:
+        """The numbers of all profiler steps of all ranks; HTA leaves the last one out (D20)."""
+        found = self._analysis.step_time_breakdown()["step"].drop_nulls()
+        return [int(step) for step in found.unique().sort()]
+
+    def get_temporal_breakdown(self, visualize: bool = False) -> pl.DataFrame:
+        """Idle, computing and other time.
+
+        Returns:
+            One row per rank (and device, where a process drives several): `rank`,
+            `idle_time(us)`, `compute_time(us)`, `non_compute_time(us)`, `kernel_time(us)`,
+            `idle_time_pctg`, `compute_time_pctg`, `non_compute_time_pctg`, `device`.
+        """
+        found = self._analysis.temporal_breakdown(self._steps)
+        parts = ("idle", "compute", "non_compute")
+        return found.select(
+            "rank",
+            *(_us(f"{part}_ns").alias(f"{part}_time(us)") for part in parts),
+            _us("span_ns").alias("kernel_time(us)"),
+            *(_percent(f"{part}_ratio").alias(f"{part}_time_pctg") for part in parts),
+            "device",
+        )
+
+    def get_comm_comp_overlap(self, visualize: bool = False) -> pl.DataFrame:
+        """Hidden communication.
+
+        Returns:
+            One row per rank and device: `rank`, `comp_comm_overlap_pctg` (null without
+            communication), `device`.
+        """
+        found = self._analysis.overlap(self._steps)
+        return found.select(
+            "rank", _percent("overlap_ratio").alias("comp_comm_overlap_pctg"), "device"
+        )
+
+    def get_idle_time_breakdown(
+        self,
+        ranks: Sequence[int] | None = None,
+        streams: list[int] | None = None,
+        visualize: bool = False,
+        visualize_pctg: bool = False,
+        show_idle_interval_stats: bool = False,
+        consecutive_kernel_delay: float = 30,
+    ) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+        """What streams waited for.
+
+        Args:
+            ranks: Only these; None takes all, where HTA takes rank 0.
+            streams: Only these.
+            visualize: Does nothing.
+            visualize_pctg: Does nothing.
+            show_idle_interval_stats: Whether the second frame is wanted.
+            consecutive_kernel_delay: us (HTA says ns, and means us: D9).
+
+        Returns:
+            `rank`, `stream`, `idle_category`, `idle_time`, `idle_time_ratio`, `device`; and
+            `rank`, `stream`, `idle_category`, `count`, `mean`, `std`, `min`, `25%`, `50%`, `75%`,
+            `max`, `device` of the idle intervals. Beside HTA's categories there is `unknown`: no
+            launch is known.
+        """
+        found = self._of(ranks, self._analysis.idle_time_breakdown(
+            self._steps, streams=streams,
+            consecutive_kernel_delay_ns=round(consecutive_kernel_delay * _US),
+        ))  # fmt: skip
+        seen = found.filter((pl.col("idle_category") != UNKNOWN) | (pl.col("count") > 0))
+        keys = ("rank", "stream", "idle_category")
+        times = seen.select(
+            *keys, "device", idle_time=_us("idle_ns"), idle_time_ratio="idle_ratio"
+        ).select(*keys, "idle_time", "idle_time_ratio", "device")
+        if not show_idle_interval_stats:
+            return times, None
+        own = {"mean": "mean", "std": "std", "min": "min", "25%": "q25", "50%": "median",
+               "75%": "q75", "max": "max"}  # fmt: skip
+        spread = [_us(f"{part}_ns").alias(name) for name, part in own.items()]
+        return times, seen.select(*keys, "count", *spread, "device")
+
+    def get_gpu_kernel_breakdown(
+        self,
+        visualize: bool = False,
+        duration_ratio: float | None = 0.8,
+        num_kernels: int | None = 10,
+        include_memory_kernels: bool = True,
+        image_renderer: str | None = None,
+    ) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Kernels by type and by name.
+
+        Args:
+            visualize: Does nothing.
+            duration_ratio: The longest kernels that make this share of their type's time (HTA cuts
+                elsewhere: D4); the rest is `others`. None is no limit.
+            num_kernels: At most so many per type and rank. None is no limit.
+            include_memory_kernels: Copies and sets in the second frame too.
+            image_renderer: Does nothing.
+
+        Returns:
+            All ranks together: `kernel_type`, `sum` (us), `percentage`; and per rank: `name`,
+            `sum (us)`, `max (us)`, `min (us)`, `stddev`, `mean (us)`, `kernel_type`, `rank`.
+        """
+        types = self._analysis.kernel_type_breakdown(self._steps)
+        added = types.group_by("kernel_type").agg(pl.col("time_ns").sum())
+        whole = pl.col("time_ns").sum()
+        by_type = added.filter(pl.col("time_ns") > 0).sort(-pl.col("time_ns"), "kernel_type")
+        kernels = self._analysis.kernel_breakdown(
+            self._steps,
+            num_kernels=num_kernels,
+            duration_ratio=duration_ratio,
+            include_memory=include_memory_kernels,
+        )
+        return by_type.select(
+            _hta_type("kernel_type"),
+            sum=_us("time_ns"),
+            percentage=_PERCENT * pl.col("time_ns") / whole,
+        ), kernels.select(
+            *_NAMED, _hta_type("kind").alias("kernel_type"), "rank"
+        ).sort("kernel_type", "name", "rank")  # fmt: skip
+
+    def get_gpu_user_annotation_breakdown(
+        self,
+        use_gpu_annotation: bool = True,
+        visualize: bool = False,
+        allowlist_patterns: Sequence[str] | None = None,
+    ) -> pl.DataFrame:
+        """Annotated ranges by name, all of them: there is no limit that would hide some.
+
+        Args:
+            use_gpu_annotation: Ranges as they show on the GPU; else on the CPU.
+            visualize: Does nothing.
+            allowlist_patterns: Regular expressions of wanted names (HTA takes them for plain
+                texts: D23).
+
+        Returns:
+            `name`, `sum (us)`, `max (us)`, `min (us)`, `stddev`, `mean (us)`, `rank`.
+        """
+        found = self._analysis.annotation_breakdown(self._steps)
+        found = found.filter((pl.col("category") == GPU_CATEGORY) == use_gpu_annotation)
+        if allowlist_patterns:
+            found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
+        return found.select(*_NAMED, "rank").sort("name", "rank")
+
+    def get_gpu_kernels_with_user_annotations(self, rank: int) -> pl.DataFrame:
+        """GPU events with the annotation around each on its stream.
+
+        Returns:
+            `index` (place among the file's events), `s_name`, `s_cat`, `ts` and `dur` (ns, as the
+            trace has them), `pid`, `tid`, `stream`, `correlation`, `s_user_annotation` (the
+            innermost; null outside of all).
+        """
+        return self._of([rank], self._analysis.per_rank(_annotated_gpu, steps=self._steps)).drop(
+            "rank"
+        )
+
+    def get_queue_length_time_series(
+        self, ranks: Sequence[int] | None = None
+    ) -> dict[int, pl.DataFrame]:
+        """Launch queues over time.
+
+        Returns:
+            By rank: `ts` (us since its first change), `stream`, `queue_length`, `device`; HTA's
+            `pid` and `tid` of the change are not there.
+        """
+        found = self._of(ranks, self._analysis.queue_length(self._steps))
+        return _by_rank(
+            found, lambda own: own.select(_since_first(), "stream", "queue_length", "device")
+        )
+
+    def get_queue_length_summary(self, ranks: Sequence[int] | None = None) -> pl.DataFrame:
+        """Launch queues over their changes.
+
+        Returns:
+            `rank`, `stream`, `count`, `mean`, `std`, `min`, `25%`, `50%`, `75%`, `max`, `device`.
+        """
+        found = self._of(ranks, self._analysis.queue_length_summary(self._steps))
+        return found.select("rank", "stream", *_spread(1.0), "device")
+
+    def get_time_spent_blocked_on_full_queue(
+        self,
+        queue_length_dict: Mapping[int, object] | None = None,
+        max_queue_length: int = MAX_QUEUE_LENGTH,
+    ) -> pl.DataFrame:
+        """How long launch queues were full, every stream that was (HTA: the last one, D14).
+
+        Args:
+            queue_length_dict: From `get_queue_length_time_series`: only its ranks.
+            max_queue_length: From which on a queue is full.
+
+        Returns:
+            `rank`, `stream`, `duration_at_max_queue_length` (us),
+            `relative_duration_at_max_queue_length` (of the trace's duration).
+        """
+        ranks = None if queue_length_dict is None else list(queue_length_dict)
+        every = self._analysis.full_queue(self._steps, max_queue_length=max_queue_length)
+        return self._of(ranks, every).filter(pl.col("full_ns") > 0).select(
+            "rank", "stream", duration_at_max_queue_length=_us("full_ns"),
+            relative_duration_at_max_queue_length="full_ratio",
+        )  # fmt: skip
+
+    def get_memory_bw_time_series(
+        self, ranks: Sequence[int] | None = None
+    ) -> dict[int, pl.DataFrame]:
+        """Copies over time.
+
+        Returns:
+            By rank: `ts` (us since its first change), `name` (of the kind of copy),
+            `memory_bw_gbps`, `device`.
+        """
+        rate = pl.col("bandwidth_bytes_per_s") / _GB
+        found = self._of(ranks, self._analysis.memory_bandwidth(self._steps))
+        columns = [
+            pl.col("copy_kind").alias("name"), rate.alias("memory_bw_gbps"), pl.col("device"),
+        ]  # fmt: skip
+        return _by_rank(found, lambda own: own.select(_since_first(), *columns))
+
+    def get_memory_bw_summary(self, ranks: Sequence[int] | None = None) -> pl.DataFrame:
+        """Copies in GB/s, over their changes.
+
+        Returns:
+            `rank`, `name`, `count`, `mean`, `std`, `min`, `25%`, `50%`, `75%`, `max`, `device`.
+        """
+        found = self._of(ranks, self._analysis.memory_bandwidth_summary(self._steps))
+        some = found.filter(pl.col("change_count") > 0)
+        return some.select("rank", pl.col("copy_kind").alias("name"), *_spread(_GB), "device")
+
+    def get_cuda_kernel_launch_stats(
+        self,
+        ranks: Sequence[int] | None = None,
+        runtime_cutoff: float = 50,
+        launch_delay_cutoff: float = 100,
+        include_memory_events: bool = True,
+        visualize: bool = False,
+    ) -> dict[int, pl.DataFrame]:
+        """Launches, by rank: `correlation`, `cpu_duration`, `gpu_duration`, `launch_delay` (us).
+
+        The cut-offs are those of HTA's plots; `TraceAnalysis.launch_statistics` has them as
+        columns. Of a CUDA graph there is one row, with the duration of all its kernels (D17).
+        """
+        found = self._analysis.launch_statistics(
+            self._steps, include_memory_events=include_memory_events
+        )
+        parts = ("cpu_duration", "gpu_duration", "launch_delay")
+        return _by_rank(
+            self._of(ranks, found),
+            lambda own: own.select("correlation", *(_us(f"{p}_ns").alias(p) for p in parts)),
+        )
+
+    def get_aten_op_kernels_and_delay(
+        self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] = ("occurrence_count",)
+    ) -> dict[int, pl.DataFrame]:
+        """What ATen's operators launch themselves.
+
+        Returns:
+            By rank: `aten_op_name`, `kernel_sequence`, `occurrence_count`,
+            `avg_aten_op_launch_delay`, `avg_runtime_delay` (us).
+        """
+        found = self._of(ranks, self._analysis.operator_sequences(self._steps))
+        aten = found.filter(pl.col("operator").str.starts_with("aten::"))
+        return _by_rank(
+            aten,
+            lambda own: (
+                own.select(
+                    "kernel_sequence",
+                    aten_op_name="operator",
+                    occurrence_count="count",
+                    avg_aten_op_launch_delay=_us("operator_delay_mean_ns"),
+                    avg_runtime_delay=_us("runtime_delay_mean_ns"),
+                )
+                .select(*_ATEN)
+                .sort(*sort_by, descending=True, maintain_order=True)
+            ),
+        )
+
+    def get_frequent_cuda_kernel_sequences(
+        self,
+        operator_name: str,
+        output_dir: str | Path | None = None,
+        min_pattern_len: int = 3,
+        rank: int = 0,
+        top_k: int = 5,
+        visualize: bool = False,
+    ) -> pl.DataFrame:
+        """Frequent sequences of kernels under an operator.
+
+        Args:
+            operator_name: Part of its name.
+            output_dir: Does nothing: no trace is written.
+            min_pattern_len: Calls with fewer kernels are left out.
+            rank: Whose.
+            top_k: How many.
+            visualize: Does nothing.
+
+        Returns:
+            `pattern`, `count`, `GPU kernel duration (us)`, `CPU op duration (us)`.
+        """
+        found = self._analysis.kernel_sequences(
+            operator_name, self._steps, min_pattern_length=min_pattern_len, top_k=top_k
+        )
+        return self._of([rank], found).select(
+            "pattern",
+            "count",
+            _us("gpu_duration_ns").alias("GPU kernel duration (us)"),
+            _us("cpu_duration_ns").alias("CPU op duration (us)"),
+        )
+
+    def get_potential_stragglers(
+        self,
+        profiler_steps: Sequence[int] | None = None,
+        num_candidates: int = 2,
+        visualize: bool = False,
+    ) -> list[int]:
+        """The ranks that hold the others up most at collectives; fewer where fewer do.
+
+        HTA looks at one kernel of each step, and at none of today's NCCL (D5).
+
+        Args:
+            profiler_steps: Only these.
+            num_candidates: At most so many.
+            visualize: Does nothing.
+        """
+        found = self._analysis.stragglers(self._steps, by_step=True)
+        if profiler_steps is not None:
+            found = found.filter(pl.col("step").is_in(list(profiler_steps)))
+        held_up = found.group_by("rank").agg(pl.col("held_up_ns").sum())
+        late = held_up.filter(pl.col("held_up_ns") > 0)
+        return late.sort(-pl.col("held_up_ns"), "rank")["rank"].head(num_candidates).to_list()
+
+    def generate_trace_with_counters(
+        self, ranks: Sequence[int] | None = None, folder: str | Path | None = None
+    ) -> pl.DataFrame:
+        """Writes traces anew with counter tracks: `TraceAnalysis.write_counter_traces`."""
+        return self._of(ranks, self._analysis.write_counter_traces(folder))
+
+    def critical_path_analysis(
+        self,
+        rank: int,
+        annotation: str,
+        instance_id: int = 0,
+        data_load_events: Sequence[str] | None = None,
+    ) -> tuple[CriticalPath, bool]:
+        """The critical path of one annotated range: `TraceAnalysis.critical_path`.
+
+        Returns:
+            The path, and True: what HTA says where it has failed, is an error here.
+        """
+        loading = "|".join(data_load_events) if data_load_events else DATA_LOADING
+        path = self._analysis.critical_path(
+            rank, annotation=annotation, instance=instance_id, data_loading=loading
+        )
+        return path, True
+
+    def overlay_critical_path_analysis(
+        self, rank: int, critical_path_graph: CriticalPath, output_dir: str | Path | None = None
+    ) -> str:
+        """Writes the trace anew with its path drawn in; returns the file."""
+        overlay = self._analysis.overlay_critical_path
+        return str(overlay(critical_path_graph, rank, folder=output_dir))
+
+    def _of(self, ranks: Sequence[int] | None, found: pl.DataFrame) -> pl.DataFrame:
+        """The rows of some ranks.
+
+        Raises:
+            MissingDataError: There is no trace of one of them.
+        """
+        absent = [rank for rank in ranks or () if rank not in self._analysis.files]
+        if absent:
+            known = ", ".join(map(str, self._analysis.files))
+            raise MissingDataError(
+                f"{self._analysis.path}: no trace of rank {absent[0]}", hint=f"it has rank {known}"
+            )
+        return found if ranks is None else found.filter(pl.col("rank").is_in(list(ranks)))
+
+
+HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
+_ATEN = ("aten_op_name", "kernel_sequence", "occurrence_count", "avg_aten_op_launch_delay",
+         "avg_runtime_delay")  # fmt: skip
+
+
+def _us(column: str) -> pl.Expr:
+    return pl.col(column) / _US
+
+
+def _percent(column: str) -> pl.Expr:
+    return pl.col(column) * _PERCENT
+
+
+_NAMED: tuple[Any, ...] = (
+    "name",
+    _us("sum_ns").alias("sum (us)"),
+    _us("max_ns").alias("max (us)"),
+    _us("min_ns").alias("min (us)"),
+    _us("std_ns").alias("stddev"),
+    _us("mean_ns").alias("mean (us)"),
+)
+
+
+def _hta_type(column: str) -> pl.Expr:
+    """A kind as HTA writes it: `COMPUTATION overlapping COMMUNICATION`."""
+    return pl.col(column).str.to_uppercase().str.replace_all("OVERLAPPING", "overlapping")
+
+
+def _spread(unit: float) -> list[pl.Expr]:
+    """Statistics over changes under pandas' names."""
+    return [
+        pl.col(f"change_{own}").alias(name) if own == "count"
+        else (pl.col(f"change_{own}") / unit).alias(name)
+        for own, name in _SPREAD.items()
+    ]  # fmt: skip
+
+
+def _since_first() -> pl.Expr:
+    return ((pl.col("ts_ns") - pl.col("ts_ns").min()) / _US).alias("ts")
+
+
+def _by_rank(
+    found: pl.DataFrame, columns: Callable[[pl.DataFrame], pl.DataFrame]
+) -> dict[int, pl.DataFrame]:
+    return {
+        int(str(key[0])): columns(own) for key, own in found.group_by("rank", maintain_order=True)
+    }
+
+
+def _annotated_gpu(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """GPU events with the annotation around each."""
+    found = with_annotation(gpu_events(trace, steps), trace.annotations).sort("ts_ns", "event")
+    return found.select(
+        index="event", s_name=pl.col("name").cast(pl.String),
+        s_cat=pl.col("category").cast(pl.String), ts="ts_ns", dur="dur_ns", pid="pid", tid="tid",
+        stream="stream", correlation="correlation",
+        s_user_annotation=pl.col("annotation").cast(pl.String),
+    )  # fmt: skip

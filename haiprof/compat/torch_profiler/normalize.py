@@ -1,0 +1,285 @@
+"""A trace of torch 2 as torch-tb-profiler 0.4.3 understands it, event by event, in memory."""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+Event = dict[str, Any]
+
+OPERATOR, RUNTIME, ANNOTATION = "Operator", "Runtime", "user_annotation"
+_OF_CATEGORY = {
+    "cpu_op": OPERATOR, "Operator": OPERATOR,
+    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "hip_runtime": RUNTIME, "Runtime": RUNTIME,
+    "kernel": "Kernel", "Kernel": "Kernel", "gpu_memcpy": "Memcpy", "Memcpy": "Memcpy",
+    "gpu_memset": "Memset", "Memset": "Memset", "user_annotation": ANNOTATION, "Trace": "Trace",
+    "python_function": "python_function",
+}  # fmt: skip
+_DEVICE = ("Kernel", "Memcpy", "Memset")
+_HOST = (OPERATOR, ANNOTATION, RUNTIME, "python_function")
+_STEP = "ProfilerStep#"
+_COLLECTIVES = ("nccl:", "gloo:")
+_LOADER = ("enumerate(DataLoader)#", "enumerate(DataPipe)#")
+_IDS = (int, str, type(None))
+"""What can tell processes and launches apart."""
+_MAX_DEVICES = 64  # torch_tb_profiler.consts.MAX_GPU_PER_NODE
+_STACK_FRAMES = 64
+_NS_PER_US = 1000
+_TIME_LIMIT_US = 10**18
+_TICKS_PER_US = 1024
+
+
+class Exact(float):
+    """A number of a JSON text that keeps all its digits."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> Exact:
+        """From digits as they are written."""
+        found = super().__new__(cls, text)
+        found.text = text
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normal:
+    """A trace in the form that torch-tb-profiler was written for."""
+
+    trace: dict[str, Any]
+    origin_ns: int
+    """Subtracted from every timestamp."""
+    collectives: frozenset[str]
+    """Names of annotations that are collectives."""
+
+
+def normalise_trace(trace: dict[str, Any]) -> Normal:
+    """Normalizes a trace so that torch-tb-profiler computes correct numbers.
+
+    Args:
+        trace: As `json.loads` returns it with `parse_float=Exact`. Its events are changed.
+
+    Returns:
+        Its events with the categories of 2021. Stamps begin at 0 and are multiples of 1/1024 us,
+        within 0.5 ns of those in the file: sums of such are exact, so that spans which hold each
+        other still do (the plugin drops a span that ends 0.1 ns after its parent). A launch has
+        the external id of the innermost operator around it, or of the innermost annotation where
+        there is none; before torch 2.1 Kineto wrote the correlation there. A collective's kernel
+        has the id of its annotation. Operators have their Python stack. record_function ranges
+        are of category Python, so that they are work on the CPU but no operators; dataloaders are
+        operators again. What the plugin has no use for is left out.
+    """
+    events = [event for event in map(_event, _list(trace.get("traceEvents"))) if event]
+    origin_ns = min((event["ts"] for event in events), default=0)
+    for event in events:
+        _set_times(event, origin_ns)
+    spans = [event for event in events if event["cat"] in _HOST]
+    launches = _linked(spans)
+    for event in events:
+        if event["cat"] in _DEVICE:
+            _link_device(event, launches)
+    names = frozenset(
+        event["name"]
+        for event in events
+        if event["cat"] == ANNOTATION and event["name"].startswith(_COLLECTIVES)
+    )
+    kept = [_finished(event) for event in events if _is_kept(event)]
+    metadata = {key: value for key, value in trace.items() if key != "traceEvents"}
+    metadata["deviceProperties"] = _escaped(metadata.get("deviceProperties"))
+    return Normal(trace={**metadata, "traceEvents": kept}, origin_ns=origin_ns, collectives=names)
+
+
+def _event(raw: Any) -> Event | None:  # noqa: ANN401 - whatever stands in the file
+    """An event that the plugin uses, with `ts` in ns, and `end` if it has a duration."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
+        return None
+    phase, args = raw.get("ph"), raw.get("args")
+    ts_ns = _ns(raw.get("ts"))
+    if ts_ns is None:
+        return None
+    raw["ts"], raw["args"] = ts_ns, args if isinstance(args, dict) else {}
+    if phase == "i" and raw["name"] == "[memory]":
+        raw["cat"] = "Memory"
+        return raw
+    category = _OF_CATEGORY.get(str(raw.get("cat")))
+    if phase != "X" or category is None:
+        return None
+    raw["cat"] = category
+    raw["end"] = ts_ns + max(0, _ns(raw.get("dur")) or 0)
+    if category in _HOST and not (type(raw.get("tid")) is int and isinstance(raw.get("pid"), _IDS)):
+        return None
+    if not isinstance(raw["args"].get("correlation"), _IDS):
+        raw["args"].pop("correlation", None)
+    return _device_event(raw) if category in _DEVICE else raw
+
+
+def _device_event(event: Event) -> Event | None:
+    device = event["args"].get("device", event.get("pid"))
+    if type(device) is not int or not 0 <= device < _MAX_DEVICES:
+        return None
+    event["pid"] = event["args"]["device"] = device
+    return event
+
+
+def _ns(stamp: Any) -> int | None:  # noqa: ANN401 - whatever stands in the file
+    """Microseconds as integer nanoseconds, exact."""
+    if type(stamp) not in (int, Exact, float) or not abs(stamp) < _TIME_LIMIT_US:
+        return None
+    if isinstance(stamp, int):
+        return stamp * _NS_PER_US
+    text = stamp.text if isinstance(stamp, Exact) else repr(stamp)
+    return int((Decimal(text) * _NS_PER_US).to_integral_value())
+
+
+def _set_times(event: Event, origin_ns: int) -> None:
+    event["ts"] = _ticks(event["ts"] - origin_ns)
+    if "end" in event:
+        event["end"] = _ticks(event["end"] - origin_ns)
+
+
+def _ticks(ns: int) -> int:
+    return (ns * _TICKS_PER_US + _NS_PER_US // 2) // _NS_PER_US
+
+
+def _linked(spans: list[Event]) -> dict[Any, Event]:
+    """Launches by correlation, each with `owner`; spans get ids, stacks, and ends that nest."""
+    noted = _recorded_operators(spans)
+    for number, span in enumerate(spans, start=1):
+        span["id"] = number
+    launches: dict[Any, Event] = {}
+    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for span in spans:
+        threads[span.get("pid"), span["tid"]].append(span)
+    for thread in threads.values():
+        thread.sort(key=lambda span: (span["ts"], -span["end"], span["cat"] == RUNTIME))
+        _nest(thread)
+    for span in spans:
+        if span["cat"] != RUNTIME:
+            continue
+        if span["owner"] is None or span["owner"]["cat"] != OPERATOR:
+            span["owner"] = noted.get(_external_id(span)) or span["owner"]
+        launches[span["args"].get("correlation")] = span
+    return launches
+
+
+def _recorded_operators(spans: Iterable[Event]) -> dict[Any, Event]:
+    """Operators by the external id that Kineto gave them; none where it wrote correlations."""
+    launches = [span for span in spans if span["cat"] == RUNTIME]
+    same = sum(_external_id(span) == span["args"].get("correlation") for span in launches)
+    if 2 * same > len(launches):
+        return {}
+    found = {_external_id(span): span for span in spans if span["cat"] == OPERATOR}
+    found.pop(None, None)
+    found.pop(0, None)
+    return found
+
+
+def _external_id(event: Event) -> Any:  # noqa: ANN401 - whatever stands in the file
+    args = event["args"]
+    found = args.get("External id", args.get("external id"))
+    return found if isinstance(found, _IDS) else None
+
+
+def _nest(thread: list[Event]) -> None:
+    """One pass over the spans of a thread, by start."""
+    nodes: list[Event] = []
+    functions: list[Event] = []
+    for span in thread:
+        if span["cat"] == "python_function":
+            _close(functions, span["ts"])
+            functions.append(span)
+            if not _is_kept(span):
+                continue
+        _close(nodes, span["ts"])
+        if span["cat"] == RUNTIME:
+            _set_owner(span, nodes)
+            continue
+        _fit(span, nodes)
+        if span["cat"] == OPERATOR:
+            _close(functions, span["ts"])
+            stack = ";".join(_frames(functions))
+            if stack:
+                span["args"]["Call stack"] = stack
+        nodes.append(span)
+
+
+def _close(open_: list[Event], now: int) -> None:
+    while open_ and open_[-1]["end"] <= now:
+        open_.pop()
+
+
+def _fit(span: Event, open_: list[Event]) -> None:
+    """Spans in the plugin's tree are nested or disjoint: it drops any other.
+
+    An end within 1 us of the parent's is the file's rounding. Else the earlier span, closed on
+    another thread or from within, holds nothing beyond the start of this one, as in `call_tree`.
+    """
+    while open_ and span["end"] > open_[-1]["end"]:
+        if span["end"] - open_[-1]["end"] <= _TICKS_PER_US:
+            span["end"] = open_[-1]["end"]
+        else:
+            open_.pop()["end"] = span["ts"]
+
+
+def _set_owner(launch: Event, open_: list[Event]) -> None:
+    """The innermost operator around a launch, else annotation; and the collective around it."""
+    around = [span for span in reversed(open_) if span["end"] >= launch["end"]]
+    nodes = [span for span in around if span["cat"] in (OPERATOR, ANNOTATION)]
+    operators = (span for span in nodes if span["cat"] == OPERATOR)
+    launch["owner"] = next(operators, nodes[0] if nodes else None)
+    launch["collective"] = next(
+        (span for span in nodes if span["name"].startswith(_COLLECTIVES)), None
+    )
+
+
+def _frames(open_: list[Event]) -> Iterator[str]:
+    """Python functions, the innermost first, as the plugin shows them."""
+    for span in open_[: -_STACK_FRAMES - 1 : -1]:
+        yield span["name"].replace(";", ",")
+
+
+def _link_device(event: Event, launches: dict[Any, Event]) -> None:
+    launch = launches.get(event["args"].get("correlation"))
+    owner = launch and (launch["collective"] or launch["owner"])
+    event["id"] = owner["id"] if owner else 0
+
+
+def _is_kept(event: Event) -> bool:
+    return event["cat"] != "python_function" or "Python module id" in event["args"]
+
+
+def _finished(event: Event) -> Event:
+    """The event with times in us, and its category of 2021."""
+    args, name, category = event["args"], event["name"], event["cat"]
+    found = {**event, "ts": event["ts"] / _TICKS_PER_US}
+    if "end" in event:
+        found["dur"] = (event["end"] - event["ts"]) / _TICKS_PER_US
+        del found["end"]
+    found.pop("id", None)
+    launch = found.pop("owner", None)
+    found.pop("collective", None)
+    own = launch["id"] if launch else 0
+    args.pop("external id", None)
+    args["External id"] = own if category == RUNTIME else event.get("id")
+    if category == ANNOTATION and not name.startswith((_STEP, *_COLLECTIVES)):
+        found["cat"] = OPERATOR if name.startswith(_LOADER) else "Python"
+    return found
+
+
+def _list(value: Any) -> list[Any]:  # noqa: ANN401 - whatever stands in the file
+    return value if isinstance(value, list) else []
+
+
+def _escaped(devices: Any) -> list[Event] | None:  # noqa: ANN401 - whatever stands in the file
+    """GPUs with names that the plugin's pages, which take them for HTML, show as they are."""
+    if not isinstance(devices, list):
+        return None
+    return [
+        {key: html.escape(value) if isinstance(value, str) else value for key, value in one.items()}
+        for one in devices
+        if isinstance(one, dict)
+    ]

@@ -1,0 +1,231 @@
+"""Which code a finding is about: the question that each rule raises, and its answer in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
+from haiprof.run_analysis.code_samples import (
+    CODE_PHASES,
+    OTHER_THREADS,
+    SLOW_RATIO,
+    TRAINING_PHASES,
+    WORKER,
+    CodeSamples,
+)
+from haiprof.run_analysis.lines import FunctionTime, function_times
+from haiprof.run_analysis.run_frames import RunFrames
+
+FIRST_BATCH = "first_batch"
+LINE_LIMIT = 3
+MIN_SAMPLES = 4
+"""A line that was seen less often is not named."""
+MIN_RATIO = 0.05
+"""Nor one with less than that share of what was asked about."""
+RANK_LIMIT = 8
+"""Of a finding about all ranks, so many are looked at: their code is the same."""
+OTHER_MIN_CORES = 0.3
+"""Another Python thread that uses so much of a core is named beside the training thread's lines."""
+LATE_NS = 2_000_000
+LATE_RATIO = 0.5
+_MACHINE = "all phases grew"
+"""How a remedy begins that blames no code."""
+_WAIT = "DataLoaderIter."
+"""Where there are workers, the training thread waits for them there: their lines are the answer."""
+_WHICH_CODE = "which code it is"
+"""How a rule begins what it lacks, where it cannot tell the code: known now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeQuestion:
+    """What is asked about the code."""
+
+    phases: tuple[str, ...]
+    """Of `CODE_PHASES`; of the training thread."""
+    workers: bool = False
+    """Whether DataLoader workers, where there are any, are asked in place of these phases."""
+    against: Literal["", "usual_steps", "other_ranks", "earlier_steps"] = ""
+    """What the time is compared with: slow steps with usual ones, the finding's rank with others,
+    steps since something changed with those before.
+    Then lines are those whose time is more than there."""
+
+
+_STEP = TRAINING_PHASES[:6]
+QUESTIONS: Mapping[str, CodeQuestion] = {
+    "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
+    "first_batch": CodeQuestion(phases=("dataloader",), workers=True),
+    "forward_bound": CodeQuestion(phases=("forward",)),
+    "backward_bound": CodeQuestion(phases=("backward",)),
+    "optimizer_bound": CodeQuestion(phases=("optimizer",)),
+    "host_bound": CodeQuestion(phases=_STEP),
+    "gpu_waits_for_host": CodeQuestion(phases=_STEP),
+    "outside_the_model": CodeQuestion(phases=("other", "checkpoint")),
+    "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
+    "evaluation_heavy": CodeQuestion(phases=("evaluation",)),
+    "garbage_collection": CodeQuestion(phases=_STEP),
+    "synchronising_calls": CodeQuestion(phases=_STEP),
+    "jitter": CodeQuestion(phases=_STEP, against="usual_steps"),
+    "step_time_drift": CodeQuestion(phases=_STEP, against="earlier_steps"),
+    "ranks_uneven": CodeQuestion(phases=_STEP, against="other_ranks"),
+    "late_rank": CodeQuestion(phases=_STEP, against="other_ranks"),
+    "data_imbalance": CodeQuestion(phases=_STEP, against="other_ranks"),
+}
+"""By rule; what is not here is no question of the job's own code, or not yet."""
+
+
+class CodeAnswers:
+    """Answers the questions of a run's findings; samples are read at the first one.
+
+    Args:
+        analyzer: Of the run.
+        facts: Its judged steps: only samples in their time count.
+    """
+
+    def __init__(self, analyzer: RunFrames, facts: Facts) -> None:
+        self._analyzer = analyzer
+        self._facts = facts
+        self._samples: CodeSamples | None = None
+
+    def name_lines(self, finding: Finding) -> Finding:
+        """The finding with the lines of code that it is about, where they are known."""
+        question = QUESTIONS.get(finding.rule)
+        if question is None:
+            return finding
+        chosen, times, of, part = self._ask(finding, question)
+        sure = [time for time in times if _is_sure(time)][:LINE_LIMIT]
+        if finding.remedy.startswith(_MACHINE):
+            return finding
+        lines = (*(_code_line(time, of, part) for time in sure), *self._other_threads(finding))
+        if not lines:
+            return finding
+        late = float((chosen.late_ns > LATE_NS).mean()) if len(chosen.late_ns) else 0.0
+        missing = tuple(lack for lack in finding.missing if not lack.startswith(_WHICH_CODE))
+        if late > LATE_RATIO:
+            missing += (_late_text(late),)
+        return replace(
+            finding,
+            code_lines=lines,
+            remedy=f"{finding.remedy}; begin at {lines[0].place}",
+            missing=missing,
+        )
+
+    def _ask(
+        self, finding: Finding, question: CodeQuestion
+    ) -> tuple[CodeSamples, list[FunctionTime], str, float]:
+        """The samples asked about, their functions, and what of which time they are."""
+        samples = self._load(finding)
+        if finding.rank is not None and question.against != "other_ranks":
+            samples = samples.take(samples.rank == finding.rank)
+        loading = samples.take(samples.phase == WORKER)
+        if question.workers and len(loading.stack):
+            return loading, function_times(loading), "the workers' loading", 1.0
+        phases = [CODE_PHASES.index(phase) for phase in question.phases]
+        samples = samples.take(np.isin(samples.phase, phases))
+        if question.against:
+            chosen, times, of, part = self._contrast(samples, finding, question)
+            if len(loading.stack) and times and any(_WAIT in name for name in times[0].callees):
+                return loading, function_times(loading), "the workers' loading", 1.0
+            return chosen, times, of, part
+        whole_ns = self._step_ns(samples)
+        part = float(samples.weight_ns.sum()) / whole_ns if whole_ns else 0.0
+        if "evaluation" in question.phases:
+            return samples, function_times(samples), "the evaluations", 1.0
+        return samples, function_times(samples), "the step", min(part, 1.0)
+
+    def _contrast(
+        self, samples: CodeSamples, finding: Finding, question: CodeQuestion
+    ) -> tuple[CodeSamples, list[FunctionTime], str, float]:
+        """Functions by the time that they take beyond what they take elsewhere."""
+        if question.against == "usual_steps":
+            rows, of = samples.slow, "the extra time of slow steps"
+            slow, usual = self._step_counts(samples)
+            scale = slow / max(usual, 1)
+        elif question.against == "earlier_steps":
+            since = next(e.value or 0.0 for e in finding.evidence if e.name == SINCE_STEP)
+            rows, of = samples.step >= since, f"the extra time since step {since:.0f}"
+            first = min(int(s["step"][0]) for s in self._facts.by_rank.values())
+            last = max(int(s["step"][-1]) for s in self._facts.by_rank.values())
+            scale = (last - since + 1) / max(since - first, 1)
+        else:
+            rows, of = samples.rank == finding.rank, f"the extra time of rank {finding.rank}"
+            scale = 1 / max(len(np.unique(samples.rank)) - 1, 1)
+        chosen, less = samples.take(rows), samples.take(~rows)
+        times = function_times(chosen, less=less, scale=scale)
+        beyond_ns = sum(time.time_ns for time in times if time.time_ns > 0)
+        times = [
+            replace(time, ratio=time.time_ns / beyond_ns, low=None, high=None)
+            for time in times
+            if time.time_ns > 0
+        ]
+        return chosen, times, of, 1.0
+
+    def _other_threads(self, finding: Finding) -> Iterator[CodeLine]:
+        """Another Python thread that was busy most of the time: it takes the interpreter lock."""
+        samples = self._load(finding)
+        if finding.rank is not None:
+            samples = samples.take(samples.rank == finding.rank)
+        others = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
+        whole_ns = self._step_ns(samples)
+        used = float(others.weight_ns.sum()) / whole_ns if whole_ns else 0.0
+        if used >= OTHER_MIN_CORES:
+            of = "a core, in another thread that takes the interpreter lock"
+            for time in filter(_is_sure, function_times(others)[:1]):
+                yield _code_line(time, of, min(used, 1.0))
+
+    def _load(self, finding: Finding) -> CodeSamples:
+        """Samples in the time of the judged steps: of some ranks, and of the finding's own."""
+        known = self._samples
+        first, last = self._facts.window_ns
+        if known is None or (finding.rank is not None and not (known.rank == finding.rank).any()):
+            world = self._facts.world
+            wanted = set(world[:: max(len(world) // RANK_LIMIT, 1)])
+            samples = self._analyzer.code_samples(wanted | {finding.rank or 0})
+            known = self._samples = samples.take(samples.time_ns <= last)
+        if finding.rule != FIRST_BATCH:  # which was before the judged steps
+            known = known.take(known.time_ns >= first)
+        return known
+
+    def _step_ns(self, samples: CodeSamples) -> float:
+        """Time of the judged steps of these samples' ranks."""
+        ranks = [r for r in np.unique(samples.rank).tolist() if r in self._facts.by_rank]
+        return float(sum(self._facts.of_rank(rank)["step_ns"].sum() for rank in ranks))
+
+    def _step_counts(self, samples: CodeSamples) -> tuple[int, int]:
+        """Slow steps of these samples' ranks, and the others."""
+        slow = total = 0
+        for rank in np.unique(samples.rank).tolist():
+            if rank in self._facts.by_rank:
+                step_ns = self._facts.of_rank(rank)["step_ns"].to_numpy()
+                slow += int((step_ns > SLOW_RATIO * np.median(step_ns)).sum())
+                total += len(step_ns)
+        return slow, total - slow
+
+
+def _is_sure(time: FunctionTime) -> bool:
+    return time.sample_count >= MIN_SAMPLES and time.ratio >= MIN_RATIO
+
+
+def _code_line(time: FunctionTime, of: str, part: float) -> CodeLine:
+    return CodeLine(
+        file=time.file,
+        line=time.line,
+        function=time.function,
+        share=time.ratio * part,
+        low=None if time.low is None else time.low * part,
+        high=None if time.high is None else time.high * part,
+        of=of,
+        sample_count=time.sample_count,
+        callees=time.callees,
+    )
+
+
+def _late_text(late: float) -> str:
+    busy = f"the interpreter was busy when {ratio_text(late)} of the samples were due"
+    return f"code that ran for less than 5 ms at a time: {busy}"

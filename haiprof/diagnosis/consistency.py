@@ -1,0 +1,61 @@
+"""What must hold of every verdict before it is shown: no part above its whole, no contradiction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from haiprof.diagnosis.finding import SEVERITIES, Finding
+
+PHASE_RULES = {
+    "dataloader_bound": "dataloader",
+    "outside_the_model": "other",
+    "optimizer_bound": "optimizer",
+    "forward_bound": "forward",
+    "backward_bound": "backward",
+}
+"""Rules that say how much of the usual step one phase costs."""
+_SLACK = 1e-6
+
+
+def impossible_findings(
+    findings: Sequence[Finding], split: Mapping[str, float | None]
+) -> dict[str, str]:
+    """Rules whose numbers cannot be so, each with why; empty as long as no rule has a mistake.
+
+    Args:
+        findings: In any order.
+        split: The usual step by phase, as the card's bar shows it.
+    """
+    whole = sum(value or 0.0 for value in split.values())
+    found: dict[str, str] = {}
+    for finding in findings:
+        for why in _impossible(finding, split, whole):
+            found.setdefault(finding.rule, why)
+    return found
+
+
+def _impossible(finding: Finding, split: Mapping[str, float | None], whole: float) -> Iterator[str]:
+    lost = finding.lost_ratio
+    if lost is not None and not -_SLACK <= lost <= 1 + _SLACK:
+        yield f"it would cost {lost:.3g} of the time"
+    for evidence in finding.evidence:
+        value = evidence.value
+        if evidence.unit == "ratio" and value is not None and not -_SLACK <= value <= 1 + _SLACK:
+            yield f"{evidence.name} would be {value:.3g} of its whole"
+    phase = PHASE_RULES.get(finding.rule)
+    device = any("(device time)" in evidence.name for evidence in finding.evidence)
+    if phase is None or device or lost is None or not whole:
+        return
+    if lost > (split.get(phase) or 0.0) / whole + _SLACK:
+        yield f"it would cost more than all of {phase}"
+
+
+def is_in_order(findings: Sequence[Finding]) -> bool:
+    """Whether no cause stands below a milder one, and each consequence behind its cause."""
+    places = {finding.rule: place for place, finding in enumerate(findings)}
+    roots = [f for f in findings if f.explained_by is None and f.rule != "standstill"]
+    weights = [SEVERITIES.index(f.severity) for f in roots]
+    return weights == sorted(weights) and all(
+        finding.explained_by is None or places[finding.explained_by] < place
+        for place, finding in enumerate(findings)
+    )

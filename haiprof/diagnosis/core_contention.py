@@ -1,0 +1,97 @@
+"""Cores that ranks want and do not get, measured: what the rules about cores share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from haiprof.diagnosis.finding import Evidence
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.thresholds import (
+    CORE_WAIT_WARNING_RATIO,
+    CORES_FULL_RATIO,
+    CORES_WANTED_RATIO,
+)
+
+NO_PLACEMENT = "no placement of a rank was recorded"
+NO_WAIT = "no waiting for cores of a rank was recorded"
+SLOWED_ALIKE = (
+    "jitter/all_phases",
+    "step_time_drift/sudden_all_phases",
+    "step_time_drift/gradual_all_phases",
+)
+"""What missing cores or memory would bring about: no phase in particular becomes slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """Ranks that fill their cores and wait for them."""
+
+    core_count: float
+    busy_cores: float
+    """Used by these ranks and their children together."""
+    wanted_cores: float
+    """Those, and one for each main thread that waits: at least so many threads could run."""
+    wait_ratio: float
+    """Share of time in which the main thread of the rank that waits least could run and did not."""
+
+    @property
+    def is_their_own(self) -> bool:
+        """Whether they wait because of what they run themselves, and not for the load of others.
+
+        That is sure where they fill the cores, and where more of their threads could run than
+        there are cores.
+        """
+        full = self.busy_cores >= CORES_FULL_RATIO * self.core_count
+        wanted = self.wanted_cores >= CORES_WANTED_RATIO * self.core_count
+        return (full or wanted) and self.wait_ratio >= CORE_WAIT_WARNING_RATIO
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The numbers."""
+        return (
+            Evidence(name="cores they may use", value=self.core_count, unit="cores"),
+            Evidence(name="cores they use", value=self.busy_cores, unit="cores"),
+            Evidence(name="cores they could use at least", value=self.wanted_cores, unit="cores"),
+            Evidence(
+                name="main thread could run and got no core (the least of the ranks)",
+                value=self.wait_ratio,
+                unit="ratio",
+            ),
+        )
+
+
+def contention(facts: Facts, ranks: Collection[int], core_count: float) -> Contention | None:
+    """How much these ranks want their cores; null where something of one is not known."""
+    if not all(rank in facts.busy_cores and rank in facts.core_waits for rank in ranks):
+        return None
+    busy = sum(facts.busy_cores[rank] for rank in ranks)
+    waits = [facts.core_waits[rank] for rank in ranks]
+    return Contention(
+        core_count=core_count,
+        busy_cores=busy,
+        wanted_cores=busy + sum(waits),
+        wait_ratio=min(waits),
+    )
+
+
+def hosts_of(facts: Facts) -> dict[int, str]:
+    """The last host of each rank, where its CPUs were counted."""
+    rows = facts.ranks.select("rank", "host").drop_nulls().rows()
+    return {rank: host for rank, host in rows if host in facts.node_cpus}
+
+
+def cores_of(facts: Facts, host: str) -> float | None:
+    """CPUs of a host; None where they were not counted."""
+    count = facts.node_cpus[host].core_count
+    return None if count is None else float(count)
+
+
+def used_by_others(facts: Facts, host: str, hosts: Mapping[int, str]) -> float | None:
+    """Cores of a host that others than its ranks used; null where that is not known."""
+    cores = cores_of(facts, host)
+    busy = facts.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
+    ranks = [rank for rank in facts.world if hosts.get(rank) == host]
+    if cores is None or busy is None or not all(r in facts.busy_cores for r in ranks):
+        return None
+    return max(busy * cores - sum(facts.busy_cores[r] for r in ranks), 0.0)

@@ -1,0 +1,95 @@
+"""What ranks said of themselves in events.jsonl: loaders, compilations, the GPU's allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles
+
+COMPILE_SCHEMA = {"rank": pl.Int64, "time_ns": pl.Int64, "count": pl.Int64, "spent_ns": pl.Int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """How a rank's first DataLoader was made."""
+
+    workers: int | None
+    batch_size: int | None
+    persistent: bool
+    dataset: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Of each rank's last attempt."""
+
+    loaders: Mapping[int, Loader]
+    """The loader that each rank iterated first."""
+    operator_threads: Mapping[int, int]
+    """Threads that torch computes one operator with on the CPU."""
+    compilations: pl.DataFrame
+    """`rank`, `time_ns` (Unix time), `count`, `spent_ns`: cumulative, at most one row a second."""
+    allocator: Mapping[int, tuple[int, int, int]]
+    """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
+
+
+def told(files: RunFiles) -> Told:
+    """Reads the lines of the last attempts."""
+    last = {rank.rank: rank for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))}
+    loaders = {number: _loader(rank) for number, rank in last.items()}
+    threads = {
+        number: integer(rank.report.get("operator_threads")) for number, rank in last.items()
+    }
+    rows = [row for number, rank in last.items() for row in _compilations(number, rank)]
+    counted = {number: _allocator(rank) for number, rank in last.items()}
+    return Told(
+        loaders={number: loader for number, loader in loaders.items() if loader is not None},
+        operator_threads={n: count for n, count in threads.items() if count is not None},
+        compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
+        allocator={number: counts for number, counts in counted.items() if counts is not None},
+    )
+
+
+def _loader(rank: RankFiles) -> Loader | None:
+    lines = rank.of_type("dataloader")
+    if not lines:
+        return None
+    return Loader(
+        workers=integer(lines[0].get("workers")),
+        batch_size=integer(lines[0].get("batch_size")),
+        persistent=lines[0].get("persistent") is True,
+        dataset=text(lines[0].get("dataset")),
+    )
+
+
+def _compilations(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
+    offset = _wall_offset(rank.report.get("clock"))
+    rows = []
+    for line in rank.of_type("compile"):
+        found = [integer(line.get(name)) for name in ("time_ns", "count", "spent_ns")]
+        time, count, spent = found
+        if offset is not None and time is not None and count is not None and spent is not None:
+            rows.append((number, time + offset, count, spent))
+    return rows
+
+
+def _wall_offset(clock: object) -> int | None:
+    anchor: Mapping[str, Any] = clock if isinstance(clock, dict) else {}
+    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
+    return None if wall is None or mono is None else wall - mono
+
+
+def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
+    """Growth from the first line to the last: what came before them was warm-up."""
+    lines = rank.of_type("allocator")
+    if len(lines) < 2:
+        return None
+    names = ("retry_count", "oom_count", "time_ns")
+    first, last = ([integer(line.get(name)) for name in names] for line in (lines[0], lines[-1]))
+    grown = [b - a for a, b in zip(first, last, strict=True) if a is not None and b is not None]
+    return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None

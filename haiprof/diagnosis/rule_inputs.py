@@ -1,0 +1,419 @@
+"""What the rules look at: the steps after warm-up, and each rank's counters in that time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.counter_averages import Counted, count
+from haiprof.diagnosis.python_time import PythonTime, python_time
+from haiprof.diagnosis.rank_events import Told, told
+from haiprof.diagnosis.thresholds import (
+    BLOCK_COUNT,
+    DEVICE_COVERAGE_RATIO,
+    SHORT_RUN_S,
+    UNTRACED_MIN_RATIO,
+    warm_up_steps,
+)
+from haiprof.diagnosis.traced_window import TracedWindow, traced_window
+from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.phases import SAVE_PHASE
+from haiprof.run_analysis.placement import Placement, placements
+from haiprof.run_analysis.reactions import Reaction, reactions
+from haiprof.run_analysis.records import median as median
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_frame import STEP_PHASES
+from haiprof.run_analysis.training_time import host_windows, training_spans
+
+_SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCpu:
+    """What one host gave its ranks of its CPUs while their judged steps ran."""
+
+    core_count: int | None
+    """CPUs online."""
+    limit_cores: float | None
+    """The tightest limit of the cgroup and those above it; null without one, or not known."""
+    period_count: float | None
+    """Periods of that limit in which something ran; null where they are not counted."""
+    throttled_ratio: float | None
+    """Share of those in which something had to stop; null without any."""
+    stolen_ratio: float | None
+    """Of the time in which the CPUs had work, what the hypervisor kept; null where not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A run as the rules see it."""
+
+    steps: pl.DataFrame
+    """Steps of each rank's last attempt without its first ones; columns of `step_frame`."""
+    step_count: int
+    """Steps of all ranks, of the last attempt of each, the first ones included."""
+    first_steps: pl.DataFrame
+    """The first step of each rank's last attempt."""
+    ranks: pl.DataFrame
+    """Columns of `rank_frame`."""
+    gpu_use: Mapping[int, float]
+    """Median GPU utilization in [0, 1] by rank, where known."""
+    main_cores: Mapping[int, float]
+    """Median CPU cores used by the process of the rank, without its children, where known."""
+    busy_cores: Mapping[int, float]
+    """The same with its children: DataLoader workers."""
+    core_waits: Mapping[int, float]
+    """Share of time in which the rank's main thread could run and got no core."""
+    process_counts: Mapping[int, float]
+    """Median number of processes of the rank, its children included."""
+    placements: Mapping[int, Placement]
+    """Where each rank ran, where that was recorded."""
+    node_cpus: Mapping[str, NodeCpu]
+    """By host; those that have ranks with steps."""
+    stolen: Mapping[int, float]
+    """Share of time that the hypervisor took from the rank's main thread, as far as known.
+
+    That is steal's share of its node's work, in the time in which the thread had a core. Linux
+    counts stolen time as time of the thread, unless built with CONFIG_PARAVIRT_TIME_ACCOUNTING
+    (`update_rq_clock_task`, kernel/sched/core.c): then more was lost.
+    """
+    trained_ns: Mapping[int, float]
+    """Time in training steps of each rank, the first ones included."""
+    save_ns: float
+    """Time in checkpoint saves while judged steps ran, all ranks together."""
+    counted: Counted
+    """More counters of ranks and nodes."""
+    pauses: pl.DataFrame
+    """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
+    loading: pl.DataFrame
+    """What starts of epochs cost; columns of `run_analysis.epochs`."""
+    told: Told
+    """What ranks said of their loaders, compilations and allocators."""
+    backward_work: pl.DataFrame
+    """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
+    lateness: pl.DataFrame
+    """How late ranks begin their collectives; columns of `run_analysis.lateness`."""
+    traces: TracedWindow
+    """What the run's traces say of a window of steps, or why they say nothing."""
+    reactions: tuple[Reaction, ...]
+    """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
+    sharded: bool
+    """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
+
+    by_rank: Mapping[int, pl.DataFrame]
+    """Steps of each rank, in order."""
+    load_samples: Callable[[int], CodeSamples]
+    """Sampled stacks of a rank's training thread; read when they are asked for."""
+
+    def python_time(self, phase: str) -> PythonTime | None:
+        """What of a phase is Python of the job's own, on the typical rank; None: not known."""
+        return python_time(self.load_samples(typical_rank(self)), phase)
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that have steps."""
+        return tuple(self.by_rank)
+
+    def of_rank(self, rank: int) -> pl.DataFrame:
+        """Steps of one rank, in order."""
+        return self.by_rank[rank]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the judged steps took less time than it takes to know anything of the cores."""
+        if not self.steps.height:
+            return False
+        begin, end = self.window_ns
+        return end - begin < SHORT_RUN_S * NS_PER_S
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a rank has a GPU: what is advised must not speak of hardware that is not used."""
+        return bool(self.gpu_use) or self.ranks["device"].is_in(["cuda"]).any()
+
+    @property
+    def training_ns(self) -> float:
+        """Time in training steps of the rank that has most of it."""
+        return max(self.trained_ns.values(), default=0.0)
+
+    @property
+    def window_ns(self) -> tuple[int, int]:
+        """Unix time of the first judged step's begin and of the last one's end."""
+        ends = self.steps["start_ns"] + self.steps["step_ns"]
+        return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
+
+
+def gather_facts(
+    analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
+) -> Facts:
+    """Facts from the frames of a run, and from its traces up to a size."""
+    steps = _needed(analyzer.steps())
+    restarted = bool((steps["attempt"] > 0).any())
+    parts = _by_rank(_last_attempts(steps) if restarted else steps)
+    since = None if since_ns is None else pl.col("start_ns") >= since_ns
+    judged = {
+        rank: judged_steps(part) if since is None else part.filter(since)
+        for rank, part in parts.items()
+    }
+    by_rank = {rank: part for rank, part in judged.items() if part.height}
+    spans = training_spans(by_rank.values())
+    windows = host_windows(spans, analyzer.ranks())
+    pauses = _last_attempts(analyzer.pauses())
+    counted = count(analyzer.files, spans.drop("attempt"), windows)
+    main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
+    return Facts(
+        steps=pl.concat([steps.clear(), *by_rank.values()]),
+        by_rank=by_rank,
+        step_count=sum(part.height for part in parts.values()),
+        first_steps=pl.concat([steps.clear(), *(_first_step(part) for part in parts.values())]),
+        ranks=analyzer.ranks(),
+        gpu_use=counted.of("utilization_ratio"),
+        main_cores=main_cores,
+        busy_cores=counted.of("cpu_cores"),
+        core_waits=counted.core_waits,
+        process_counts=counted.of("process_count"),
+        counted=counted,
+        placements=placements(analyzer.files),
+        node_cpus=node_cpus,
+        stolen=_stolen(analyzer.ranks(), main_cores, node_cpus),
+        trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
+        save_ns=_save_ns(pauses, spans),
+        pauses=_within(pauses, spans),
+        loading=_last_attempts(analyzer.loading()),
+        told=told(analyzer.files),
+        backward_work=analyzer.backward_work(),
+        lateness=analyzer.lateness(),
+        traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
+        reactions=tuple(reactions(analyzer.files)),
+        sharded=_is_sharded(analyzer),
+        load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
+    )
+
+
+def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one attempt of one rank without its first, slower ones and without traced ones.
+
+    Where nearly every step was traced, all of them are judged.
+    """
+    settled = steps.slice(warm_up_steps(steps.height))
+    if not settled["traced"].any():
+        return settled  # a slice, which copies nothing
+    untraced = settled.filter(~pl.col("traced").fill_null(value=False))
+    return untraced if untraced.height > UNTRACED_MIN_RATIO * settled.height else settled
+
+
+def _needed(steps: pl.DataFrame) -> pl.DataFrame:
+    """Without columns that no rule reads."""
+    return steps.drop("skipped", "boundary", "confidence", "optimizer_step_count")
+
+
+def _first_step(steps: pl.DataFrame) -> pl.DataFrame:
+    """Of one rank in order: its first step, where that is among them."""
+    return steps.head(1 if steps.height and steps["step"][0] == 0 else 0)
+
+
+def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
+    """Slices, which copy nothing: the steps stand rank by rank."""
+    lengths = steps.select(pl.col("rank").rle()).unnest("rank")
+    found, first = {}, 0
+    for length, rank in lengths.rows():
+        found[int(rank)] = steps.slice(first, length)
+        first += length
+    return dict(sorted(found.items()))
+
+
+def _last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
+    return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+
+
+def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Pauses that began while their rank's steps ran."""
+    inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
+    return pauses.join(spans.drop("attempt"), on="rank").filter(inside).drop("begin", "end")
+
+
+def _save_ns(phases: pl.DataFrame, spans: pl.DataFrame) -> float:
+    """Saves that began in one of the steps' spans of time."""
+    if not spans.height:
+        return 0.0
+    begin = spans["begin"].min()
+    saves = phases.filter((pl.col("phase") == SAVE_PHASE) & (pl.col("start_ns") >= pl.lit(begin)))
+    return float(saves["duration_ns"].sum())
+
+
+def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples:
+    """Of one rank, while its judged steps ran."""
+    samples = analyzer.code_samples({rank})
+    rows = spans.filter(pl.col("rank") == rank).select("begin", "end").rows()
+    begin, end = rows[0] if rows else (0, 0)
+    return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
+
+
+def _is_sharded(analyzer: RunFrames) -> bool:
+    """By the roots' class names: FSDP2 renames the class, FSDP1 wraps it."""
+    names = [name for rank in analyzer.files.ranks for name in rank.names("root").values()]
+    return any(name.startswith(_SHARDED_NAMES) for name in names)
+
+
+def _node_cpus(counted: Counted, windows: pl.DataFrame) -> dict[str, NodeCpu]:
+    """Counters of the host and of the job's cgroup in these windows."""
+    return {
+        host: _node_cpu(list(counted.nodes.get(host, {}).values()), (end - begin) / NS_PER_S)
+        for host, begin, end in windows.rows()
+    }
+
+
+def _stolen(
+    ranks: pl.DataFrame, main_cores: Mapping[int, float], node_cpus: Mapping[str, NodeCpu]
+) -> dict[int, float]:
+    """By rank, where its node's steal and its own CPU use are known."""
+    found = {}
+    for rank, host in ranks.select("rank", "host").drop_nulls().rows():
+        node, main = node_cpus.get(host), main_cores.get(rank)
+        if node is not None and node.stolen_ratio is not None and main is not None:
+            found[rank] = node.stolen_ratio * min(main, 1.0)
+    return found
+
+
+def _stolen_ratio(entities: Sequence[Mapping[str, float | None]]) -> float | None:
+    for means in entities:
+        steal, work = means.get("cpu_steal_ratio"), means.get("cpu_utilization_ratio")
+        if steal is not None and work is not None:
+            return steal / (steal + work) if steal else 0.0
+    return None
+
+
+def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) -> NodeCpu:
+    """From the means by metric of the node, of its cgroup and of those above that have a limit.
+
+    Periods are of one cgroup: of the one that stops the job most often.
+    """
+    counts = [count for means in entities if (count := means.get("cpu_count")) is not None]
+    limits = [limit for means in entities if (limit := means.get("cpu_limit_cores")) is not None]
+    counted = [means for means in entities if means.get("cpu_period_count_per_s") is not None]
+    most = max(counted, key=_stops, default={})
+    limit, periods = most.get("cpu_limit_cores"), most.get("cpu_period_count_per_s")
+    return NodeCpu(
+        core_count=round(counts[0]) if counts else None,
+        limit_cores=min(limits, default=None) if limit is None else limit,
+        period_count=None if periods is None else periods * seconds,
+        throttled_ratio=_throttled_ratio(most),
+        stolen_ratio=_stolen_ratio(entities),
+    )
+
+
+def _stops(means: Mapping[str, float | None]) -> tuple[float, float]:
+    """Orders cgroups by how often they stop the job, then by how long they have counted."""
+    return _throttled_ratio(means) or 0.0, means.get("cpu_period_count_per_s") or 0.0
+
+
+def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
+    periods = means.get("cpu_period_count_per_s")
+    throttled = means.get("cpu_throttled_period_count_per_s")
+    return throttled / periods if periods and throttled is not None else None
+
+
+def own_backward_ns(facts: Facts, backward_ns: float, clock: str) -> float | None:
+    """Of a rank's backward its own work per step, the typical rank's; null where not known.
+
+    Args:
+        facts: The run.
+        backward_ns: Median time in backward per step.
+        clock: `host` or `device`, of `backward_ns`.
+    """
+    if len(facts.world) < 2:
+        return backward_ns
+    known = facts.backward_work.sort("own_ns")["own_ns"]
+    if known.is_empty() or clock != "host":
+        return None
+    return min(float(known[(len(known) - 1) // 2]) * _passes(facts), backward_ns)
+
+
+def after_gradients_ns(facts: Facts) -> float:
+    """Of a step's backward what comes after its last collective began, without waiting for ranks.
+
+    0 where that is not known: for one rank it is part of its own work.
+    """
+    known = facts.backward_work["after_ns"].drop_nulls()
+    return float(known[0]) * _passes(facts) if len(known) and len(facts.world) > 1 else 0.0
+
+
+def _passes(facts: Facts) -> float:
+    """Backward passes of a step."""
+    return median(facts.steps["micro_step_count"]) or 1.0
+
+
+def usual_phases(facts: Facts, *phases: str) -> tuple[str, tuple[float, ...]] | None:
+    """Time in some phases of the usual step, as the verdict's bar has it; None without one of them.
+
+    Returns:
+        The clock, of all phases the same one (`common_clock`); and ns per phase, then per step.
+    """
+    clock = common_clock(facts.steps, phases)
+    steps = facts.of_rank(typical_rank(facts))
+    split = usual_split(steps, clock=clock)
+    values = tuple(value for phase in phases if (value := split[phase]) is not None)
+    whole = sum(value or 0.0 for value in usual_split(steps).values())
+    return (clock, (*values, whole)) if len(values) == len(phases) and whole else None
+
+
+def usual_share(facts: Facts, phase: str) -> float | None:
+    """A phase's share of the usual step; None where it is not measured."""
+    split = usual_split(facts.of_rank(typical_rank(facts)))
+    value, whole = split[phase], sum(ns or 0.0 for ns in split.values())
+    return None if value is None or not whole else value / whole
+
+
+def typical_rank(facts: Facts) -> int:
+    """The rank whose own work per step is the lower middle of all: one slow rank is none.
+
+    Own is what lies outside of backward, where ranks wait for each other. Source: the median over
+    ranks is TraceML's typical rank; of an even number the slow one of two is not typical.
+    """
+    work = {
+        rank: float(int(steps["step_ns"].sum()) - int(steps["backward_host_ns"].sum() or 0))
+        / steps.height
+        for rank, steps in facts.by_rank.items()
+    }
+    return sorted(work, key=lambda rank: (work[rank], rank))[(len(work) - 1) // 2]
+
+
+def common_clock(steps: pl.DataFrame, phases: tuple[str, ...]) -> str:
+    """`device` where nearly all steps have device times of all these phases, else `host`."""
+    columns = [f"{phase}_device_ns" for phase in phases]
+    known = steps.drop_nulls(columns).height if steps.height else 0
+    return "device" if known and known >= DEVICE_COVERAGE_RATIO * steps.height else "host"
+
+
+def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
+    """Time per phase in ns of the usual step of one rank: every share on a card is of this one.
+
+    The steps are cut into blocks, and the mean is taken over the middle half of them by the length
+    of their steps. So one stall, or a slow start, does not move it, and what comes every few steps
+    (the waits for several loader workers, a checkpoint) is in it. Medians of phases would not add
+    up to a step; these do.
+
+    Args:
+        steps: Of one rank, in order.
+        clock: `host` or `device`.
+
+    Returns:
+        By phase; None for a phase without a value on that clock. Empty frames have none at all.
+    """
+    names = {phase: f"{phase}_{clock}_ns" for phase in STEP_PHASES}
+    if not steps.height:
+        return dict.fromkeys(STEP_PHASES)
+    edges = np.arange(min(BLOCK_COUNT, steps.height) + 1) * steps.height
+    edges //= min(BLOCK_COUNT, steps.height)
+    lengths = np.diff(edges)
+    means = np.add.reduceat(steps["step_ns"].to_numpy().astype(np.float64), edges[:-1]) / lengths
+    low, high = np.quantile(means, (0.25, 0.75), method="closest_observation")
+    middle = np.repeat((means >= low) & (means <= high), lengths)
+    chosen = steps.select(names.values()).filter(pl.Series(middle))
+    found = {phase: chosen[name].mean() for phase, name in names.items()}
+    return {p: float(v) if isinstance(v, (int, float)) else None for p, v in found.items()}

@@ -1,0 +1,23 @@
+"""What steal accounts for: time of the cores that the hypervisor gave to other machines."""
+
+from __future__ import annotations
+
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.thresholds import STOLEN_NOTED_RATIO, STOLEN_WARNING_RATIO
+
+
+def explain_by_steal(share: str, lost: float) -> str:
+    """Why another rule stays silent: what steal took from the main threads may be all of it."""
+    return f"{share}, of which {ratio_text(lost)} may be what the hypervisor took of the cores"
+
+
+def stolen_notes(facts: Facts) -> tuple[str, ...]:
+    """What the verdict says of steal that is no finding."""
+    lost = max(facts.stolen.values(), default=0.0)
+    if not STOLEN_NOTED_RATIO <= lost < STOLEN_WARNING_RATIO:
+        return ()
+    return (
+        f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which ranks "
+        "trained (steal): their steps are longer by that",
+    )

@@ -1,0 +1,138 @@
+"""Begins recordings in this process: from its start, on request, or from an injected payload."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from haiprof.base.safe_files import find_problem
+from haiprof.run_format.layout import RunPaths
+
+if TYPE_CHECKING:
+    from haiprof.in_job.commands import Handler
+    from haiprof.in_job.patches import State
+    from haiprof.in_job.recorder import Recorder
+
+BUSY = "it is recorded already"
+_NEXT_STEP_S = 1e-9
+_activated = False
+_recorder: Recorder | None = None
+_lock = _thread.allocate_lock()
+
+
+def activate(config: Mapping[str, Any]) -> None:
+    """Installs the hook in this process; a second call does nothing.
+
+    Args:
+        config: What the launcher wrote for the hook (`time`, `warmup`, ...), and `run_dir`.
+
+    Raises:
+        Exception: Whatever goes wrong; the caller (boot/sitecustomize) notes it, the job goes on.
+    """
+    global _activated
+    if _activated:
+        return
+    _activated = True
+    if "phases" in config["recorder"]:
+        _record(config, late=False)
+
+
+def activate_late(config: Mapping[str, Any]) -> bool:
+    """Installs the hook in a process that trains already, for the first time or again.
+
+    Nothing is taken before a place between two steps. It may be called on any thread: attributes
+    are replaced one by one, each at once, and a call under way goes on in what it began in.
+
+    Args:
+        config: As for `activate`.
+
+    Returns:
+        False where a recording goes on in this process: that one is left alone.
+    """
+    global _activated
+    if _recorder is not None and not _recorder.closed:
+        return False
+    _activated = True
+    _record(config, late=True)
+    return True
+
+
+def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Mapping[str, Any]:
+    """Begins another recording in this process, after an earlier one has ended.
+
+    Args:
+        arguments: `name` of the new run directory, which stands beside the recorder's own.
+        recorder: Of the earlier recording.
+
+    Returns:
+        The reply: `done`, or `refused` with the reason.
+    """
+    name = arguments.get("name")
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+        return {"state": "refused", "reason": "the request names no run directory"}
+    owner = os.lstat(recorder.run.root).st_uid
+    return activate_into(RunPaths(recorder.run.root.parent / name), owner=owner)
+
+
+def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
+    """Begins a recording as a run directory's boot config says.
+
+    Args:
+        run: The run directory.
+        owner: Whose it must be, as the file system tells it.
+
+    Raises:
+        Exception: Whatever goes wrong; the caller says so to whoever asked.
+    """
+    for path in (run.root, run.boot, run.boot_config):
+        problem = find_problem(path, owner=owner)
+        if problem:
+            raise PermissionError(f"{path} {problem}")
+    config = json.loads(run.boot_config.read_text(encoding="utf-8"))
+    with _lock:
+        begun = activate_late({**config, "run_dir": str(run.root)})
+    return {"state": "done"} if begun else {"state": "refused", "reason": BUSY}
+
+
+def _record(config: Mapping[str, Any], *, late: bool) -> None:
+    """Installs the wrappers, tells the recorder of them, and plans trace windows."""
+    global _recorder
+    from haiprof.in_job.installer import install
+    from haiprof.in_job.recorder import Recorder
+
+    if late:  # the recording opens with the end of a whole step
+        config = {**config, "warmup": config["warmup"] or _NEXT_STEP_S}
+    recorder = _recorder = Recorder.from_config(config)
+    recorder.watch_exceptions()
+    state = install(recorder, late=late)
+    recorder.installed = replace(
+        recorder.installed, steps=state.progress, requests=_requests(recorder, state)
+    )
+    if config.get("trace"):
+        from haiprof.in_job.windows.driver import attach
+
+        try:
+            attach(config["trace"], recorder=recorder, state=state)
+        except Exception as error:  # no windows, and the rest of the hook goes on
+            reason = f"{type(error).__name__}: {error}"
+            recorder.lines.append(
+                {"type": "trace_window", "window": 0, "state": "failed", "reason": reason}
+            )
+
+
+def _requests(recorder: Recorder, state: State) -> dict[str, Handler]:
+    """What answers requests that concern more than the recorder; loaded when one comes."""
+
+    def trace(request_id: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        from haiprof.in_job.windows.live_request import plan_request
+
+        return plan_request(request_id, arguments, recorder=recorder, state=state)
+
+    def activate_again(_: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return activate_request(arguments, recorder=recorder)
+
+    return {"trace": trace, "activate": activate_again}

@@ -1,0 +1,254 @@
+"""Answers requests while the job runs: one thread, asleep in a read of the agent's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.descriptors import Descriptor
+from haiprof.in_job.spans import RingMemory
+from haiprof.in_job.threads import start_deaf_thread
+from haiprof.run_format.control import MESSAGE_LIMIT_BYTES, control_socket, encode_message
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.messages import QUESTION, conform, read_object
+
+RETRY_AFTER_S = (0.0, 0.5, 2.0, 8.0)
+"""The agent starts beside the job, and so may come later than a rank that starts quickly."""
+
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama"
+_UCRED = struct.Struct("3i")
+
+Handler = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
+"""From a request's id and arguments to the reply; null where that follows later."""
+
+
+class Line:
+    """One connection to the agent of this node, which the job may close under our hands.
+
+    Args:
+        connection: Connected; its descriptor belongs to this object from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._descriptor = Descriptor(connection.detach())
+
+    @classmethod
+    def open(
+        cls, run: RunPaths, hello: Mapping[str, Any], *, ring: RingMemory | None = None
+    ) -> Line:
+        """Connects and says who this is; the agent is given the ring, which is its from then on.
+
+        Raises:
+            OSError: Nobody listens, or it is somebody else.
+        """
+        folder, path = control_socket(run, socket.gethostname())
+        own = Descriptor(folder)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path.replace(f"/fd/{folder}/", f"/fd/{own.number}/"))
+            told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, uid, _ = _UCRED.unpack(told)
+            if uid != os.geteuid():
+                raise PermissionError(1, f"another user (uid {uid}) listens there")
+        except OSError:
+            connection.close()
+            raise
+        finally:
+            own.close()
+        let_look(pid)
+        line = cls(connection)
+        number = None if ring is None else ring.descriptor()
+        line.send(encode_message({"hello": dict(hello)}), give=number)
+        if ring is not None and number is not None:
+            ring.close()
+        return line
+
+    def is_ours(self) -> bool:
+        """Whether the job has left it alone."""
+        return self._descriptor.is_ours()
+
+    def send(self, message: bytes, *, give: int | None = None) -> None:
+        """Sends one message, without waiting.
+
+        Args:
+            message: The message.
+            give: A descriptor that the agent is to have, too.
+
+        Raises:
+            OSError: It could not be sent.
+        """
+        rights = [] if give is None else [_given(give)]
+        with self._borrow() as connection:
+            connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def receive(self) -> bytes:
+        """The next message; empty once the agent is gone.
+
+        Raises:
+            OSError: The connection is broken.
+        """
+        return os.read(self._descriptor.check(), MESSAGE_LIMIT_BYTES)
+
+    def shut_down(self) -> None:
+        """Wakes the thread that reads: the connection ends."""
+        with contextlib.suppress(OSError), self._borrow() as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Lets go of our end, unless its number is somebody else's by now."""
+        self._descriptor.close()
+
+    @contextlib.contextmanager
+    def _borrow(self) -> Iterator[socket.socket]:
+        """A socket object for one call: one that lived on would close the number with itself."""
+        number = self._descriptor.check()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=number)
+        try:
+            yield connection
+        finally:
+            connection.detach()
+
+
+def _given(number: int) -> tuple[int, int, array[int]]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [number])
+
+
+def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:
+    """Lets the agent of this node, and what it starts, see this process's stack (py-spy).
+
+    Yama (ptrace_scope 1) lets only parents do so, and the agent is none below torchrun. Where it is
+    stricter, or absent, nothing is done.
+    """
+    try:
+        if scope.read_text(encoding="ascii").strip() != "1":
+            return
+    except (OSError, ValueError):
+        return  # no Yama in this kernel
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+class Commands:
+    """The rank's end of the control socket.
+
+    Args:
+        run: The run directory.
+        handlers: By kind of request; called on the thread of this object, never on the job's own.
+        note: Takes one line for events.jsonl.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        handlers: Mapping[str, Handler],
+        note: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.run = run
+        self.handlers = dict(handlers)
+        self._note = note
+        self._hello: dict[str, Any] = {}
+        self._ring: RingMemory | None = None
+        self._line: Line | None = None
+        self._closed = False
+
+    def start(self, hello: Mapping[str, Any], *, ring: RingMemory | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+            hello: Tells the agent who this is (rank, attempt).
+            ring: What the agent is given with it.
+        """
+        self._hello = dict(hello)
+        self._ring = ring
+        start_deaf_thread(self._serve)
+
+    def reply(self, request_id: str, content: Mapping[str, Any]) -> bool:
+        """Sends a reply from any thread, without waiting; False if it could not be sent."""
+        line = self._line
+        if line is None:
+            return False
+        message = encode_message({"id": request_id, **content})
+        try:
+            if not line.is_ours():
+                line = self._connect_again()
+            line.send(message)
+        except OSError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Ends the connection and its thread."""
+        self._closed = True
+        if self._line is not None:
+            self._line.shut_down()
+
+    def forget(self) -> None:
+        """In a forked child: the connection is the parent's, and stays open there."""
+        self._closed = True
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _serve(self) -> None:
+        try:
+            line = self._connect()
+            while line is not None and not self._closed:
+                packet = (line if line.is_ours() else self._connect_again()).receive()
+                if packet:
+                    self._answer(packet)
+                elif line is self._line:
+                    return
+                line = self._line
+        except OSError as error:
+            if not self._closed:
+                self._note({"type": "control", "state": "lost", "reason": str(error)})
+
+    def _connect(self) -> Line | None:
+        reason = "no agent"
+        for pause_s in RETRY_AFTER_S:
+            time.sleep(pause_s)
+            if self._closed:
+                return None
+            try:
+                self._line = Line.open(self.run, self._hello, ring=self._ring)
+            except OSError as error:
+                reason = str(error)
+            else:
+                return self._line
+        self._note({"type": "control", "state": "unreachable", "reason": reason})
+        if self._ring is not None:
+            self._ring.close()
+            self._note({"type": "no_ring", "reason": f"no agent to give it to: {reason}"})
+        return None
+
+    def _connect_again(self) -> Line:
+        """Another line, after the job has closed our end of the one before."""
+        self._note({"type": "control", "state": "lost", "reason": "the job has closed our socket"})
+        self._line = Line.open(self.run, self._hello)
+        return self._line
+
+    def _answer(self, packet: bytes) -> None:
+        question = conform(read_object(packet), QUESTION)
+        if question is None:
+            return  # not from our agent
+        request_id, kind, arguments = question["id"], question["kind"], question["arguments"]
+        handler = self.handlers.get(kind)
+        if handler is None:
+            self.reply(request_id, {"state": "refused", "reason": f"no request {kind!r} here"})
+            return
+        try:
+            content = handler(request_id, arguments)
+        except Exception as error:
+            content = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+        if content is not None:
+            self.reply(request_id, content)

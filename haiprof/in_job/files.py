@@ -1,0 +1,172 @@
+"""The files of one rank, as the drain thread writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from haiprof.base.safe_files import write_file
+from haiprof.in_job.collectives import FlightRecorder
+from haiprof.in_job.identity import claim_folder, environment_line, rank_and_world, report_in
+from haiprof.in_job.torch_counters import SideFacts
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import DEVICE, PHASES
+from haiprof.run_format.writer import LineWriter, RecordWriter
+
+
+class RankFiles:
+    """Claims the rank's folder, reports in and opens the files.
+
+    Args:
+        run: The run directory.
+        phases: Which phases are measured: `ok`, or why not.
+        facts: Version and device, as the training thread saw them.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+
+    def __init__(self, run: RunPaths, phases: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+        rank, _ = rank_and_world()
+        attempt, self._paths = claim_folder(run, rank)
+        self._clock = ClockAnchor.now()
+        self._events = LineWriter(self._paths.events)
+        self._phases = RecordWriter(
+            self._paths.phases, PHASES, clock=self._clock, extra={"rank": rank}
+        )
+        self._device: RecordWriter | None = None
+        self._stacks: LineWriter | None = None
+        self.attempt = attempt
+        self.rank = rank
+        self.collectives: FlightRecorder | None = FlightRecorder(self._paths, self._clock)
+        report_in(
+            self._paths, rank=rank, attempt=attempt, clock=self._clock,
+            facts={**facts, "phases": dict(phases)},
+        )  # fmt: skip
+        self.note(environment_line())
+        self._side_facts: SideFacts | None = SideFacts()
+        self._lost_counts: dict[str, int] = {}
+        self.event_count = 0
+        self.drain_cpu_ns = 0
+        self.sampling_cpu_ns = 0
+        self.event_ns = 0.0
+        self.module_call_ns = 0.0
+
+    def write(self, spans: array[int], device_records: list[bytes]) -> None:
+        """Appends whole records."""
+        self.event_count += len(spans) // 2
+        if spans:
+            self._phases.append(memoryview(spans).cast("B"))
+        if device_records:
+            if self._device is None:
+                self._device = RecordWriter(self._paths.device, DEVICE, clock=self._clock, extra={})
+            self._device.append(b"".join(device_records))
+
+    def open_stacks(self, header: Mapping[str, Any]) -> None:
+        """Begins the file of sampled stacks.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        self._stacks = LineWriter(self._paths.stacks)
+        self._stacks.append(header)
+
+    def write_stacks(self, line: Mapping[str, Any] | None) -> None:
+        """Appends what was sampled."""
+        if self._stacks is not None and line is not None:
+            self._stacks.append(line)
+            self.sampling_cpu_ns = line["cpu_ns"]
+
+    def note_lost(self) -> None:
+        """Says which files the job has closed under our hands since the last time."""
+        heartbeat = None if self.collectives is None else self.collectives.writer
+        for writer in (self._phases, self._device, heartbeat, self._stacks, self._events):
+            if writer is None:
+                continue
+            file, name = writer.file, writer.file.path.name
+            if file.lost_count > self._lost_counts.get(name, 0):
+                self._lost_counts[name] = file.lost_count
+                lost = {"type": "descriptor_lost", "time_ns": time.perf_counter_ns()}
+                self.note({**lost, "file": name, "reopened": file.is_open})
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Appends one line to events.jsonl."""
+        self._events.append(line)
+
+    def note_cost(self, started_ns: int | None) -> None:
+        """Cumulative cost: spans times their calibrated price, and the CPU time of draining."""
+        now = time.perf_counter_ns()
+        writers = [w for w in (self._phases, self._device) if w is not None]
+        self.note(
+            {
+                "type": "cost",
+                "time_ns": now,
+                "elapsed_ns": now - (started_ns or now),
+                "event_count": self.event_count,
+                "event_ns": self.event_ns,
+                "module_call_ns": self.module_call_ns,
+                "drain_cpu_ns": self.drain_cpu_ns,
+                "sampling_cpu_ns": self.sampling_cpu_ns,
+                "written_bytes": sum(w.written_bytes for w in writers),
+                "dropped_bytes": sum(w.dropped_bytes for w in writers),
+            }
+        )
+        self._note_side_facts(allocator=True)
+
+    def _note_side_facts(self, *, allocator: bool = False) -> None:
+        """What torch counts; where reading it fails, it is not read again."""
+        facts = self._side_facts
+        if facts is None:
+            return
+        try:
+            line = facts.allocator_line() if allocator else facts.compile_line()
+        except Exception as error:
+            self._side_facts = None
+            line = {"type": "side_facts_failed", "reason": f"{type(error).__name__}: {error}"}
+        if line is not None:
+            self.note(line)
+
+    def beat(self) -> None:
+        """Notes lost files, compilations and collectives; what fails is left alone."""
+        self.note_lost()
+        self._note_side_facts()
+        if self.collectives is not None:
+            try:
+                self.collectives.beat()
+            except Exception as error:
+                self._lose_collectives(error)
+
+    def keep_collectives(self) -> None:
+        """Writes the last collectives down, at the end of the recording."""
+        if self.collectives is not None:
+            try:
+                self.collectives.dump()
+            except Exception as error:
+                self._lose_collectives(error)
+
+    def _lose_collectives(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.note({"type": "collectives_failed", "reason": reason})
+        self.collectives = None
+
+    def close(self) -> None:
+        """Closes all files."""
+        if self.collectives is not None:
+            with contextlib.suppress(OSError):
+                self.collectives.close()
+        if self._stacks is not None:
+            self._end_workers()
+        for writer in (self._phases, self._device, self._stacks, self._events):
+            if writer is not None:
+                with contextlib.suppress(OSError):  # the job has closed all descriptors
+                    writer.close()
+
+    def _end_workers(self) -> None:
+        """DataLoader workers look for this file: they are not sampled after the recording."""
+        path = self._paths.sampling_over
+        with contextlib.suppress(OSError):
+            write_file(path, b"", below=self._paths.run_root)

@@ -1,0 +1,68 @@
+"""Has the training thread hand the interpreter lock over when a sample is due, where it can."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_LIBRARY = "_hand_over*.so"
+
+
+class HandOver:
+    """The compiled helper `hand_over.c`, for one sampling thread of this process.
+
+    Without it a sample waits for the lock as any thread does, and comes late: see there.
+
+    Args:
+        library: As ctypes loaded it.
+    """
+
+    def __init__(self, library: Any) -> None:
+        import ctypes
+
+        self._wait = library.haiprof_wait
+        self._wait.argtypes, self._wait.restype = (ctypes.c_longlong,), ctypes.c_int
+        self.over = ctypes.PyDLL(library._name).haiprof_over
+        """Says that the sample is taken, and lets the main thread go on; called with the lock."""
+        self.over.argtypes, self.over.restype = (), None
+        self._stopped = ctypes.c_int.in_dll(library, "haiprof_stopped")
+        self._held = ctypes.c_longlong.in_dll(library, "haiprof_held_ns")
+        api = ctypes.pythonapi
+        given = (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.Py_AddPendingCall)
+        library.haiprof_prepare(*(ctypes.cast(function, ctypes.c_void_p) for function in given))
+
+    def wait(self, due_ns: int) -> bool:
+        """Sleeps until a time of CLOCK_MONOTONIC, then asks for the lock; False once stopped."""
+        return bool(self._wait(due_ns))
+
+    def held_ns(self) -> int:
+        """For how long the main thread was held up so far."""
+        return self._held.value
+
+    def stop(self) -> None:
+        """Ends a wait, soon."""
+        self._stopped.value = 1
+
+
+def load_hand_over(thread: Callable[[], int]) -> HandOver | None:
+    """The helper; None where it was not compiled, or does not help.
+
+    Only the main thread of CPython runs pending calls.
+
+    Args:
+        thread: Says which thread is sampled.
+    """
+    if sys.implementation.name != "cpython" or thread() != threading.main_thread().ident:
+        return None
+    found = sorted(Path(__file__).parent.glob(_LIBRARY))
+    if not found:
+        return None
+    try:
+        import ctypes
+
+        return HandOver(ctypes.CDLL(str(found[0])))
+    except (ImportError, OSError, AttributeError):  # built for another machine
+        return None

@@ -1,0 +1,154 @@
+"""Who this process is in the job: rank, attempt, versions; its report to the run directory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.safe_files import make_folder
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.environment import installed_packages, named_variables
+from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.schema import SCHEMA_VERSION
+from haiprof.run_format.secrets import mask_command
+from haiprof.run_format.writer import write_json
+
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_MAX_ATTEMPTS = 1000
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the world size: from torch.distributed, else from the launcher."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    rank = _integer(_RANK_VARIABLES)
+    world = _integer(_WORLD_VARIABLES)
+    return rank or 0, world or 1
+
+
+def named_rank() -> int | None:
+    """The rank that torch.distributed or a launcher gave this process; None where none did."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return _integer(_RANK_VARIABLES)
+
+
+def restart() -> int:
+    """How often torchrun has started this rank again."""
+    return _integer(("TORCHELASTIC_RESTART_COUNT",)) or 0
+
+
+def local_rank() -> int | None:
+    """This process's number on its node, where its launcher tells."""
+    return _integer(_LOCAL_RANK_VARIABLES)
+
+
+def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
+    """Creates this process's folder; a rank seen before gives another attempt.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full, or it is not this user's.
+    """
+    for attempt in range(_MAX_ATTEMPTS):
+        paths = run.rank(rank, attempt)
+        try:
+            make_folder(paths.root, below=run.root, new=True, trusted=True)
+        except FileExistsError:
+            continue
+        return attempt, paths
+    raise OSError(f"{run.ranks}: rank {rank} has {_MAX_ATTEMPTS} attempts already")
+
+
+def report_in(
+    paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, facts: Mapping[str, Any]
+) -> None:
+    """Writes rank.json.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    _, world = rank_and_world()
+    write_json(
+        paths.report,
+        {
+            "version": SCHEMA_VERSION,
+            "rank": rank,
+            "attempt": attempt,
+            "restart": restart(),
+            "local_rank": local_rank(),
+            "world_size": world,
+            "pid": os.getpid(),
+            "ppid": os.getppid(),
+            "start_ticks": _start_ticks(),
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "argv": mask_command(getattr(sys, "orig_argv", sys.argv)),
+            "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
+            **facts,
+        },
+        below=paths.run_root,
+    )
+
+
+def torch_facts() -> dict[str, Any]:
+    """Version and device; CUDA is asked only where the job itself has started it."""
+    import torch
+
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
+    facts["operator_threads"] = torch.get_num_threads()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        facts["device"] = "cuda"
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        uuid = getattr(properties, "uuid", None)
+        facts["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"
+        facts["gpu_name"] = str(properties.name)
+    return facts
+
+
+def environment_line() -> dict[str, Any]:
+    """What this process runs with; versions are read from what torch has loaded, and from names.
+
+    The first process of a node lists its packages, the others leave it at the digest.
+    """
+    import hashlib
+
+    packages = installed_packages(list(sys.path))
+    text = "\n".join(f"{name} {version}" for name, version in packages.items())
+    version = sys.modules.get("torch.version")
+    return {
+        "type": "environment",
+        "time_ns": time.perf_counter_ns(),
+        "variables": named_variables(os.environ),
+        "packages": packages if not local_rank() else None,
+        "packages_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+        **{
+            f"torch_{name}": getattr(version, name, None) for name in ("cuda", "hip", "git_version")
+        },
+    }
+
+
+def _integer(variables: tuple[str, ...]) -> int | None:
+    for variable in variables:
+        text = os.environ.get(variable, "")
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _start_ticks() -> int | None:
+    """Field 22 of /proc/self/stat: with the pid it names a process for good."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

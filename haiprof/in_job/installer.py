@@ -1,0 +1,358 @@
+"""Puts the wrappers in place, takes them out again, and measures what one costs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from haiprof.in_job import patches
+from haiprof.in_job.dataloader_settings import described, wrap_iter
+from haiprof.in_job.device import DeviceTimer
+from haiprof.in_job.imports import ImportWatch
+from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
+from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.spans import make_spans, pass_call
+from haiprof.in_job.worker_stacks import wrap_worker_loop
+from haiprof.run_format.schema import DATA_ITER, SAVE, SCALER
+
+_LATE_SAVES = (
+    ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
+    ("safetensors.torch", ("save_file",)),
+)
+
+
+_OPTIMIZER_HOOKS: list[Any] = []
+_OPTIMIZER_STATES: list[patches.State] = []  # of the installation whose hooks these are
+_STAYING: dict[tuple[str, str], patches.Staying] = {}
+_OWN_WORK = (  # what wrappers call beside the job's own function
+    patches.State.takes_over,
+    patches.State._begin,
+    patches.State.open,
+    patches.State.end,
+    patches.State.end_step,
+    patches._Both.__call__,
+    Registry.add,
+    RootDescriber.__call__,
+    Recorder.overflow,
+    Recorder.fault,
+    Recorder.arm,
+    DeviceTimer.begin,
+    patches._compiler_is_tracing,
+    described,
+)
+
+
+class Installer:
+    """Holds what was replaced, so that it can be put back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        import torch
+
+        self.recorder = recorder
+        self.state = patches.State(recorder, _tracing_test(torch))
+        self.is_grad_enabled = torch.is_grad_enabled
+        self.roots = Registry(self._describe_root, patches.module_codes, recorder.lines)
+        self.optimizers = Registry(describe_optimizer, patches.optimizer_code, recorder.lines)
+        self._root_describer = RootDescriber()
+        self.state.find_device = self._find_device
+        self._undo: list[Callable[[], None]] = []
+        self._imports = ImportWatch(self._import_failed)
+
+    def install(self) -> None:
+        """Installs each part; one that fails is noted and leaves its phase unmeasured."""
+        parts = (
+            ("forward", self._forward),
+            ("backward", self._backward),
+            ("optimizer", self._optimizer),
+            ("dataloader", self._dataloader),
+            ("scaler", self._scaler),
+            ("gc", self._gc),
+            ("save", self._saves),
+            ("workers", self._workers),
+        )
+        for name, part in parts:
+            try:
+                part()
+                self.recorder.phases[name] = "ok"
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                self.recorder.phases[name] = reason
+                self.recorder.lines.append(
+                    {"type": "patch_failed", "phase": name, "reason": reason}
+                )
+        for own in _OWN_WORK:
+            _skip_frame(own, below=True)
+        self.recorder.installed = replace(
+            self.recorder.installed,
+            uninstall=self.uninstall,
+            restart_in_fork=self._restart,
+            calibrate=self.calibrate,
+            training_thread=lambda: self.state.owner,
+        )
+
+    def uninstall(self) -> None:
+        """Puts the originals back; what somebody wrapped again stays, and is inert."""
+        self.state.close()  # first: whatever stays in place is inert from here on
+        self._imports.stop()
+        while self._undo:
+            with contextlib.suppress(Exception):  # one that fails must not keep the others in
+                self._undo.pop()()
+
+    def _restart(self) -> None:
+        """In a forked child, which names its own modules and optimizers."""
+        self.state.restart()
+        self.roots.clear()
+        self.optimizers.clear()
+
+    # -- the parts ----------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        from torch.nn import Module
+
+        original = Module.__call__
+        outermost = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
+        _skip_frame(outermost)
+        wrapper = pass_call(original, outermost, self.state)
+        self._replace(Module, "__call__", wrapper, skip=False)
+        _tell_dynamo(original, wrapper)
+        self._undo.append(lambda: _tell_dynamo(wrapper, original))
+
+    def _backward(self) -> None:
+        import torch.autograd
+        import torch.autograd.graph
+
+        original = torch.autograd.graph._engine_run_backward
+        wrapper = patches.wrap_backward(original, self.state)
+        self._replace(torch.autograd.graph, "_engine_run_backward", wrapper)
+        self._replace(torch.autograd, "_engine_run_backward", wrapper)
+
+    def _optimizer(self) -> None:
+        from torch.optim import optimizer
+
+        before, after = patches.optimizer_hooks(self.state, self.optimizers)
+        _skip_frame(before, below=True)
+        _skip_frame(after, below=True)
+        # They stay in, inert: taking them out would change a dictionary that a step under way
+        # iterates over, and on whose length Dynamo guards. A later installation takes their places.
+        places = [handle.hooks_dict_ref() for handle in _OPTIMIZER_HOOKS]
+        if places and all(h.id in p for h, p in zip(_OPTIMIZER_HOOKS, places, strict=True)):
+            for handle, place, hook in zip(_OPTIMIZER_HOOKS, places, (before, after), strict=True):
+                place[handle.id] = hook
+            for before_us in _OPTIMIZER_STATES:
+                before_us.successor = self.state
+                self.state.steps_before += before_us.steps_of_job()
+                self.state.counts_all = before_us.counts_all
+            _OPTIMIZER_STATES[:] = [self.state]
+            return
+        _OPTIMIZER_HOOKS[:] = [
+            optimizer.register_optimizer_step_pre_hook(before),
+            optimizer.register_optimizer_step_post_hook(after),
+        ]
+        self.state.counts_all = self.state.idle != patches.WAITING
+        _OPTIMIZER_STATES[:] = [self.state]
+
+    def _dataloader(self) -> None:
+        from torch.utils.data import dataloader
+
+        base = dataloader._BaseDataLoaderIter
+        self._replace(base, "__next__", patches.wrap_next(base.__next__, self.state))
+        loader = dataloader.DataLoader
+        told = wrap_iter(loader.__iter__, self.recorder)
+        _skip_frame(told)
+        self._replace(loader, "__iter__", patches.wrap_span(told, self.state, DATA_ITER))
+
+    def _scaler(self) -> None:
+        from torch.amp.grad_scaler import GradScaler
+
+        self._replace(GradScaler, "step", patches.wrap_span(GradScaler.step, self.state, SCALER))
+
+    def _gc(self) -> None:
+        callback = patches.gc_callback(self.state)
+        gc.callbacks.append(callback)
+        self._undo.append(lambda: patches.uncollected(callback))
+
+    def _saves(self) -> None:
+        import torch
+        import torch.serialization
+
+        original = torch.serialization.save
+        function = self._stay(torch.serialization, "save")
+        if torch.save is original:
+            torch.save = function
+        for module, names in _LATE_SAVES:
+            self._imports.after(module, self._late(names))
+
+    def _workers(self) -> None:
+        if not self.recorder.stacks_hz:
+            return
+        from torch.utils.data._utils import worker
+
+        # Once and for good: a worker that is spawned finds its function by name.
+        self._stay(worker, "_worker_loop", lambda loop: wrap_worker_loop(loop, self.recorder))
+
+    def _late(self, names: tuple[str, ...]) -> Callable[[Any], None]:
+        def patch(module: Any) -> None:
+            for name in names:
+                if hasattr(module, name):
+                    self._stay(module, name)
+
+        return patch
+
+    def _import_failed(self, name: str, error: Exception) -> None:
+        line = {"type": "patch_failed", "phase": "save", "reason": f"{name}: {error}"}
+        self.recorder.lines.append(line)
+
+    # -- tools --------------------------------------------------------------------------------
+
+    def _stay(
+        self, module: Any, name: str, wrap: Callable[[Callable[..., Any]], Any] | None = None
+    ) -> Any:
+        """Replaces a module's function for good, or takes the place of an earlier installation.
+
+        Args:
+            module: Which holds it.
+            name: The function's.
+            wrap: Makes the wrapper; None makes one that times saves.
+        """
+        key = (module.__name__, name)
+        staying = _STAYING.get(key)
+        if staying is None:
+            staying = _STAYING[key] = patches.Staying(getattr(module, name))
+            _skip_frame(staying.function)
+            setattr(module, name, staying.function)
+        wrapper = (
+            patches.wrap_span(staying.original, self.state, SAVE)
+            if wrap is None
+            else wrap(staying.original)
+        )
+        _skip_frame(wrapper)
+        staying.current = wrapper
+
+        def undo() -> None:
+            if staying.current is wrapper:
+                staying.current = staying.original
+
+        self._undo.append(undo)
+        return staying.function
+
+    def _replace(self, holder: Any, name: str, wrapper: Any, *, skip: bool = True) -> None:
+        """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
+        if skip:
+            _skip_frame(wrapper)
+        own = name in vars(holder)
+        original = getattr(holder, name)
+        setattr(holder, name, wrapper)
+
+        def undo() -> None:
+            if vars(holder).get(name) is wrapper:
+                if own:
+                    setattr(holder, name, original)
+                else:
+                    delattr(holder, name)
+
+        self._undo.append(undo)
+
+    def _describe_root(self, module: Any) -> dict[str, Any] | None:
+        if self.state.device is None:
+            self.state.device = self._find_device()
+            self.state.slow = True
+        return self._root_describer(module)
+
+    def _find_device(self) -> DeviceTimer | None:
+        return DeviceTimer.where_started(self.recorder.device_records)
+
+    def calibrate(self) -> tuple[float, float]:
+        """What one span and one passed-on module call cost here, in ns: wrappers around nothing."""
+        scratch = SimpleNamespace(spans=make_spans(), armed=True, closed=False)
+        state = patches.State(scratch, self.state.is_tracing)  # type: ignore[arg-type]
+        state.owner = patches._ident()
+        roots = Registry(lambda _: {}, patches.module_codes, [])
+        outermost = patches.wrap_module_call(_nothing, state, roots, self.is_grad_enabled)
+        _skip_frame(outermost)
+        call = pass_call(_nothing, outermost, state)
+        target = _Target()
+        roots.add(target)
+        bare = _price(_nothing, target)
+        span = _price(call, target) - bare
+        state.busy = 1
+        return max(span, 0.0), max(_price(call, target) - bare, 0.0)
+
+
+class _Target:
+    """Stands for a module while a wrapper is timed."""
+
+    training = True
+    _parameters: ClassVar[dict[str, Any]] = {}  # read by torch.profiler where it records modules
+
+
+def _nothing(target: Any) -> None:
+    """Stands for a module's call while a wrapper is timed."""
+
+
+def _price(function: Callable[[Any], Any], target: Any) -> float:
+    """Median ns of a call whose code and data have left the near caches, as between a job's work.
+
+    A call in a tight loop costs a third of that and would flatter us.
+    """
+    prices = []
+    for _ in range(patches.CALIBRATION_CALLS):
+        bytearray(patches.CALIBRATION_EVICT_BYTES)
+        begin = time.perf_counter_ns()
+        function(target)
+        prices.append(time.perf_counter_ns() - begin)
+    return float(sorted(prices)[len(prices) // 2])
+
+
+def _tracing_test(torch: Any) -> Callable[[], bool]:
+    """The cheapest test for "Dynamo is tracing this", which Dynamo itself folds to a constant."""
+    compiler = getattr(torch, "compiler", None)
+    for name in ("is_dynamo_compiling", "is_compiling"):
+        test: Callable[[], bool] | None = getattr(compiler, name, None)
+        if test is not None:
+            return test
+    return lambda: False
+
+
+def _skip_frame(function: Any, *, below: bool = False) -> None:
+    """Tells Dynamo to leave a function's own frame alone, and those it calls only if `below`."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(
+            action.SKIP, action.SKIP if below else action.DEFAULT
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError):
+        return  # older torch: the wrapper's own test for tracing has to do
+
+
+def _tell_dynamo(before: Any, now: Any) -> None:
+    """Dynamo remembers `Module.__call__` to tell patched modules: ours is not one of those."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "unpatched_nn_module_call", None) is before:
+            setattr(module, "unpatched_nn_module_call", now)  # noqa: B010
+
+
+def install(recorder: Recorder, *, late: bool = False) -> patches.State:
+    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured.
+
+    Args:
+        recorder: Takes the spans.
+        late: The job trains already: nothing is taken before a place between two steps.
+
+    Returns:
+        What the wrappers share.
+    """
+    installer = Installer(recorder)
+    if late:
+        installer.state.wait_for_boundary()
+    installer.install()
+    return installer.state

@@ -1,0 +1,500 @@
+"""Everything haiprof changes in the job: each wrapped function, and its undo.
+
+The wrappers obey four rules, measured in benchmarks/overhead.py and held by tests:
+
+- the user's call is made exactly once, outside our own `try`;
+- while torch.compile traces, and inside a span of the same sort, they only pass the call on;
+- nothing in them branches on the identity of a module (it would become a compile guard);
+- Dynamo skips their frames, so that they neither break a graph nor are compiled themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from haiprof.in_job.device import DeviceTimer
+from haiprof.in_job.object_numbers import Registry
+from haiprof.in_job.recorder import UNARMED_LIMIT_SPANS, Recorder
+from haiprof.in_job.spans import Gate
+from haiprof.run_format.schema import (
+    BACKWARD,
+    DATA,
+    DATA_END,
+    EVAL,
+    FORWARD,
+    FORWARD_EVAL,
+    GC,
+    NOGRAD,
+    OPTIMIZER,
+    SAVE,
+    TAG_BITS,
+    TAG_MASK,
+)
+
+GC_PAUSE_MIN_NS = 200_000  # shorter pauses are part of normal allocation
+OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after this long
+CALIBRATION_CALLS = 41
+CALIBRATION_EVICT_BYTES = 1 << 20
+CLOSED = -1
+WAITING = -2
+_NO_BACKWARD = (BACKWARD, CLOSED)
+
+_now = time.perf_counter_ns
+_ident = threading.get_ident
+
+
+class State(Gate):
+    """What the wrappers share: the owner thread, and whether a span is open in it."""
+
+    __slots__ = (
+        "begin",
+        "counts_all",
+        "device",
+        "find_device",
+        "idle",
+        "is_tracing",
+        "loading",
+        "optimizer_count",
+        "owner",
+        "owner_seen_ns",
+        "recorder",
+        "slow",
+        "steps_before",
+        "successor",
+        "watch",
+    )
+
+    def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
+        self.recorder = recorder
+        self.is_tracing = is_tracing
+        self.owner = threading.main_thread().ident or 0
+        self.owner_seen_ns = 0
+        self.idle = 0
+        """What `busy` returns to after a span: 0, WAITING, or CLOSED once the hooks are out."""
+        self.busy = 0
+        """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
+        self.loading = False
+        self.optimizer_count = 0
+        """Optimizer steps of the owner thread so far, whether recorded or not; once the hooks are
+        out, of any thread, until another installation takes their places."""
+        self.steps_before = 0
+        """Those of this process before these hooks were put in, as far as hooks saw them."""
+        self.counts_all = True
+        """Whether these are all: hooks were in from the start."""
+        self.successor: State | None = None
+        """What that installation's wrappers share."""
+        self.device: DeviceTimer | None = None
+        self.find_device: Callable[[], DeviceTimer | None] = _no_device
+        self.slow = True
+        """Whether a span needs more than two times: until the recorder is armed, with a GPU, and
+        while a trace window is planned."""
+        self.watch: Watch | None = None
+        self.begin: Callable[..., Callable[[], None] | None] = self._begin
+        """The rarer part of a span's start: of (kind, target); see `_begin`."""
+
+    def restart(self) -> None:
+        """In a forked child: its only thread may train, and the parent's device is not its own."""
+        if self.idle == 0:
+            self.owner = _ident()
+            self.busy, self.loading, self.slow, self.device = 0, False, True, None
+            self.optimizer_count = self.steps_before = 0
+            if self.watch is not None:
+                self.watch.forked()
+
+    def steps_so_far(self) -> int:
+        """Optimizer steps since these hooks were put in, whatever took their places since."""
+        later = 0 if self.successor is None else self.successor.steps_so_far()
+        return self.optimizer_count + later
+
+    def steps_of_job(self) -> int:
+        """Optimizer steps since the first hooks were put into this process.
+
+        Where these were in from the start, it is the same on all ranks between two steps.
+        """
+        return self.steps_before + self.optimizer_count
+
+    def progress(self) -> dict[str, Any]:
+        """What is known of the steps at this moment, as a reply says it."""
+        return {
+            "step": self.steps_so_far(),
+            "job_step": self.steps_of_job(),
+            "counts_all": self.counts_all,
+        }
+
+    def lean(self, begin: Callable[[int, Any], Callable[[], None] | None] | None) -> None:
+        """A watch that does little at a span's start is called at once, where nothing else is due.
+
+        Args:
+            begin: In place of the watch's own; null for the usual way.
+        """
+        alone = begin is not None and self.device is None and self.recorder.armed
+        self.begin = begin if alone and begin is not None else self._begin
+
+    def _begin(self, kind: int, target: Any = None) -> Callable[[], None] | None:
+        """A span's mark on the device, and what a watch does."""
+        if self.device is None and not self.recorder.armed:
+            self.device = self.find_device()
+        watched = self.watch.begin(kind, target) if self.watch is not None else None
+        self.slow = self.device is not None or not self.recorder.armed
+        if self.watch is not None:  # asked after: another thread may put one in meanwhile
+            self.slow = True
+        mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
+        if watched is None or mark is None:
+            return mark or watched
+        return _Both(mark, watched)
+
+    def end(self, mark: Callable[[], None] | None) -> None:
+        """The rarer part of a span's end; a process that never trains must not fill memory."""
+        if mark is not None:
+            mark()
+        if not self.recorder.armed and len(self.recorder.spans) > UNARMED_LIMIT_SPANS:
+            self.recorder.overflow()
+
+    def end_step(self, mark: Callable[[], None] | None, end_ns: int) -> None:
+        """The rarer part of an optimizer step's end: an interval on the device is over."""
+        if mark is not None:
+            mark()
+        if self.device is not None:
+            self.device.close(end_ns)
+
+    def wait_for_boundary(self) -> None:
+        """Put in while the job trains: begins between two steps, not inside a module's call."""
+        self.idle = self.busy = WAITING
+        self.loading = True
+
+    def open(self) -> None:
+        """No module's call is under way in this thread: spans begin here."""
+        if self.idle == WAITING:
+            self.owner = _ident()
+            self.idle = self.busy = 0
+            self.loading = False
+
+    def close(self) -> None:
+        """Makes every wrapper that something still holds pass its calls on, and nothing else."""
+        self.idle = self.busy = CLOSED
+        self.loading = True
+        self.device = self.watch = None
+        self.begin = self._begin
+
+    def takes_over(self, now_ns: int) -> bool:
+        """Whether another thread that trains becomes the owner: the owner has been silent long."""
+        if self.owner_seen_ns and now_ns - self.owner_seen_ns < OWNER_SILENT_NS:
+            return False
+        self.owner = _ident()
+        return True
+
+
+class Watch(Protocol):
+    """Follows the spans of the training thread as they begin and end."""
+
+    def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
+        """A span begins; what it returns is called when the span ends."""
+
+    def forked(self) -> None:
+        """This is a forked child now."""
+
+
+class _Both:
+    """Two things to do at a span's end."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._first = first
+        self._second = second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()
+
+
+def wrap_module_call(
+    original: Callable[..., Any],
+    state: State,
+    roots: Registry,
+    is_grad_enabled: Callable[[], bool],
+) -> Any:
+    """Times the outermost call of a module that owns parameters; all others pass through."""
+    is_tracing, recorder, entries = state.is_tracing, state.recorder, roots.entries
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if state.busy or is_tracing():
+            return original(self, *args, **kwargs)
+        code = start = 0
+        mark = None
+        try:
+            try:
+                codes = entries.get(id(self))
+                if codes is None:
+                    codes = roots.add(self)
+                if codes and _ident() == state.owner:
+                    found = codes[is_grad_enabled()][self.training]
+                    if state.slow:
+                        mark = state.begin(found & TAG_MASK, self)
+                    start = begin(found)
+                    code = found
+            except Exception as error:
+                recorder.fault("forward", error)
+            if code:
+                state.busy = FORWARD
+            return original(self, *args, **kwargs)
+        finally:
+            if code:
+                try:
+                    end(start, code)
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("forward", error)
+                finally:
+                    state.busy = state.idle
+
+    return __call__
+
+
+def module_codes(tag: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Codes of a root module's spans, by [gradients are on][the module is in training mode]."""
+    high = tag << TAG_BITS
+    return (EVAL | high, NOGRAD | high), (FORWARD_EVAL | high, FORWARD | high)
+
+
+def optimizer_code(tag: int) -> int:
+    """Code of an optimizer's spans."""
+    return OPTIMIZER | tag << TAG_BITS
+
+
+def wrap_backward(original: Callable[..., Any], state: State) -> Any:
+    """Times every entry of the autograd engine: backward(), autograd.grad(), closures."""
+    is_tracing, recorder = state.is_tracing, state.recorder
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        outer = state.busy
+        if outer in _NO_BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
+            return original(*args, **kwargs)
+        if outer == WAITING:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                state.open()
+        ours, start = False, 0
+        mark = None
+        try:
+            try:
+                if _ident() != state.owner and state.takes_over(_now()):
+                    outer = state.idle  # what was open is open in the thread that was the owner
+                if _ident() == state.owner:
+                    if state.slow:
+                        if not recorder.armed:
+                            recorder.arm()
+                        mark = state.begin(BACKWARD, None)
+                    start = state.owner_seen_ns = begin(BACKWARD)
+                    ours = True
+            except Exception as error:
+                ours = False
+                recorder.fault("backward", error)
+            if ours:
+                state.busy = BACKWARD
+            return original(*args, **kwargs)
+        finally:
+            if ours:
+                try:
+                    end(start, BACKWARD)
+                    if mark is not None:
+                        mark()
+                except Exception as error:
+                    recorder.fault("backward", error)
+                finally:
+                    state.busy = outer if state.idle == 0 else state.idle
+
+    return _engine_run_backward
+
+
+def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
+    """The pair for torch's own global optimizer hooks: before and after every step.
+
+    Of an optimizer that steps another one inside (Lookahead), the inner step is taken. A step that
+    raised leaves a start behind, which the next one overwrites.
+    """
+    is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
+    begin, finish = recorder.spans.begin, recorder.spans.end
+    start = 0
+    mark: Callable[[], None] | None = None
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal start, mark
+        if is_tracing():  # first: a compiler would guard on what it reads after it
+            return
+        if state.idle:
+            if state.idle == CLOSED:
+                state.optimizer_count += 1
+            else:
+                state.steps_before += 1
+            state.open()
+            return
+        try:
+            if _ident() != state.owner and not state.takes_over(_now()):
+                return
+            if state.slow:
+                mark = state.begin(OPTIMIZER, optimizer)
+            start = begin(OPTIMIZER)
+        except Exception as error:
+            recorder.fault("optimizer", error)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal start, mark
+        if not start or _ident() != state.owner:  # start is 0 where before() saw a compiler
+            return
+        try:
+            began, start = start, 0
+            end = finish(began, entries.get(id(optimizer)) or optimizers.add(optimizer))
+            state.owner_seen_ns = end
+            state.optimizer_count += 1
+            if state.slow:
+                if not recorder.armed:
+                    recorder.arm()
+                state.end_step(mark, end)
+                mark = None
+        except Exception as error:
+            start = 0
+            recorder.fault("optimizer", error)
+
+    return before, after
+
+
+def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
+    """Times a plain call of the training thread: GradScaler.step, saves, DataLoader.__iter__."""
+    recorder = state.recorder
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def spanned(*args: Any, **kwargs: Any) -> Any:
+        if state.is_tracing() or recorder.closed:
+            return original(*args, **kwargs)
+        start = 0
+        mark = None
+        try:
+            try:
+                if _ident() == state.owner:
+                    if state.slow:
+                        mark = state.begin(kind, args[0] if args else None)
+                    start = begin(kind)
+            except Exception as error:
+                start = 0
+                recorder.fault("span", error)
+            return original(*args, **kwargs)
+        finally:
+            if start:
+                try:
+                    end(start, kind)
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("span", error)
+
+    return spanned
+
+
+class Staying:
+    """A module's function that is replaced once and for good: what it calls comes and goes.
+
+    One that the job holds, such as torch.save, can be pickled only while the module's attribute is
+    the same object.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.current = original
+
+        @functools.wraps(original)
+        def stays(*args: Any, **kwargs: Any) -> Any:
+            return self.current(*args, **kwargs)
+
+        self.function = stays
+
+
+def wrap_next(original: Callable[..., Any], state: State) -> Any:
+    """Times the training thread's wait for a batch; the end of an epoch is a kind of its own."""
+    recorder = state.recorder
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807
+        if state.loading or state.is_tracing():
+            return original(self)
+        kind, start = DATA, 0
+        mark = None
+        try:
+            try:
+                if _ident() == state.owner:
+                    if state.slow:
+                        mark = state.begin(DATA, self)
+                    start = begin(DATA)
+            except Exception as error:
+                start = 0
+                recorder.fault("dataloader", error)
+            if start:
+                state.loading = True
+            return original(self)
+        except StopIteration:
+            kind = DATA_END
+            raise
+        finally:
+            if start:
+                try:
+                    end(start, kind)
+                    if state.slow:
+                        state.end(mark)
+                except Exception as error:
+                    recorder.fault("dataloader", error)
+                finally:
+                    state.loading = state.idle == CLOSED
+
+    return __next__
+
+
+def gc_callback(state: State) -> Callable[[str, dict[str, int]], None]:
+    """Notes garbage collections that stop the interpreter for a while."""
+    put, recorder = state.recorder.spans.put, state.recorder
+    start = 0
+
+    def on_gc(phase: str, info: dict[str, int]) -> None:
+        nonlocal start
+        if not recorder.armed or recorder.closed:
+            return
+        try:
+            if phase == "start":
+                start = _now()
+                return
+            end = _now()
+            if end - start > GC_PAUSE_MIN_NS:
+                put(start, end, GC | info["generation"] << TAG_BITS)
+        except Exception as error:
+            recorder.fault("gc", error)
+
+    return on_gc
+
+
+def _no_device() -> DeviceTimer | None:
+    return None
+
+
+def _compiler_is_tracing() -> bool:
+    """Inside AOT's tracing of a forward: its backward call is no backward pass of the job."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
+def uncollected(callback: Any) -> None:
+    """Takes our callback out of the garbage collector's list, wherever it stands now."""
+    if callback in gc.callbacks:
+        gc.callbacks.remove(callback)

@@ -1,0 +1,428 @@
+"""The buffer that the hooks append to, and the one thread that drains it once a second."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.descriptors import Descriptor
+from haiprof.base.safe_files import open_to_append
+from haiprof.in_job.collectives import collective_timeout_ns
+from haiprof.in_job.commands import Commands
+from haiprof.in_job.files import RankFiles
+from haiprof.in_job.identity import torch_facts
+from haiprof.in_job.installed import Installed
+from haiprof.in_job.recording_window import Window
+from haiprof.in_job.replies import handlers
+from haiprof.in_job.spans import RingMemory, make_spans
+from haiprof.in_job.stack_sampler import StackSampler, stack_rate, why_not_sampled
+from haiprof.in_job.stack_tree import take_all
+from haiprof.in_job.threads import call_within, hold_size_signal, start_deaf_thread
+from haiprof.in_job.uncaught import Uncaught
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.ring import RING_CAPACITY
+from haiprof.run_format.schema import OPTIMIZER, TAG_BITS, TAG_MASK
+
+DRAIN_INTERVAL_S = 1.0
+DRAIN_SOON_S = 0.1
+"""While there are so many spans that they would fill the ring in some seconds."""
+MANY_SPANS = RING_CAPACITY // 4
+COST_EVERY_DRAINS = 10
+UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it trains
+EXIT_WAIT_S = 5.0
+"""So long a run directory that does not answer may hold the exit of this process."""
+NOTE_WAIT_S = 1.0
+
+_now = time.perf_counter_ns
+
+
+class Recorder:
+    """Takes spans from the hooks and writes them out.
+
+    A process is recorded once it *arms*: it ran a backward pass or an optimizer step. Until then
+    nothing is written and no thread runs, so that launchers, compile workers, DataLoader workers
+    and forked children stay as they are. Spans go into `spans`: into a buffer that the thread
+    empties into the file, and into a ring in shared memory, from which the node's agent adds to the
+    file what the thread did not come to, when the process was killed.
+    """
+
+    def __init__(
+        self, run: RunPaths, *, time_s: float, warmup_s: float, stacks_hz: float = 0.0
+    ) -> None:
+        self.run = run
+        self.spans = make_spans()
+        self.stacks_hz = stacks_hz
+        """Samples of the training thread's stack per second; 0 takes none."""
+        self.lines: list[dict[str, Any]] = []
+        self.device_records: list[bytes] = []
+        self.phases: dict[str, str] = {}
+        self.armed = False
+        self.closed = False
+        self.installed = Installed()
+        """The wrappers and trace windows, replaced as a whole when one is added."""
+        self.step_ns = 0
+        """Mean time between two optimizer steps in the last second; 0 while it is not known."""
+        self._over = False
+        self.commands: Commands | None = None
+        self._files: RankFiles | None = None
+        self._ring: RingMemory | None = None
+        self._sampler: StackSampler | None = None
+        self._start_noted = False
+        self._window = Window(time_s=time_s, warmup_s=warmup_s)
+        self._exiting = False
+        self._pause_s = DRAIN_INTERVAL_S
+        self._make_locks()
+        self._was_forked = False
+        self._last_line: Mapping[str, Any] | None = None
+        self._facts: dict[str, Any] = {}
+        self._uncaught = Uncaught(run, self._describe)
+        os.register_at_fork(after_in_child=self._after_fork)
+        atexit.register(self.finish)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Recorder:
+        """From what the launcher wrote for the hook."""
+        run = RunPaths(Path(config["run_dir"]))
+        return cls(
+            run,
+            time_s=float(config["time"]),
+            warmup_s=float(config["warmup"]),
+            stacks_hz=stack_rate(config),
+        )
+
+    @property
+    def attempt(self) -> int | None:
+        """Which process of its rank this is; null until its folder is claimed."""
+        return None if self._files is None else self._files.attempt
+
+    def watch_exceptions(self) -> None:
+        """Has exceptions that nobody catches written down, from now to the end of the process."""
+        self._uncaught.watch()
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "attempt": self.attempt,
+            "armed": self.armed,
+            "step": self.installed.steps()["step"],
+        }
+
+    def arm(self) -> None:
+        """Starts the thread; called on the training thread at its first backward or step."""
+        if self.armed or self.closed:
+            return
+        self.armed = True
+        self._facts = torch_facts()  # here: the current device is the thread's own
+        timeout_ns = collective_timeout_ns()
+        if timeout_ns is not None:
+            self.lines.append({"type": "collective_timeout", "timeout_ns": timeout_ns})
+        if _has_parent():
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self.finish, exitpriority=0)  # such processes end without atexit
+        self._make_ring()
+        self._start_thread()
+
+    def _make_ring(self) -> None:
+        """Without it the job is recorded all the same; the run says that there is none."""
+        try:
+            self._ring = ring = RingMemory(warm=not self._window.warmup_s)
+            self.spans.attach(ring.address)
+        except (OSError, AttributeError) as error:
+            self._ring = None
+            self.lines.append({"type": "no_ring", "reason": f"{type(error).__name__}: {error}"})
+
+    def _start_thread(self) -> None:
+        self._wake.acquire()
+        self._ended.acquire()
+        try:
+            start_deaf_thread(self._loop)
+        except BaseException:
+            self._ended.release()
+            raise
+
+    def overflow(self) -> None:
+        """Many spans and still no training: an evaluation is recorded, a worker is left alone."""
+        if self.is_child():
+            self.spans.clear()
+        else:
+            self.arm()
+
+    def is_child(self) -> bool:
+        """Whether this may be a worker of a rank: such a process is recorded only if it trains."""
+        return self._was_forked or _has_parent()
+
+    def finish(self) -> None:
+        """Has the thread write what is left, and waits for it; at exit of the process.
+
+        Nothing is written here: a disk that hangs holds the thread, and the job's exit no longer
+        than `EXIT_WAIT_S`. What the file has by then are whole records.
+        """
+        self._uncaught.finish()
+        self.installed.end_window()
+        if not self.armed and (self.closed or self.is_child() or not len(self.spans)):
+            if not self.closed:
+                self._close(None)
+            return
+        woken, self._exiting = self._exiting, True
+        if self._sampler is not None:
+            self._sampler.stop()  # nothing asks for the interpreter while it is torn down
+        try:
+            if not self.armed:
+                self.armed = True
+                self._start_thread()
+            elif not woken:
+                self._wake.release()
+        except Exception as error:
+            self.fault("finish", error)
+        if self._ended.acquire(timeout=EXIT_WAIT_S):
+            self._ended.release()
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Something of ours broke: everything is switched off, and the run directory says why.
+
+        Files are left to the thread, which may be writing to them.
+
+        Raises:
+            BaseException: The error itself, if it is not ours: a signal handler of the job raised
+                while our lines ran, and the job waits for that.
+        """
+        if is_foreign(error):
+            raise error
+        if self.closed:
+            return
+        reason = f"{type(error).__name__}: {error}"
+        self._close({"type": "hook_error", "time_ns": _now(), "where": where, "reason": reason})
+        if not self.armed:
+            call_within(NOTE_WAIT_S, note_failure, self.run, f"{where}: {reason}")
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        """Body of the thread: all that is ever written to the run directory is written here."""
+        count = 0
+        try:
+            try:
+                self._open_files()  # also of a hook that has broken meanwhile, and has to say so
+            except Exception as error:
+                self.fault("drain", error)
+            while not self.closed:
+                exiting = self._exiting  # before the last drain, which is to have all spans
+                try:
+                    self._drain()
+                    count += 1
+                    if count % COST_EVERY_DRAINS == 0:
+                        self._note_cost()
+                    if exiting:
+                        self._end("exit")
+                except Exception as error:
+                    self.fault("drain", error)
+                if not self.closed:
+                    self._wake.acquire(timeout=self._pause_s)
+            self._close_files()
+        finally:
+            self._ended.release()
+
+    def _make_locks(self) -> None:
+        self._wake = _thread.allocate_lock()  # held while the thread is to sleep
+        self._ended = _thread.allocate_lock()  # held by the thread
+
+    def _open_files(self) -> None:
+        """Claims the rank's folder and reports in: no part of the cost per step."""
+        self._files = files = RankFiles(self.run, self.phases, self._facts)
+        files.event_ns, files.module_call_ns = self.installed.calibrate()
+        self._listen(files)
+
+    def _drain(self) -> None:
+        """Moves the buffer's whole spans to the file; ends the recording when its time is up."""
+        files = self._files
+        if self.closed or files is None:
+            return
+        began = time.thread_time_ns()
+        batch = self._take()
+        kept = array("q")
+        if not self._over:
+            kept, self._over = self._window.cut(batch, _now())
+        self._note_start(files)
+        for line in take_all(self.lines):
+            files.note(line)
+        records = take_all(self.device_records)
+        files.write(kept, records if self._start_noted else [])
+        if self._ring is not None:
+            opens_ns, closes_ns = self._window.limits()
+            self._ring.settle(len(batch) // 2, opens_ns=opens_ns, closes_ns=closes_ns)
+        self._pause_s = DRAIN_SOON_S if len(batch) // 2 > MANY_SPANS else DRAIN_INTERVAL_S
+        if self._sampler is not None:
+            files.write_stacks(self._sampler.take_line())
+        files.beat()
+        files.drain_cpu_ns += time.thread_time_ns() - began
+        if self._over and not self.installed.must_stay():
+            self._end("time")
+
+    def _take(self) -> array[int]:
+        """The buffer's spans, packed as they go to the file (schema.PHASES)."""
+        packed = array("q")
+        packed.frombytes(self.spans.take())
+        ends = packed[1::2]
+        steps = [e for s, e in zip(packed[::2], ends, strict=True) if s & TAG_MASK == OPTIMIZER]
+        if len(steps) > 1:
+            self.step_ns = (steps[-1] - steps[0] >> TAG_BITS) // (len(steps) - 1)
+        return packed
+
+    def _note_start(self, files: RankFiles) -> None:
+        window = self._window
+        if window.started_ns is None or self._start_noted:
+            return
+        self._start_noted = True
+        files.note(
+            {
+                "type": "record_start",
+                "time_ns": window.started_ns,
+                "optimizer_steps_before": window.steps_before,
+            }
+        )
+        self._start_sampler(files)
+
+    def _start_sampler(self, files: RankFiles) -> None:
+        """Beside the training from here on; where it cannot be, the run says why."""
+        if not self.stacks_hz or self._over:
+            return
+        reason = why_not_sampled()
+        if reason:
+            files.note({"type": "stacks_failed", "reason": reason})
+            return
+        sampler = StackSampler(
+            self.installed.training_thread, hz=self.stacks_hz, note=self.lines.append
+        )
+        try:
+            files.open_stacks(sampler.header())
+        except OSError as error:
+            files.note({"type": "stacks_failed", "reason": str(error)})
+            return
+        self._sampler = sampler
+        sampler.start()
+
+    def _note_cost(self) -> None:
+        if self._files is not None and not self.closed:
+            self._files.note_cost(self._window.started_ns)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        if self.closed:
+            return
+        self._note_cost()
+        ended_ns = self._window.ended_ns or _now()
+        self._close({"type": "record_end", "time_ns": ended_ns, "reason": reason})
+
+    def _close(self, last_line: Mapping[str, Any] | None) -> None:
+        """Takes the hooks out, on whichever thread this happens."""
+        self.closed = True
+        self._last_line = last_line
+        if self._sampler is not None:
+            self._sampler.stop()
+        if not self.installed.leaves_by_itself():
+            self.installed.uninstall()
+        self.spans.clear()
+
+    def _close_files(self) -> None:
+        """Ends the files, on the thread."""
+        files, self._files = self._files, None
+        if files is None:
+            return
+        files.keep_collectives()
+        if self._sampler is not None:
+            files.write_stacks(self._sampler.take_line())
+        if self._last_line is not None:
+            files.note(self._last_line)
+        if self._ring is not None:
+            self._ring.end()
+        files.close()
+
+    def _listen(self, files: RankFiles) -> None:
+        """Starts answering requests: goes on after the recording, until the process ends."""
+        answers = {
+            **handlers(lambda: files.collectives, self.progress),
+            **self.installed.requests,
+        }
+        self.commands = Commands(self.run, answers, self.lines.append)
+        self.commands.start({"rank": files.rank, "attempt": files.attempt}, ring=self._ring)
+
+    def progress(self) -> dict[str, Any]:
+        """What is known of the steps at this moment."""
+        return {
+            "recording": not self.closed,
+            "step_ns": self.step_ns or None,
+            **self.installed.steps(),
+        }
+
+    def _after_fork(self) -> None:
+        """In a forked child: nothing of the parent's is written, and it must train to arm."""
+        if self.commands is not None:
+            self.commands.forget()
+            self.commands = None
+        self._files = None  # not closed: some file systems wait for the server then
+        self._sampler = None  # its thread is the parent's
+        self._start_noted = self._over = False
+        self._exiting = False
+        self._make_locks()
+        self._was_forked = True
+        self.armed = False
+        self.spans.detach()
+        self.spans.clear()
+        self._forget_ring()
+        self.lines.clear()
+        self.device_records.clear()
+        self._window = self._window.fresh()
+        self.installed.restart_in_fork()
+
+    def _forget_ring(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether a signal handler of the job raised it, while our lines happened to run."""
+    codes = set()
+    traceback = error.__traceback__
+    while traceback is not None:
+        codes.add(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    return any(
+        getattr(part, "__code__", None) in codes
+        for number in signal.valid_signals()
+        for part in _handler_parts(signal.getsignal(number))
+    )
+
+
+def _handler_parts(handler: Any) -> tuple[Any, ...]:
+    """The functions that may run when a handler is called: itself, a method's, a partial's."""
+    if handler is None or isinstance(handler, int):
+        return ()
+    inner = getattr(handler, "func", handler)
+    return (inner, getattr(inner, "__func__", None), vars(type(inner)).get("__call__"))
+
+
+def note_failure(run: RunPaths, text: str) -> None:
+    """One line in the run directory for a process that has no folder of its own."""
+    try:
+        with hold_size_signal():
+            file = Descriptor(open_to_append(run.boot_failures, below=run.root))
+            os.write(file.check(), f"pid {os.getpid()}: {text}\n".encode(errors="replace"))
+            file.close()
+    except OSError:
+        return  # the run directory is gone or full: nobody is left to tell
+
+
+def _has_parent() -> bool:
+    """Whether multiprocessing started this process."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None

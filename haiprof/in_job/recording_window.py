@@ -1,0 +1,117 @@
+"""Which spans are recorded: warm-up, time limit, both moved to the end of an optimizer step."""
+
+from __future__ import annotations
+
+from array import array
+
+from haiprof.run_format.ring import NEVER
+from haiprof.run_format.schema import BACKWARD, OPTIMIZER, TAG_BITS, TAG_MASK
+
+GRACE_S = 10.0  # how long to wait for an optimizer step to end on before cutting anyway
+_NS_PER_S = 1_000_000_000
+
+
+class Window:
+    """Cuts the stream of spans to the asked-for window.
+
+    Both clocks start with the job's first training span (backward or optimizer); what was
+    evaluated before is recorded, and takes none of the time. The window opens at the first
+    optimizer step that ends after the warm-up and closes at the first one that ends `time_s`
+    later, so that it holds whole steps; where no optimizer step comes within `GRACE_S`, it is cut
+    at the time itself.
+    """
+
+    def __init__(self, *, time_s: float, warmup_s: float) -> None:
+        self.time_s = time_s
+        self.warmup_s = warmup_s
+        self.trained_ns: int | None = None
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
+        self.steps_before = 0
+
+    def fresh(self) -> Window:
+        """The same window, not begun: for a forked child."""
+        return Window(time_s=self.time_s, warmup_s=self.warmup_s)
+
+    def limits(self) -> tuple[int, int]:
+        """From which time in ns on spans are kept, and after which a step's end is the last one."""
+        opens_ns = (self.started_ns or NEVER) if self.warmup_s else 0
+        if self.trained_ns is None or self.started_ns is None or not self.time_s:
+            return opens_ns, NEVER
+        return opens_ns, self._closes_ns(self.trained_ns, self.started_ns)
+
+    def _closes_ns(self, trained_ns: int, started_ns: int) -> int:
+        return max(trained_ns, started_ns) + round(self.time_s * _NS_PER_S)
+
+    def cut(self, batch: array[int], now_ns: int) -> tuple[array[int], bool]:
+        """The part of a batch of spans that is inside, and whether the window is over.
+
+        Args:
+            batch: Words in pairs, spans in the order of their ends.
+            now_ns: Monotonic time in ns.
+
+        Returns:
+            The words to write, and True once the window has closed.
+        """
+        if self.trained_ns is None:
+            self.trained_ns = _first_training_ns(batch)
+        if self.started_ns is None and not self.warmup_s and batch:
+            self.started_ns = batch[0] >> TAG_BITS
+        if self.trained_ns is None:
+            return array("q") if self.warmup_s else batch, False
+        if self.started_ns is None:
+            batch = self._open(batch, self.trained_ns, now_ns)
+        if self.started_ns is None:
+            return batch, False
+        while self.warmup_s and batch and batch[0] >> TAG_BITS < self.started_ns:
+            batch = batch[
+                2:
+            ]  # held the step that opened the window (GradScaler, train-step module)
+        if not self.time_s:
+            return batch, False
+        return self._close(batch, self._closes_ns(self.trained_ns, self.started_ns), now_ns)
+
+    def _open(self, batch: array[int], first_ns: int, now_ns: int) -> array[int]:
+        opens_ns = first_ns + round(self.warmup_s * _NS_PER_S)
+        index = _first_step_end(batch, opens_ns)
+        if index is None and now_ns > opens_ns + GRACE_S * _NS_PER_S:
+            index = 0
+            self.started_ns = opens_ns
+        elif index is not None:
+            self.started_ns = batch[index - 1] >> TAG_BITS
+        self.steps_before += _step_count(batch[:index])
+        return array("q") if index is None else batch[index:]
+
+    def _close(self, batch: array[int], closes_ns: int, now_ns: int) -> tuple[array[int], bool]:
+        index = _first_step_end(batch, closes_ns)
+        if index is not None:
+            self.ended_ns = batch[index - 1] >> TAG_BITS
+            return batch[:index], True
+        if now_ns > closes_ns + GRACE_S * _NS_PER_S:
+            self.ended_ns = closes_ns
+            return batch, True
+        return batch, False
+
+
+def _first_step_end(batch: array[int], after_ns: int) -> int | None:
+    """Index behind the first optimizer span that ends at or after a time; None if there is none."""
+    if not batch or batch[-1] >> TAG_BITS < after_ns:
+        return None
+    limit = after_ns << TAG_BITS
+    for index in range(0, len(batch), 2):
+        if batch[index + 1] >= limit and batch[index] & TAG_MASK == OPTIMIZER:
+            held = batch[index + 2 : index + 3]
+            return index + (4 if held and held[0] < batch[index] else 2)
+    return None
+
+
+def _first_training_ns(batch: array[int]) -> int | None:
+    """Start of the first backward or optimizer span."""
+    for word in batch[::2]:
+        if word & TAG_MASK in (BACKWARD, OPTIMIZER):
+            return word >> TAG_BITS
+    return None
+
+
+def _step_count(batch: array[int]) -> int:
+    return sum(1 for word in batch[::2] if word & TAG_MASK == OPTIMIZER)

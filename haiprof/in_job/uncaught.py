@@ -1,0 +1,199 @@
+"""Exceptions that nobody caught in this process, written down before it ends.
+
+The job's own handlers see and print what they do without haiprof: only Python's default hooks are
+replaced, by ones that call them; a hook of the job's own is never wrapped. What such a hook takes
+is found at exit where Python itself keeps it (`sys.last_value`, the exception in flight).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from haiprof.base.safe_files import make_folder, write_file
+from haiprof.in_job.identity import local_rank, named_rank, rank_and_world, restart
+from haiprof.in_job.threads import call_within
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import SCHEMA_VERSION
+from haiprof.run_format.secrets import mask_text
+from haiprof.run_format.stack_frames import Frame, own_frame
+
+WRITE_WAIT_S = 1.0
+"""So long a run directory that does not answer may hold a process that ends by an exception."""
+MESSAGE_CHARS = 4_000
+_LINE_CHARS = 300
+_OUTER_FRAMES, _INNER_FRAMES = 16, 48
+_CHAIN_LIMIT = 4
+_THREAD_LIMIT = 4
+
+
+class Uncaught:
+    """What no handler of this process caught.
+
+    Args:
+        run: The run directory.
+        describe: What else is known of the process: its attempt, its step.
+    """
+
+    def __init__(self, run: RunPaths, describe: Callable[[], Mapping[str, Any]]) -> None:
+        self._run, self._describe = run, describe
+        self._noted: list[dict[str, Any]] = []
+        self._pid = os.getpid()
+        self._ended = False
+
+    def watch(self) -> None:
+        """Replaces Python's own default hooks, and no others, by ones that call them."""
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = self._hook(sys.__excepthook__)
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = self._thread_hook(threading.__excepthook__)
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:  # its children print by themselves, and end without atexit
+            util.register_after_fork(self, _finish_with_child)
+
+    def finish(self) -> None:
+        """At exit: what the job's own hook, or multiprocessing, has taken."""
+        self._forget_parent()
+        in_flight = sys.exc_info()[1]
+        error = in_flight if in_flight is not None else getattr(sys, "last_value", None)
+        if not self._ended and isinstance(error, BaseException):
+            self._note("exit" if isinstance(error, SystemExit) else "exception", error)
+
+    def _hook(self, default: Callable[..., None]) -> Callable[..., None]:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            self._note("exception", error)
+            default(kind, error, traceback)
+
+        return excepthook
+
+    def _thread_hook(self, default: Callable[..., object]) -> Callable[..., None]:
+        def excepthook(arguments: Any) -> None:
+            if isinstance(arguments.exc_value, BaseException):
+                name = getattr(arguments.thread, "name", None)
+                self._note("thread", arguments.exc_value, thread=str(name))
+            default(arguments)
+
+        return excepthook
+
+    def _note(self, how: str, error: BaseException, *, thread: str | None = None) -> None:
+        """Keeps one exception and writes the file anew; whatever fails here, the job's end goes on.
+
+        Describing it may call the job's own `__str__`, and reads lines of source: both happen in a
+        thread, which is waited for no longer than a moment.
+        """
+        self._forget_parent()
+        threads = sum(entry["how"] == "thread" for entry in self._noted)
+        if self._ended or (how == "thread" and threads >= _THREAD_LIMIT):
+            return
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        self._ended = how != "thread"
+        times = {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()}
+        entry = {"how": how, "thread": thread, **times}
+        try:
+            call_within(WRITE_WAIT_S, self._write, entry, error)
+        except Exception:
+            return
+
+    def _write(self, entry: dict[str, Any], error: BaseException) -> None:
+        try:
+            self._noted.append({**entry, "errors": [*_describe_chain(error)]})
+            content = {**_who(), **self._describe(), "ended": self._noted}
+            path = self._run.uncaught_file(socket.gethostname(), os.getpid())
+            make_folder(path.parent, below=self._run.root)
+            write_file(path, _encode(content), below=self._run.root)
+        except Exception:
+            return
+
+    def _forget_parent(self) -> None:
+        """In a forked child: what the parent had noted is not its own."""
+        if self._pid != os.getpid():
+            self._pid, self._noted, self._ended = os.getpid(), [], False
+
+
+def _finish_with_child(uncaught: Uncaught) -> None:
+    """In a child of multiprocessing, as it begins."""
+    from multiprocessing.util import Finalize
+
+    Finalize(None, uncaught.finish, exitpriority=0)
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    import json
+
+    return json.dumps(content).encode()
+
+
+def _who() -> dict[str, Any]:
+    rank, world = rank_and_world()
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return {
+        "version": SCHEMA_VERSION,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank if named_rank() is not None else None,
+        "world_size": world,
+        "local_rank": local_rank(),
+        "restart": restart(),
+        "loader_worker": getattr(worker, "_worker_info", None) is not None,
+    }
+
+
+def _describe_chain(error: BaseException) -> Iterator[dict[str, Any]]:
+    """The exception, and what it was raised from or while handling, as Python prints them."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen and len(seen) < _CHAIN_LIMIT:
+        seen.add(id(each))
+        yield _describe(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    try:
+        message = str(error)
+    except Exception as failure:
+        message = f"(its text cannot be had: {type(failure).__name__})"
+    frames = _frames(error.__traceback__)
+    own = own_frame(frames)
+    kind = type(error)
+    return {
+        "type": kind.__qualname__ if kind.__module__ == "builtins" else
+        f"{kind.__module__}.{kind.__qualname__}",
+        "message": mask_text(_shorten(message)),
+        "frames": frames,
+        "line": list(own) if own else None,
+        "source": mask_text(linecache.getline(own[0], own[1]).strip()[:_LINE_CHARS]) if own else "",
+        "errno": getattr(error, "errno", None) if isinstance(error, OSError) else None,
+    }  # fmt: skip
+
+
+def _shorten(message: str) -> str:
+    """Its beginning, and its end: a remote traceback ends with what happened."""
+    if len(message) <= MESSAGE_CHARS:
+        return message
+    half = MESSAGE_CHARS // 2
+    return f"{message[:half]}\n...\n{message[-half:]}"
+
+
+def _frames(traceback: TracebackType | None) -> list[Frame]:
+    """From the outermost to the innermost; of a deep recursion the middle is left out."""
+    frames: list[Frame] = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append((code.co_filename, traceback.tb_lineno or 0, code.co_name))
+        if len(frames) > 4 * (_OUTER_FRAMES + _INNER_FRAMES):
+            del frames[_OUTER_FRAMES:-_INNER_FRAMES]
+        traceback = traceback.tb_next
+    if len(frames) > _OUTER_FRAMES + _INNER_FRAMES:
+        del frames[_OUTER_FRAMES:-_INNER_FRAMES]
+    return frames

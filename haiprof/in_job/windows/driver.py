@@ -1,0 +1,310 @@
+"""Drives the windows: what happens at each edge of a step, and when something goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from haiprof.in_job.identity import rank_and_world
+from haiprof.in_job.installer import _skip_frame
+from haiprof.in_job.patches import State
+from haiprof.in_job.recorder import Recorder, is_foreign
+from haiprof.in_job.windows import user_profilers as guards
+from haiprof.in_job.windows.profiler_session import What
+from haiprof.in_job.windows.requested_windows import PlannedWindows, Workshop
+from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.slow_steps import KeepSlow
+from haiprof.in_job.windows.steady_steps import Routine
+from haiprof.in_job.windows.step_counter import StepCounter
+from haiprof.in_job.windows.step_plan import Agreement, Meeting, Plan
+from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
+from haiprof.run_format.control import TOO_LATE
+from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER
+
+_now = time.perf_counter_ns
+
+
+class Tracer:
+    """Sits behind the hooks' wrappers while a window is planned; gone when the last one is over.
+
+    Everything runs on the training thread. An error of ours ends the windows with a line in
+    events.jsonl; the job and the rest of the hook go on.
+
+    Args:
+        config: `trace` of the boot config.
+        recorder: Takes the events lines.
+        state: The wrappers' state.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, recorder: Recorder, state: Any) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._state = state
+        self._guard = guards.Guard(self._make_way)
+        self._active = False
+        self._yield_asked = False
+        self._end_asked = False
+        self._late = False
+        self._meeting: Meeting | None = None
+        self._base = 0
+        """Steps before this follows them: a window may be asked for at any time."""
+        lasts_s = config.get("valid_s")
+        self._expires_ns = None if lasts_s is None else _now() + round(float(lasts_s) * 1e9)
+        self._build()
+
+    def _build(self) -> None:
+        import torch
+
+        self._counter = StepCounter(self, torch.is_grad_enabled)
+        self.times = StepTimes(self._counter)
+        self._ends = {kind: self._ending(kind) for kind in KIND_NAMES}
+        self._routine = Routine(
+            self._counter, self, otherwise=self._unexpected, ended=self._ends[OPTIMIZER],
+            failed=self._fail,
+        )  # fmt: skip
+        what = What.from_config(self._config)
+        shop = Workshop(
+            recorder=self._recorder, guard=self._guard, what=what, times=self.times,
+            ended=self._saw_end_of_step,
+            execution_trace=bool(self._config.get("execution_trace")),
+            limit_bytes=int(self._config.get("limit_bytes") or 1_000_000_000),
+            request=self._config.get("request"),
+        )  # fmt: skip
+        self._windows: PlannedWindows | KeepSlow
+        about = str(self._config.get("request") or "")
+        self._agreement = agreement = Agreement(Path(self._recorder.run.trace_parts), about=about)
+        if self._config.get("keep_slow"):
+            self._windows = KeepSlow(self._config, shop, Rolls(agreement))
+        else:
+            plan = Plan(self._config, agreement)
+            self._windows = PlannedWindows(plan, shop)
+
+    def attach(self, *, late: bool = False) -> None:
+        """Begins to follow the steps.
+
+        Args:
+            late: The job runs already, and may have entered a profiler of its own.
+        """
+        self._guard.install(late=late)
+        for own in (Routine.follow, Routine._optimizer_ends):
+            _skip_frame(own, below=True)
+        self._active = True
+        self._late = late
+        self._recorder.installed = replace(
+            self._recorder.installed,
+            must_stay=self.is_active,
+            end_window=self.finish,
+            leaves_by_itself=self._puts_off,
+        )
+        self._state.watch = self
+        self._state.slow = True
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a profiler of ours is prepared or runs."""
+        return self._windows.holds_profiler
+
+    def _has_expired(self) -> bool:
+        """Whether a request has waited too long for its window: a job that stood still."""
+        windows = self._windows
+        late = self._expires_ns is not None and _now() > self._expires_ns
+        if not late or self.is_recording or not isinstance(windows, PlannedWindows):
+            return False
+        windows.give_up("it was asked for too long ago")
+        self._detach()
+        return True
+
+    def _join(self) -> None:
+        """The job trains already: steps go on from how often its optimizers have stepped."""
+        self._late, self._base = False, self._state.steps_of_job()
+        if rank_and_world()[1] > 1:
+            self._meeting = Meeting(self._config, self._agreement, joined=self._base)
+
+    def _meets(self, meeting: Meeting) -> bool:
+        """Whether all ranks follow the steps from this span on.
+
+        What makes up a step is learned from the spans: ranks that began between different ones
+        would cut a step of several optimizers at different places.
+        """
+        if self._has_expired():
+            return False
+        count = self._state.steps_of_job()
+        place = meeting.place(count)
+        if count > place or place <= meeting.joined:
+            if isinstance(self._windows, PlannedWindows):
+                self._windows.give_up(TOO_LATE)
+            self._detach()
+            return False
+        if count < place:
+            return False
+        self._meeting, self._base = None, place
+        return True
+
+    def _unexpected(self, kind: int, target: Any) -> Callable[[], None] | None:
+        self._state.lean(None)
+        return self.begin(kind, target)
+
+    def _saw_end_of_step(self, after_last: int) -> bool:
+        self._routine.leave()
+        return self._counter.saw_end_of_step(after_last - self._base)
+
+    def is_active(self) -> bool:
+        """Whether a window is still to come or runs."""
+        return self._active
+
+    # -- called by the wrappers ----------------------------------------------------------------
+
+    def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
+        """A span begins; what it returns is called when the span ends."""
+        routine = self._routine
+        if routine.follows:  # of a job with a GPU, whose spans have more to do
+            return routine.follow(kind, target)
+        try:
+            if self._end_asked:
+                self.finish()
+                return None
+            if self._yield_asked:
+                self._cut()
+            if self._late:
+                self._join()
+            if self._meeting is not None and not self._meets(self._meeting):
+                return None
+            if routine.begins(kind, target):
+                self._state.lean(routine.follow)
+                return routine.follow(kind, target)
+            if kind in OTHER_WORK:
+                self.times.saw_other_work()
+            self._counter.begin(kind, target)
+            routine.saw(kind, target)
+        except Exception as error:
+            self._fail(error)
+            return None
+        return self._ends[kind]
+
+    def _ending(self, kind: int) -> Callable[[], None]:
+        """What to do at the end of a span of that kind."""
+        counter = self._counter
+        end = counter.ends.get(kind)
+        if end is None:
+            return counter.pop
+
+        def guarded() -> None:
+            try:
+                if self._active:
+                    end()
+            except Exception as error:
+                self._fail(error)
+
+        return guarded
+
+    def boundary(self, number: int, begins: bool) -> None:
+        """An edge of a step, as the counter saw it."""
+        routine = self._routine
+        if not routine.follows:
+            routine.edge(begins)
+        if self._has_expired():
+            return
+        number += self._base
+        self.times.boundary(number, begins)
+        began = _now()
+        self._windows.boundary(number, begins)
+        self.times.ours(_now() - began)
+        routine.asleep_until = self._windows.asleep_until - self._base
+        if self._windows.over:
+            self._detach()
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The job ends: what was recorded is kept."""
+        if not self._active:
+            return
+        try:
+            self._windows.finish()
+        except Exception as error:
+            self._fail(error)
+        self._detach()
+
+    def forked(self) -> None:
+        """In a forked child, which has the parent's profiler state and none of its windows."""
+        if not self._active:
+            return
+        self._state.lean(None)
+        inherited = self._windows.recording
+        self._guard.forget()
+        if inherited:
+            self._windows.forget()
+            self._detach()
+        else:
+            self._build()
+            self._state.watch, self._state.slow = self, True
+
+    def _puts_off(self) -> bool:
+        """The recording has ended early: only the training thread can stop its profiler."""
+        if not self._active or not self._windows.holds_profiler:
+            return False
+        if threading.get_ident() == self._state.owner:
+            self.finish()
+            return False
+        self._end_asked = self._routine.interrupted = True
+        return True
+
+    def _make_way(self) -> None:
+        """A profiler of the job is about to be entered."""
+        if not self._active or not self._windows.holds_profiler:
+            return
+        if threading.get_ident() == self._state.owner:
+            self._cut()
+            return
+        self._yield_asked = self._routine.interrupted = True
+        guards.wait_until(lambda: not self._yield_asked)
+
+    def _cut(self) -> None:
+        began = _now()
+        try:
+            self._windows.cut(guards.CUT)
+        except Exception as error:
+            self._fail(error)
+        self.times.ours(_now() - began)
+        self._yield_asked = self._routine.interrupted = False
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all windows; the job goes on.
+
+        Raises:
+            Exception: A signal handler of the job raised it while our lines ran.
+        """
+        if is_foreign(error):
+            raise error
+        self._windows.fail(f"{type(error).__name__}: {error}")
+        self._detach()
+
+    def _detach(self) -> None:
+        self._active = False
+        self._yield_asked = False
+        self._state.lean(None)
+        self._state.watch = None
+        self._guard.uninstall()
+        if self._end_asked:
+            self._end_asked = False
+            self._recorder.installed.uninstall()
+
+
+def attach(
+    config: Mapping[str, Any], *, recorder: Recorder, state: State, late: bool = False
+) -> Tracer:
+    """Plans the windows that the launcher asked for; torch is loaded by now.
+
+    Args:
+        config: `trace` of the boot config: the options of the windows.
+        recorder: Takes the events lines; stays until the windows are over.
+        state: The wrappers' state, which tells of spans.
+        late: The job trains already: a request while it runs.
+    """
+    tracer = Tracer(config, recorder=recorder, state=state)
+    tracer.attach(late=late)
+    return tracer

@@ -1,0 +1,217 @@
+"""One run of torch.profiler on the training thread: warmed up, started, marked, stopped, saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.in_job.identity import rank_and_world
+from haiprof.in_job.threads import hold_size_signal
+from haiprof.in_job.windows.stderr_filter import quiet
+from haiprof.in_job.windows.user_profilers import Guard, python_profiler
+
+STEP_NAME = "ProfilerStep"
+
+_now = time.perf_counter_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class What:
+    """What is recorded of a step; the names of torch.profiler's own options."""
+
+    stacks: bool = False
+    shapes: bool = False
+    memory: bool = False
+    flops: bool = False
+    modules: bool = False
+    sync: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> What:
+        """From the boot config's `trace`."""
+        return cls(**{name: bool(config.get(name)) for name in cls.__dataclass_fields__})
+
+    def as_json(self) -> dict[str, bool]:
+        """The options by name."""
+        return asdict(self)
+
+
+class Session:
+    """A profiler that lives for one window.
+
+    Args:
+        what: What is recorded.
+        guard: Is told which calls are ours.
+        execution_trace: Where the execution trace of the same window goes; null for none.
+    """
+
+    def __init__(self, what: What, guard: Guard, execution_trace: Path | None = None) -> None:
+        import torch
+
+        self.what = what
+        self.setup_ns = 0
+        self.start_ns = 0
+        self.stop_ns = 0
+        self._guard = guard
+        self._mark: Any = None
+        self._started = False
+        began = _now()
+        kineto = sys.modules["torch.profiler.profiler"] if _imported() else _import_profiler()
+        self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = kineto._KinetoProfile(
+            activities=activities, record_shapes=what.shapes, profile_memory=what.memory,
+            with_stack=what.stacks, with_flops=what.flops, with_modules=what.modules,
+            experimental_config=_experimental(what),
+        )  # fmt: skip
+        self._observer: Any = None
+        if execution_trace is not None:
+            self._observer = kineto.ExecutionTraceObserver()
+            self._observer.register_callback(str(execution_trace))
+        self.setup_ns = _now() - began
+
+    def prepare(self) -> None:
+        """Warms Kineto and CUPTI up; nothing is recorded yet."""
+        began = _now()
+        with self._guard.ours(), quiet():
+            self._profiler.prepare_trace()
+        self.setup_ns += _now() - began
+
+    def start(self) -> None:
+        """Begins to record."""
+        began = _now()
+        with self._guard.ours(), quiet():
+            if self._observer is not None:
+                self._observer.start()
+            self._profiler.start_trace()
+        self._started = True
+        self.start_ns = _now() - began
+
+    def mark(self, number: int) -> None:
+        """A step begins: its mark in the trace, as torch.profiler's own."""
+        from torch.autograd.profiler import record_function
+
+        self.unmark()
+        mark = record_function(f"{STEP_NAME}#{number}")
+        mark.__enter__()  # type: ignore[no-untyped-call]
+        self._mark = mark
+
+    def unmark(self) -> None:
+        """The step that runs ends."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+    def stop(self, metadata: Mapping[str, Any] | None = None) -> None:
+        """Ends the recording.
+
+        Args:
+            metadata: JSON values by name, for the top level of the trace.
+        """
+        began = _now()
+        self.unmark()
+        foreign = python_profiler() if self.what.stacks else None
+        with self._guard.ours():
+            if not self._started:
+                with quiet():
+                    self._profiler.start_trace()
+            for name, value in (metadata or {}).items():
+                if name != "distributedInfo" or name not in self._own_metadata():
+                    self._profiler.add_metadata_json(name, json.dumps(value))
+            if self._observer is not None:
+                self._end_observer()
+            with quiet():
+                self._profiler.stop_trace()
+        if callable(foreign) and sys.getprofile() is None:
+            sys.setprofile(foreign)  # the job set it while we recorded, and torch took it out
+        self.stop_ns = _now() - began
+
+    def save(self, path: Path) -> int:
+        """Writes the trace as plain JSON; how many ns that took."""
+        began = _now()
+        with hold_size_signal():
+            self._profiler.export_chrome_trace(str(path))
+            self._profiler = None  # what torch's file still holds is written with its end
+        return _now() - began
+
+    def _end_observer(self) -> None:
+        with quiet():
+            self._observer.unregister_callback()  # stops it, and ends the file
+
+    def abandon(self) -> None:
+        """After a failure: leaves nothing of ours on, as far as torch still lets us."""
+        for part in (self.unmark, self._stop_quietly):
+            with contextlib.suppress(Exception):
+                part()
+
+    def disown(self) -> None:
+        """In a forked child: the parent's execution trace is left alone, its file too."""
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer._registered = observer._execution_trace_running = False  # not at its end
+            with quiet():
+                _disable_observer()
+
+    def _stop_quietly(self) -> None:
+        if self._observer is not None:
+            self._end_observer()
+        with self._guard.ours(), quiet():
+            if not self._started:
+                self._profiler.start_trace()
+            self._profiler.stop_trace()
+
+    def _own_metadata(self) -> Mapping[str, Any]:
+        import torch
+
+        found = getattr(self._profiler, "_trace_metadata", None)
+        if found is not None:
+            return dict(found)
+        initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return {"distributedInfo": None} if initialised else {}
+
+
+def _disable_observer() -> None:
+    from torch._C._profiler import _disable_execution_trace_observer
+
+    _disable_execution_trace_observer()
+
+
+def distributed_info() -> dict[str, Any]:
+    """What torch writes itself where torch.distributed is on: rank and world size."""
+    rank, world = rank_and_world()
+    return {"rank": rank, "world_size": world, "backend": None}
+
+
+def _imported() -> bool:
+    return "torch.profiler.profiler" in sys.modules
+
+
+def _import_profiler() -> Any:
+    import torch.profiler.profiler
+
+    return torch.profiler.profiler
+
+
+def _experimental(what: What) -> Any:
+    """Options that not every torch has: each only where this one takes it."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    wanted = {"enable_cuda_sync_events": what.sync, "trace_only": not what.stacks}
+    known = _ExperimentalConfig.__init__.__doc__ or ""
+    config: dict[str, Any] = {name: True for name, on in wanted.items() if on and name in known}
+    return _ExperimentalConfig(**config) if config else None
+
+
+def fits(folder: Path, needed_bytes: int) -> bool:
+    """Whether a folder's file system has so much room."""
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize >= needed_bytes

@@ -1,0 +1,315 @@
+"""The number of the training step while it runs, as analysis/steps.py counts afterwards."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from haiprof.in_job.windows.step_cycles import Cycles
+from haiprof.run_format.schema import (
+    BACKWARD,
+    DATA,
+    DATA_ITER,
+    FORWARD,
+    FORWARD_EVAL,
+    OPTIMIZER,
+    SCALER,
+)
+
+# Without any optimizer step, backward passes are the steps; so many of them make that sure.
+SURE_BACKWARDS = 32
+SURE_BACKWARDS_COMPILED = 8  # where torch.compile has compiled something
+SURE_WITHOUT_FETCH = 16  # optimizer steps without a batch: the loader is used no more
+
+_LOADER = (DATA, DATA_ITER)
+
+_now = time.perf_counter_ns
+
+
+class Listener(Protocol):
+    """Is told of the edges of steps, on the training thread."""
+
+    def boundary(self, number: int, begins: bool) -> None:
+        """A step has ended; the next one has this number, and begins now unless said otherwise."""
+
+
+class _Nobody:
+    """Has been told of these edges before."""
+
+    def boundary(self, number: int, begins: bool) -> None:
+        """Nothing is to be done."""
+
+
+class Snapshot(NamedTuple):
+    """What a counter knows between two steps."""
+
+    steps: int
+    """`StepCounter.count`."""
+    numbers: tuple[int, ...]
+    """What grows from step to step."""
+    shape: tuple[object, ...]
+    """Everything else: the same after each of several steps that are alike."""
+    is_steady: bool
+    """Whether it stays the same through any number of such steps."""
+
+    def since(self, earlier: Snapshot) -> tuple[int, ...]:
+        """How much the numbers have grown."""
+        return tuple(now - then for now, then in zip(self.numbers, earlier.numbers, strict=True))
+
+
+class StepCounter:
+    """Follows the spans of the training thread as they begin and end.
+
+    The rules are those of `run_analysis.step_boundaries`; what those know of the whole run is known
+    here of
+    the past alone. With a loader a step begins with the first fetch after an optimizer step, else
+    behind the optimizer that ended the step before. A fetch for an evaluation begins no step: its
+    loader has served no training, and the model has left the mode in which it trains.
+
+    Args:
+        listener: Told of each edge; one edge may be told twice.
+        is_grad_enabled: torch's own.
+    """
+
+    def __init__(self, listener: Listener, is_grad_enabled: Callable[[], bool]) -> None:
+        self._listener = listener
+        self.is_grad_enabled = is_grad_enabled
+        self._by_optimizer = Cycles()
+        self._by_backward: Cycles | None = Cycles()
+        self.stack: list[int] = []
+        """Kinds of the spans that are open."""
+        self._inner_work = False
+        self._inner_tag: int | None = None
+        self._optimizer_tag = 0
+        self._held_steps = False
+        self._open = False
+        self._fetched = False
+        self._since_fetch = 0
+        self._exhausted = False
+        self._closed = False
+        self._dataset = 0
+        self._training_datasets: set[int] = set()
+        self._module: Any = None
+        self._module_mode = True
+        self.trained_ns: int | None = None
+        """When the first backward pass or optimizer step began."""
+        self.ends: dict[int, Callable[[], None]] = {
+            OPTIMIZER: self._optimizer_ends, SCALER: self._scaler_ends,
+            BACKWARD: self._backward_ends,
+        }  # fmt: skip
+
+    @property
+    def count(self) -> int:
+        """Steps that have had an optimizer step, the running one included."""
+        return self._cycles().count
+
+    def begin(self, kind: int, target: Any) -> None:
+        """A span begins; `ends[kind]`, or else `pop`, must be called when it ends.
+
+        Args:
+            kind: As in `schema`.
+            target: Loader, iterator, module or optimizer.
+        """
+        if self.trained_ns is None and kind in (BACKWARD, OPTIMIZER):
+            self.trained_ns = _now()
+        if self.stack:
+            self._begin_inner(kind, target)
+        elif kind in _LOADER:
+            self._fetch(kind, target)
+        elif kind in (FORWARD, FORWARD_EVAL, BACKWARD):
+            self._work(kind, target)
+        if kind == OPTIMIZER:
+            self._optimizer_tag = id(target)
+        self.stack.append(kind)
+
+    def saw_end_of_step(self, after_last: int) -> bool:
+        """Whether the step before `after_last` has had its last optimizer step, as far as known."""
+        cycles = self._cycles()
+        return self._closed and cycles.count >= after_last and not cycles.open_work
+
+    # -- steps that are alike (routine.py) -----------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What is known at this moment, between two spans."""
+        cycles = self._by_optimizer
+        shape = (
+            self._held_steps, self._open, self._fetched, self._exhausted, self._closed,
+            self._dataset, len(self._training_datasets), self._module, self._module_mode,
+            self._inner_work, self._inner_tag, self._optimizer_tag, cycles.shape(),
+        )  # fmt: skip
+        by_optimizer = self._by_backward is None and cycles.pattern is not None
+        return Snapshot(
+            steps=cycles.count,
+            numbers=cycles.numbers,
+            shape=shape,
+            is_steady=by_optimizer and not self.stack and cycles.is_steady,
+        )
+
+    def advance(self, gain: tuple[int, ...], steps: int) -> None:
+        """So many steps were like the last ones, each of which made the numbers grow by so much."""
+        self._by_optimizer.advance(gain, steps)
+
+    def repeat(self, kind: int, target: int, *, ended: bool) -> None:
+        """A span of such a step, whose edges the listener knows.
+
+        Args:
+            kind: As in `schema`: a batch for the training, forward, backward or optimizer.
+            target: The optimizer's id.
+            ended: Whether it is over.
+        """
+        listener, self._listener = self._listener, _Nobody()
+        try:
+            if kind == DATA:
+                self._fetch_for_training()
+            elif kind != OPTIMIZER:
+                self._work(BACKWARD, None)  # of the module that is known
+            else:
+                self._optimizer_tag = target
+                if ended:
+                    self._closing(self._by_optimizer, target)
+        finally:
+            self._listener = listener
+
+    # -- spans inside others -------------------------------------------------------------------
+
+    def _begin_inner(self, kind: int, target: Any) -> None:
+        if kind == OPTIMIZER and self.stack[-1] == OPTIMIZER:
+            self.stack.pop()  # it steps another one inside, or the last one raised
+            if not self.stack:
+                return
+        if kind in _LOADER and OPTIMIZER in self.stack:
+            self.stack.clear()  # an optimizer that raised has no end
+            self._fetch(kind, target)
+            return
+        if kind in (FORWARD, FORWARD_EVAL, BACKWARD):
+            self._inner_work = True
+        elif kind == OPTIMIZER:
+            self._inner_tag = id(target)
+
+    def pop(self) -> None:
+        """A span ends that nothing follows from."""
+        if self.stack:
+            self.stack.pop()
+
+    def _pop_to(self, kind: int) -> bool:
+        """Ends the innermost span of a kind; whether it was outermost."""
+        while self.stack and self.stack.pop() != kind:
+            pass  # what was inside and has no end of its own: an optimizer that raised
+        return not self.stack
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def _fetch(self, kind: int, target: Any) -> None:
+        dataset = id(getattr(target, "dataset" if kind == DATA_ITER else "_dataset", None))
+        exhausted = kind == DATA and self._closed and _is_exhausted(target)
+        if exhausted and dataset == self._dataset:
+            self._exhausted = True
+        if exhausted or self._for_evaluation(dataset):
+            if self._closed and self._open:
+                self._open = False
+                self._listener.boundary(self._cycles().count, False)
+            return
+        self._dataset = dataset
+        self._fetch_for_training()
+
+    def _fetch_for_training(self) -> None:
+        self._exhausted = False
+        if self._closed:
+            self._cut()
+        self._fetched, self._since_fetch = True, 0
+        self._begin_step()
+
+    def _for_evaluation(self, dataset: int) -> bool:
+        if not self.is_grad_enabled():
+            return True
+        if dataset in self._training_datasets or self._module is None:
+            return False
+        module = self._module()
+        return module is not None and bool(module.training) != self._module_mode
+
+    def _work(self, kind: int, target: Any) -> None:
+        if kind == FORWARD_EVAL and (self._module is None or self._module_mode):
+            return  # it may be an evaluation; the backward will tell
+        if self._closed and self._exhausted:
+            self._cut()  # the last batch had been fetched ahead of the loader's end
+        elif self._closed and not self._fetched and self._cycles().pattern is None:
+            self._open = False
+        self._exhausted = False
+        self._training_datasets.add(self._dataset)
+        if kind != BACKWARD:
+            self._module, self._module_mode = weakref.ref(target), bool(target.training)
+            if self._by_backward is not None:
+                self._by_backward.work()
+        self._by_optimizer.work()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if not self._open:
+            self._open = True
+            self._listener.boundary(self._cycles().count, True)
+
+    def _cut(self) -> None:
+        self._closed = self._open = False
+        self._by_optimizer.cut()
+        if self._by_backward is not None:
+            self._by_backward.cut()
+
+    def _optimizer_ends(self) -> None:
+        if self._pop_to(OPTIMIZER):
+            self._closing(self._by_optimizer, self._optimizer_tag)
+
+    def _scaler_ends(self) -> None:
+        if self._pop_to(SCALER):
+            tag = self._inner_tag
+            self._closing(self._by_optimizer, self._by_optimizer.expected if tag is None else tag)
+
+    def _backward_ends(self) -> None:
+        outermost, cycles = self._pop_to(BACKWARD), self._by_backward
+        if not outermost or cycles is None:
+            return
+        held = self._inner_tag is not None
+        if held and not self._held_steps:
+            self._held_steps = True
+            self._by_backward = cycles = Cycles()  # only those that hold the optimizer count
+        if held or not self._held_steps:
+            self._closing(cycles, 0)
+        else:
+            self._inner_tag, self._inner_work = None, False
+
+    def _closing(self, cycles: Cycles, tag: int) -> None:
+        """An optimizer stepped, or what stands for it."""
+        if cycles is self._by_optimizer:
+            self._by_backward = None
+        complete = cycles.close(tag, holds_work=self._inner_work and cycles is self._by_optimizer)
+        self._inner_tag, self._inner_work = None, False
+        if cycles is not self._cycles():
+            return
+        self._closed = True
+        self._since_fetch += 1
+        if complete and (not self._fetched or self._since_fetch > SURE_WITHOUT_FETCH):
+            self._fetched = False
+            self._open = True
+            self._listener.boundary(cycles.count, True)
+
+    def _cycles(self) -> Cycles:
+        cycles = self._by_backward
+        if cycles is None or not cycles.total:
+            return self._by_optimizer
+        enough = SURE_BACKWARDS_COMPILED if _something_compiled() else SURE_BACKWARDS
+        return cycles if self._held_steps or cycles.total >= enough else self._by_optimizer
+
+
+def _is_exhausted(iterator: Any) -> bool:
+    """Whether the next fetch will find no batch left; false where the loader has no length."""
+    try:
+        return bool(iterator._num_yielded >= len(iterator._index_sampler))
+    except Exception:  # a loader of its own kind
+        return False
+
+
+def _something_compiled() -> bool:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["ok"] > 0

@@ -1,0 +1,175 @@
+"""Samples of DataLoader workers: which line of a dataset or of a collate function each is at."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from haiprof.in_job.identity import rank_and_world
+from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.stack_sampler import StackSampler, why_not_sampled
+from haiprof.in_job.threads import start_deaf_thread
+from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.stack_lines import END, FILE_LIMIT_BYTES
+from haiprof.run_format.writer import LineWriter
+
+WRITE_EVERY_NS = 2_000_000_000
+EXIT_WAIT_S = 0.5
+"""So long the last samples may hold the exit of a worker."""
+MAX_HZ = 10.0
+MIN_HZ = 1.0
+SEARCHED_RANKS = 64
+_REPORT_LIMIT_BYTES = 1 << 20
+_WORKER_MODULE = "torch.utils.data._utils.worker"
+
+
+def wrap_worker_loop(original: Callable[..., Any], recorder: Recorder) -> Any:
+    """The body of a DataLoader worker, sampled by a thread in that worker until it ends.
+
+    It runs in a forked child, which has this recorder, or in one that was started anew and has its
+    own; both write to the folder of the rank that started them.
+    """
+    until = original.__code__
+
+    @functools.wraps(original)
+    def _worker_loop(*args: Any, **kwargs: Any) -> Any:
+        sampler = _start(recorder, until)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if sampler is not None:
+                sampler.finish()
+
+    return _worker_loop
+
+
+def _start(recorder: Recorder, until: CodeType) -> WorkerSampler | None:
+    """Starts a sampler, unless the rank is not recorded any more."""
+    if recorder.closed or why_not_sampled():
+        return None
+    try:
+        sampler = WorkerSampler(recorder, until)
+        sampler.start()
+    except Exception:  # no thread can be started, or it is no worker: it works without samples
+        return None
+    return sampler
+
+
+class WorkerSampler:
+    """Samples the thread that it is made on, and writes what it saw into the rank's folder.
+
+    Args:
+        recorder: Of this process; it says which run it is, and how often samples are taken.
+        until: The worker's own loop, outside which no frame is of interest.
+    """
+
+    def __init__(self, recorder: Recorder, until: CodeType) -> None:
+        ident = _thread.get_ident()
+        self._run = recorder.run
+        self._hz = recorder.stacks_hz
+        self._until = until
+        self._sampler = StackSampler(lambda: ident, hz=self._hz, note=_forget, until=until)
+        self._parent = _parent_pid()
+        self._worker: int | None = None
+        self._paths: RankPaths | None = None
+        self._writer: LineWriter | None = None
+        self._ended = _thread.allocate_lock()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._sampler.prepare()
+        self._ended.acquire()
+        start_deaf_thread(self._loop)
+
+    def finish(self) -> None:
+        """Has the thread write what is left, and waits a moment for it; at the worker's end."""
+        self._sampler.stop()
+        self._ended.acquire(timeout=EXIT_WAIT_S)
+
+    def _loop(self) -> None:
+        """Body of the thread; whatever fails ends it, and leaves the worker as it is."""
+        with contextlib.suppress(Exception):
+            self._pace()
+            while self._sampler.sample_until(WRITE_EVERY_NS) and self._write():
+                continue
+            self._write(last=True)
+        self._ended.release()
+
+    def _pace(self) -> None:
+        """Workers of a loader share the rate of one training thread, from their first second on."""
+        self._sampler.sample_until(WRITE_EVERY_NS // 10)
+        info = getattr(sys.modules.get(_WORKER_MODULE), "_worker_info", None)
+        count = getattr(info, "num_workers", None) or 1
+        self._worker = getattr(info, "id", None)
+        self._sampler.hz = min(max(self._hz / count, MIN_HZ), MAX_HZ, self._hz)
+
+    def _write(self, *, last: bool = False) -> bool:
+        """Writes what was sampled; False where there is no more to do."""
+        if self._worker is None:
+            return False
+        if self._writer is None:
+            self._open(self._worker)
+        writer, paths = self._writer, self._paths
+        if writer is None or paths is None:
+            return not last  # the rank has not reported in yet
+        if paths.sampling_over.exists():
+            return False
+        line = self._sampler.take_line()
+        if line is None:
+            return True
+        room = paths.worker_stacks(self._worker).stat().st_size < FILE_LIMIT_BYTES
+        if room:
+            writer.append(line)
+        if last or not room:
+            writer.append({"type": END, "pid": os.getpid(), "full": not room})
+        return room
+
+    def _open(self, worker: int) -> None:
+        self._paths = find_rank(self._run, self._parent)
+        if self._paths is not None and not self._paths.sampling_over.exists():
+            self._writer = LineWriter(self._paths.worker_stacks(worker))
+            self._writer.append(self._sampler.header(worker))
+
+
+def find_rank(run: RunPaths, pid: int | None) -> RankPaths | None:
+    """The folder of the rank whose process has that number on this host; None: there is none yet.
+
+    Its own rank is looked for first: by torch.distributed, or by the launcher's variables.
+    """
+    if pid is None:
+        return None
+    rank, _ = rank_and_world()
+    folders = run.rank_folders()
+    likely = [paths for number, _, paths in reversed(folders) if number == rank]
+    others = [paths for number, _, paths in reversed(folders) if number != rank]
+    for paths in (*likely, *others)[:SEARCHED_RANKS]:
+        if _pid_of(paths) == (pid, os.uname().nodename):
+            return paths
+    return None
+
+
+def _pid_of(paths: RankPaths) -> tuple[object, object] | None:
+    try:
+        with paths.report.open("rb") as file:
+            content = json.loads(file.read(_REPORT_LIMIT_BYTES))
+        return content.get("pid"), content.get("host")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _parent_pid() -> int | None:
+    """The process that made this worker, also where another one forked it (forkserver)."""
+    process = sys.modules.get("multiprocessing.process")
+    parent = process.parent_process() if process is not None else None
+    return None if parent is None else parent.pid
+
+
+def _forget(_: dict[str, Any]) -> None:
+    """A worker has no file for what went wrong in its sampling."""

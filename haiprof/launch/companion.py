@@ -1,0 +1,180 @@
+"""The companion process of the launcher: creates the run directory, records, judges.
+
+It may hang or crash: only it touches the log directory, loads drivers and starts further processes.
+The launcher supervises the job alone, reports its start and end, and works without the companion if
+that does not answer. If the launcher is gone, the companion continues as long as the job runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.options import (
+    ENV_ACTIVE,
+    ENV_FLIGHT_DUMPS,
+    ENV_FLIGHT_SIZES,
+    ENV_KINETO_DAEMON,
+    FLIGHT_ENTRIES,
+    Options,
+)
+from haiprof.base.subcommand import Subcommand
+from haiprof.launch.command import CommandLine
+from haiprof.launch.companion_line import Line, Pulse
+from haiprof.launch.run_directories import create_run, find_open_folder
+from haiprof.launch.supervisor import Supervisor
+from haiprof.run_format.boot import boot_entries
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import read_manifest
+from haiprof.run_format.secrets import mask_command
+
+_LOOKED_AT = 4
+"""Earlier runs of the same name that may still run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """The work of the companion process."""
+
+    supervisor: Supervisor
+    """As it was when this process was forked from it."""
+    line: CommandLine
+    """The command line."""
+    options: Options
+    """What to record."""
+    environ: Mapping[str, str]
+    """The launcher's environment."""
+    launcher_pid: int
+    """The launcher."""
+    subcommand: Subcommand
+    """Starts other haiprof commands."""
+
+    def live(self, to_launcher: Line) -> None:
+        """Runs from the run directory to the verdict."""
+        command = self.line.command
+        try:
+            run, manifest, created = create_run(
+                self.options, command=command, name=self.line.name, environ=self.environ,
+                launcher_pid=self.launcher_pid,
+            )  # fmt: skip
+        except UsageError as error:
+            to_launcher.send(refused=str(error), hint=error.hint)
+            return
+        if not self.options.quiet:
+            folder = find_open_folder(run.root.parent)
+            if folder:
+                print_message(
+                    f"everybody may rename what is in {folder}, runs too: chmod +t {folder}"
+                )
+            print_message(_first_line(self.line, self.options, run))
+            running = _runs_already(run, self.line.name) if self.options.time_s else None
+            if running:
+                print_message(
+                    f"{self.line.name} runs already ({running}), and now a second time; to record "
+                    f"the running one: haiprof attach {running} --time {self.options.time_s:g}"
+                )
+        pulse = Pulse(to_launcher, run.root)
+        environment = job_environment(self.environ, run)
+        if not self._has_to_prepare():
+            to_launcher.send(environment=environment)
+        from haiprof.launch.job import Job  # loads while the job starts
+
+        job = Job(run, manifest, self.options, created=created, subcommand=self.subcommand)
+        job.supervisor = self.supervisor
+        if self._has_to_prepare():
+            pulse.start()
+            to_launcher.send(environment={**environment, **job.prepare(self.environ)})
+            pulse.stop()
+        try:
+            started = to_launcher.receive(None) or {}
+        except EOFError:
+            started = {}
+        if "started" in started:
+            job.record(to_launcher, pulse, int(started["started"]), self.environ)
+        else:
+            job.close_unstarted(replace(
+                manifest, end_wall_ns=time.time_ns(), exit_status=started.get("failed")
+            ))  # fmt: skip
+
+    def _has_to_prepare(self) -> bool:
+        """Whether the job may only start after more than creating its run directory."""
+        options = self.options
+        return options.burst or options.kineto or ENV_KINETO_DAEMON in self.environ
+
+
+def job_environment(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]:
+    """Additions to the job's environment: haiprof in front of PYTHONPATH."""
+    try:
+        entries = boot_entries(run)
+    except OSError:
+        return {}  # the run directory has been removed already: the job runs unrecorded
+    path = os.pathsep.join(filter(None, (*entries, environ.get("PYTHONPATH", ""))))
+    return {"PYTHONPATH": path, ENV_ACTIVE: str(run.root), **_flight_recorder(environ, run)}
+
+
+def _flight_recorder(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]:
+    """PyTorch's Flight Recorder on, as it is by default from torch 2.5 on; its dumps in the run.
+
+    NCCL's watchdog writes them before it ends a rank. What the user has set stays.
+    """
+    wanted = dict.fromkeys(ENV_FLIGHT_SIZES, FLIGHT_ENTRIES)
+    dumps = dict.fromkeys(ENV_FLIGHT_DUMPS, run.flight_prefix)
+    pairs = [each for each in (wanted, dumps) if not any(name in environ for name in each)]
+    return {name: value for each in pairs for name, value in each.items()}
+
+
+def _runs_already(run: RunPaths, name: str) -> str | None:
+    """Another run of this job in the same log directory that its launcher still looks after.
+
+    Only the newest few of that name are looked at, and only this node's processes: it is a hint.
+    """
+    try:
+        with os.scandir(run.root.parent) as entries:
+            names = sorted(e.name for e in entries if e.name.startswith(f"{name}-"))
+    except OSError:
+        return None
+    for other in [n for n in reversed(names) if n != run.root.name][:_LOOKED_AT]:
+        with contextlib.suppress(HaiprofError, OSError):
+            manifest = read_manifest(RunPaths(run.root.parent / other))
+            words = Path(f"/proc/{manifest.launcher_pid}/cmdline").read_bytes()
+            alive = manifest.end_wall_ns is None and b"haiprof" in words
+            if alive and manifest.host == socket.gethostname():
+                return other
+    return None
+
+
+def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
+    parts = []
+    if options.time_s:
+        parts.append(f"for {options.time_s:g} s")
+    if options.warmup_s:
+        parts.append(f"after {options.warmup_s:g} s of warm-up")
+    if options.traces:
+        parts.append(options.trace_words(time_s=options.time_s))
+    if line.taken:
+        parts.append(f"taken from the command line: {shlex.join(line.taken)}")
+    if line.taken_after:
+        parts.append(words_taken_after(line))
+    detail = f" ({'; '.join(parts)})" if parts else ""
+    return f"recording {shlex.join(mask_command(line.command))} into {_short(run.root)}{detail}"
+
+
+def words_taken_after(line: CommandLine) -> str:
+    """Which words behind the script haiprof took for itself."""
+    taken = shlex.join(line.taken_after)
+    return f"the script does not get {taken}: put -- before what is its own"
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)

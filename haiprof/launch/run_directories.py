@@ -1,0 +1,155 @@
+"""Creates a run directory, or joins the one that this user's launcher on another node created."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from haiprof.agent.job_environment import at_launch
+from haiprof.base.errors import UsageError
+from haiprof.base.options import SHARES, Options, safe_name
+from haiprof.base.safe_files import MadeFolder, find_problem, make_folder, make_named_folder
+from haiprof.base.version import __version__
+from haiprof.run_format.boot import check_carried
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, has_ended, write_manifest
+from haiprof.run_format.secrets import mask_command
+from haiprof.run_format.writer import write_json
+
+_MAX_REPEATS = 1000
+
+
+def create_run(
+    options: Options,
+    *,
+    command: list[str],
+    name: str,
+    environ: Mapping[str, str],
+    launcher_pid: int | None = None,
+) -> tuple[RunPaths, Manifest, bool]:
+    """Makes the run directory with its manifest and the hook's configuration.
+
+    Args:
+        options: What to record, and where.
+        command: The job's command.
+        name: The job's name, where the options give none.
+        environ: The launcher's environment.
+        launcher_pid: The launcher, where that is not this process.
+
+    Returns:
+        The paths, the manifest, and whether this launcher created the run (not joined it).
+
+    Raises:
+        UsageError: The directory cannot be written, or one of that name exists and is not this
+            user's alone; the message says which and why.
+    """
+    name = safe_name(options.name or name)
+    shared = safe_name(options.run_id) if options.run_id else shared_identity(environ)
+    identity = shared or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"
+    root = options.log_dir / f"{name}-{identity}"
+    try:
+        root = root.absolute()
+        manifest = _new_manifest(options, command=command, name=name, environ=environ)
+        if launcher_pid is not None:
+            manifest = replace(manifest, launcher_pid=launcher_pid)
+        for attempt in range(1, _MAX_REPEATS):
+            run = RunPaths(root if attempt == 1 else root.with_name(f"{root.name}-{attempt}"))
+            check_carried(run)
+            created = _make(run, manifest, options)
+            if created or not has_ended(run):
+                return run, manifest, created
+    except OSError as error:
+        raise UsageError(f"cannot write to {root}: {error.strerror or error}") from None
+    raise UsageError(f"cannot write to {root}: {_MAX_REPEATS} runs have that name already")
+
+
+def _new_manifest(
+    options: Options, *, command: list[str], name: str, environ: Mapping[str, str]
+) -> Manifest:
+    cwd = os.getcwd()
+    return Manifest(
+        haiprof_version=__version__,
+        name=name,
+        command=mask_command(command),
+        options=options.as_json(),
+        cwd=cwd,
+        environment=at_launch(cwd, environ),
+        host=socket.gethostname(),
+        launcher_pid=os.getpid(),
+        start_wall_ns=time.time_ns(),
+    )
+
+
+def shared_identity(environ: Mapping[str, str]) -> str:
+    """The identity that launchers of one multi-node Slurm step share; empty elsewhere."""
+    if not environ.get("SLURM_STEP_ID") or environ.get("SLURM_NTASKS", "1") == "1":
+        return ""
+    parts = [environ.get("SLURM_JOB_ID", "job"), environ["SLURM_STEP_ID"]]
+    if environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        parts.append(f"r{environ['SLURM_RESTART_COUNT']}")
+    return safe_name(".".join(parts))
+
+
+def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:
+    """Fills a temporary folder and renames it, so that no process sees half a run directory."""
+    log_dir = run.root.parent
+    make_named_folder(log_dir)
+    made = MadeFolder.temporary(f".{run.root.name}.", log_dir, mode=SHARES[options.share])
+    draft = RunPaths(made.path)
+    traces = (draft.trace_parts,) if options.traces else ()
+    for folder in (draft.boot, draft.ranks, draft.nodes, draft.report, draft.flight, *traces):
+        make_folder(folder, below=draft.root)
+    write_json(draft.boot_config, options.boot_json(), below=draft.root)
+    write_manifest(draft, manifest)
+    owner = draft.root.stat().st_uid  # ours, as this file system tells it: NFS may map users
+    try:
+        made.move(run.root)
+    except OSError:
+        made.remove()
+        if not os.path.lexists(run.root):
+            raise
+        _check_own(run, owner)
+        return False
+    return True
+
+
+def _check_own(run: RunPaths, owner: int) -> None:
+    """Checks that an existing run directory belongs to this user alone.
+
+    Its name may have been known beforehand (Slurm's and `--run-id`), and the hook, the agents and
+    the reading commands trust what is in it.
+
+    Raises:
+        UsageError: It is not; the message says why.
+    """
+    problem = find_problem(run.root, owner=owner)
+    if not problem and not run.manifest.is_file():
+        problem = "is no run directory of haiprof's"
+    trusted = {run.manifest, run.boot, run.ranks, run.nodes, run.control}
+    for entry in () if problem else sorted(run.root.iterdir()):
+        found = find_problem(entry, owner=owner, writable=entry not in trusted)
+        problem = problem or (found and f"is not safe to join: {entry.name} {found}")
+    if problem:
+        raise UsageError(
+            f"cannot join {run.root}: it {problem}",
+            hint="remove it, or choose another place or name: --log-dir, --name, --run-id",
+        )
+
+
+def find_open_folder(folder: Path) -> str:
+    """The folder above a log directory in which every user can rename entries; or empty.
+
+    Recording goes on there: no code and no request is taken from a run directory that is not the
+    user's own. But others can put their own in its place, and readers would believe it.
+    """
+    folder = Path(os.path.realpath(folder))
+    for part in (folder, *folder.parents):
+        mode = part.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return str(part)
+    return ""

@@ -1,0 +1,1 @@
+"""Readings of Linux: machine and processes in /proc, control groups, perf events."""

@@ -1,0 +1,226 @@
+"""Mounted file systems from /proc/self/mountinfo, and the counters that their clients keep."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.linux.procfs import unescape
+from haiprof.linux.readings import Unavailable, os_status
+
+NFS_TYPES = ("nfs", "nfs4")
+LUSTRE = "lustre"
+# Other network file systems: their clients count nothing that could be read here.
+UNCOUNTED = {
+    "beegfs": "the BeeGFS client keeps no byte counters (its servers do: `beegfs` stats)",
+    "fuse.hf3fs": "the 3FS client sends its counters to its own monitor alone",
+    **dict.fromkeys(
+        (
+            "9p", "afs", "ceph", "cifs", "daos", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos",
+            "fuse.dfuse", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.mount-s3",
+            "fuse.s3fs", "fuse.sshfs", "gpfs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs",
+        ),
+        "haiprof knows no byte counters of this file system's client",
+    ),
+}  # fmt: skip
+
+_U64, _I63 = 1 << 64, 1 << 63
+_U64_DIGITS = 20
+_MS = 1_000_000
+# Requests and calls that name files or ask for attributes. Those of NFS that carry data, keep
+# state or locks are left out.
+_NFS_METADATA = (
+    "GETATTR", "SETATTR", "LOOKUP", "LOOKUPP", "ACCESS", "READLINK", "CREATE", "MKDIR", "SYMLINK",
+    "MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "OPEN", "OPEN_NOATTR",
+    "OPEN_CONFIRM", "OPEN_DOWNGRADE", "CLOSE",
+)  # fmt: skip
+_LUSTRE_METADATA = (
+    "open", "close", "getattr", "setattr", "readdir", "create", "mknod", "mkdir", "link",
+    "symlink", "unlink", "rmdir", "rename",
+)  # fmt: skip
+
+NFS_COLUMNS = (
+    "read_bytes", "write_bytes", "server_read_bytes", "server_write_bytes", "server_read_count",
+    "server_write_count", "metadata_count", "server_read_rtt_ns", "server_read_execute_ns",
+    "server_write_rtt_ns", "server_write_execute_ns", "metadata_execute_ns",
+    "retransmission_count", "timeout_count",
+)  # fmt: skip
+LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """One mounted file system; further mount points of it count the same."""
+
+    device: str
+    """`major:minor`, its identity while it is mounted."""
+    type: str
+    source: str
+    """What is mounted, such as `server:/export`."""
+    point: str
+    """The first place where it is mounted."""
+
+
+def network_mounts(content: str) -> list[Mount]:
+    """Network file systems in /proc/self/mountinfo, each once, without those that are mounted over.
+
+    Source: Linux Documentation/filesystems/proc.rst, section 3.5.
+    """
+    on_top: dict[str, Mount] = {}
+    for line in content.splitlines():
+        left, separator, right = line.partition(" - ")
+        words, kind = left.split(" "), right.split(" ")
+        if not separator or len(words) < 5 or len(kind) < 2:
+            continue
+        on_top[unescape(words[4])] = Mount(
+            device=words[2],
+            type=kind[0],
+            source=unescape(kind[1]),
+            point=unescape(words[4]),
+        )
+    found: dict[str, Mount] = {}
+    for mount in on_top.values():
+        if mount.type in (*NFS_TYPES, LUSTRE) or mount.type in UNCOUNTED:
+            found.setdefault(mount.device, mount)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NfsCounts:
+    """What the NFS client counts of one mount."""
+
+    age_s: int
+    """Since it was mounted: a mount that is younger than before is another one."""
+    values: Mapping[str, int | None]
+    """By column."""
+
+
+def nfs_counts(content: str) -> dict[str, NfsCounts]:
+    """Counters of NFS in /proc/self/mountstats by mount point.
+
+    A time below 0 (a known bug of the client, which writes it as a number near 2^64) stays
+    negative: it grows correctly from there.
+
+    Source: kernel fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats.
+    """
+    found = {}
+    for block in re.split(r"^device ", content, flags=re.MULTILINE)[1:]:
+        head, _, body = block.partition("\n")
+        match = re.search(r" mounted on (\S+) with fstype nfs4? ", f"{head} ")
+        if match is not None:
+            counts = _nfs_block(body)
+            if counts is not None:
+                found[unescape(match[1])] = counts
+    return found
+
+
+def _nfs_block(body: str) -> NfsCounts | None:
+    fields: dict[str, list[int]] = {}
+    for line in body.splitlines():
+        name, _, numbers = line.strip().partition(":")
+        words = numbers.split()
+        if words and all(word.isdecimal() and len(word) <= _U64_DIGITS for word in words):
+            fields[name] = [_to_signed(int(word)) for word in words]
+    if not fields.get("age"):
+        return None
+    requests = {name: n for name, n in fields.items() if name.isupper() and len(n) >= 8}
+    values: dict[str, int | None] = dict.fromkeys(NFS_COLUMNS)
+    moved = fields.get("bytes", [])
+    if len(moved) >= 6:
+        values |= {
+            "read_bytes": moved[0] + moved[2],  # through the page cache, and directly
+            "write_bytes": moved[1] + moved[3],
+            "server_read_bytes": moved[4],
+            "server_write_bytes": moved[5],
+        }
+    values |= _of_requests(requests)
+    return NfsCounts(
+        age_s=fields["age"][0], values={name: _in_range(v) for name, v in values.items()}
+    )
+
+
+def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]:
+    """Per request: number, transmissions, timeouts, bytes out and in, ms queued, rtt, execute."""
+    if not requests:
+        return {}
+    values: dict[str, int | None] = {}
+    for column, name in (("server_read", "READ"), ("server_write", "WRITE")):
+        if name in requests:
+            values[f"{column}_count"] = requests[name][0]
+            values[f"{column}_rtt_ns"] = requests[name][6] * _MS
+            values[f"{column}_execute_ns"] = requests[name][7] * _MS
+    metadata = [numbers for name, numbers in requests.items() if name in _NFS_METADATA]
+    values["metadata_count"] = sum(numbers[0] for numbers in metadata)
+    values["metadata_execute_ns"] = sum(numbers[7] for numbers in metadata) * _MS
+    values["retransmission_count"] = sum(n[1] - n[0] for n in requests.values())
+    values["timeout_count"] = sum(n[2] for n in requests.values())
+    return values
+
+
+def _to_signed(value: int) -> int:
+    return value - _U64 if value >= _I63 else value
+
+
+def _in_range(value: int | None) -> int | None:
+    return value if value is not None and -_I63 < value < _I63 else None
+
+
+def lustre_values(content: bytes) -> Sequence[int | None]:
+    """`LUSTRE_COLUMNS` from a client's llite stats.
+
+    A line is `name count samples [unit] min max sum`; the client leaves out what has not happened
+    yet, which is 0.
+
+    Raises:
+        ValueError: The content is something else.
+    """
+    lines = {words[0]: words for words in (line.split() for line in content.split(b"\n")) if words}
+    if b"snapshot_time" not in lines:
+        raise ValueError("no snapshot_time")
+    calls = (lines.get(name.encode()) for name in _LUSTRE_METADATA)
+    return (
+        _lustre_sum(lines.get(b"read_bytes")),
+        _lustre_sum(lines.get(b"write_bytes")),
+        sum(int(words[1]) for words in calls if words),
+    )
+
+
+def _lustre_sum(words: Sequence[bytes] | None) -> int | None:
+    return _in_range(int(words[6])) if words else 0
+
+
+def lustre_stats(root: Path, mount: Mount) -> Path:
+    """The stats file of a Lustre mount.
+
+    Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.
+
+    Args:
+        root: Where /proc and /sys are.
+        mount: A mount of type lustre; its source is `10.0.0.1@tcp:/name` or a folder in it.
+
+    Raises:
+        Unavailable: It cannot be reached, or it cannot be told which it is.
+    """
+    wanted = mount.source.rpartition(":/")[2].split("/")[0]
+    denied = None
+    for base in (root / "sys/kernel/debug/lustre/llite", root / "proc/fs/lustre/llite"):
+        try:
+            names = os.listdir(base)
+        except OSError as error:
+            if os_status(error) == "denied":
+                denied = f"{base}: {error.strerror}"
+            continue
+        matching = [base / name for name in names if name.rpartition("-")[0] == wanted]
+        stats = [folder / "stats" for folder in matching if (folder / "stats").exists()]
+        if len(stats) == 1:
+            return stats[0]
+        if stats:
+            reason = f"{base}: {wanted} is mounted {len(stats)} times, and which is which is unsaid"
+            raise Unavailable(reason, status="unsupported")
+    if denied:
+        remedy = "as root: chmod 755 /sys/kernel/debug (where `lctl get_param llite.*.stats` reads)"
+        raise Unavailable(denied, status="denied", remedy=remedy)
+    raise Unavailable(f"no llite stats of {wanted} in /sys/kernel/debug/lustre or /proc/fs/lustre")

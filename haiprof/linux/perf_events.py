@@ -1,0 +1,250 @@
+"""Kernel performance counters through perf_event_open, scaled by the time in which they counted."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Protocol
+
+from haiprof.linux.readings import Status, Unavailable
+
+TYPE_HARDWARE, TYPE_SOFTWARE, TYPE_RAW = 0, 1, 4
+EXCLUDE_KERNEL = 1 << 5  # bits of perf_event_attr, after `disabled`
+INHERIT = 1 << 1
+
+# perf_event_attr up to config2 (PERF_ATTR_SIZE_VER1, Linux 2.6.33): type, size, config,
+# sample_period, sample_type, read_format, bits, wakeup, bp_type, config1, config2.
+ATTR = struct.Struct("<IIQQQQQIIQQ")
+RECORD = struct.Struct("<QQQ")  # count, time enabled, time running
+READ_FORMAT = 1 | 2  # PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING
+_CLOSE_ON_EXEC = 1 << 3
+_SYSCALL = {"x86_64": 298, "aarch64": 241, "ppc64le": 319}
+_CONTAINER = "allow perf_event_open in the container's seccomp profile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What one counter counts."""
+
+    name: str
+    """For people, with its PMU."""
+    type: int
+    """Number of the PMU, from its `type` file, or one of the TYPE constants."""
+    config: int
+    config1: int = 0
+    config2: int = 0
+    bits: int = 0
+    """EXCLUDE_KERNEL, INHERIT; uncore PMUs refuse the first."""
+
+    def attr(self) -> bytes:
+        """The `struct perf_event_attr` for the kernel."""
+        return ATTR.pack(
+            self.type,
+            ATTR.size,
+            self.config,
+            0,
+            0,
+            READ_FORMAT,
+            self.bits,
+            0,
+            0,
+            self.config1,
+            self.config2,
+        )
+
+
+class Kernel(Protocol):
+    """The system calls, replaceable by a fake in tests."""
+
+    def open(self, attr: bytes, pid: int, cpu: int) -> int:
+        """A file descriptor; raises OSError as perf_event_open(2) says."""
+
+    def read(self, fd: int) -> bytes:
+        """Count, time enabled and time running of an event (`RECORD`)."""
+
+    def close(self, fd: int) -> None:
+        """Ends the counting."""
+
+
+class LinuxKernel:
+    """The real system calls."""
+
+    def open(self, attr: bytes, pid: int, cpu: int) -> int:
+        """perf_event_open(2), closed on exec."""
+        number = _SYSCALL.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
+        buffer = ctypes.create_string_buffer(attr, len(attr))
+        flags = ctypes.c_ulong(_CLOSE_ON_EXEC)
+        fd: int = _libc().syscall(ctypes.c_long(number), buffer, pid, cpu, -1, flags)
+        if fd < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return fd
+
+    def read(self, fd: int) -> bytes:
+        """One record."""
+        return os.read(fd, RECORD.size)
+
+    def close(self, fd: int) -> None:
+        """Ends the event."""
+        os.close(fd)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+class Share:
+    """The smallest share of the time with counters on the hardware, since the last call."""
+
+    def __init__(self) -> None:
+        self._least: float | None = None
+
+    def note(self, enabled_ns: int, running_ns: int) -> None:
+        """Takes an interval of one counter."""
+        share = min(1.0, running_ns / enabled_ns)
+        self._least = share if self._least is None else min(self._least, share)
+
+    def take(self) -> float:
+        """Ratio; 1 also where nothing was to be counted."""
+        least, self._least = self._least, None
+        return 1.0 if least is None else least
+
+
+class ScaledCounter:
+    """One open event as a count that only grows.
+
+    With more events than hardware counters the kernel multiplexes them, so each interval is scaled
+    by its own time enabled / time running. Scaling the totals instead, as perf does at the end of a
+    run, would give counts that decrease when the ratio changes.
+
+    Args:
+        kernel: The system calls.
+        fd: The open event.
+        name: The event, for people.
+        share: Where the share of the time is noted.
+    """
+
+    def __init__(self, kernel: Kernel, fd: int, name: str, share: Share) -> None:
+        self._kernel = kernel
+        self._fd = fd
+        self._name = name
+        self._share = share
+        self._total = 0
+        self._last = (0, 0, 0)
+
+    def read(self) -> int:
+        """Everything counted since it was opened.
+
+        Raises:
+            Unavailable: It was not on the hardware since the last read.
+            OSError: The read failed.
+        """
+        content = self._kernel.read(self._fd)
+        if len(content) != RECORD.size:
+            raise Unavailable(f"{self._name}: the kernel took the counter away")
+        now = RECORD.unpack(content)
+        count, enabled, running = (new - old for new, old in zip(now, self._last, strict=True))
+        if enabled > 0 and running <= 0:
+            reason = "no hardware counter was free: other profilers use them"
+            raise Unavailable(f"{self._name}: {reason}", remedy="end other users of perf counters")
+        if enabled > 0:
+            self._share.note(enabled, running)
+        self._total += count * enabled // running if running < enabled else count
+        self._last = now
+        return self._total
+
+    def close(self) -> None:
+        """Ends the counting."""
+        self._kernel.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSum:
+    """Several counters that make up one value."""
+
+    counters: Sequence[ScaledCounter]
+    unit: Fraction = Fraction(1)
+    """What one count stands for, such as 64 bytes."""
+
+    def read(self) -> int:
+        """The sum; raises as `ScaledCounter.read`."""
+        return int(sum(counter.read() for counter in self.counters) * self.unit)
+
+    def close(self) -> None:
+        """Ends the counting."""
+        close_all(self.counters)
+
+
+def open_counter(
+    kernel: Kernel, event: Event, share: Share, *, pid: int, cpu: int
+) -> ScaledCounter:
+    """Opens an event.
+
+    Args:
+        kernel: The system calls.
+        event: What to count.
+        share: Where the counter notes its share of the time.
+        pid: Thread to count, 0 for this one, -1 for all of a CPU.
+        cpu: CPU to count on, -1 for wherever the thread runs.
+
+    Raises:
+        OSError: As perf_event_open(2); `refusal` says what it means.
+    """
+    return ScaledCounter(kernel, kernel.open(event.attr(), pid, cpu), event.name, share)
+
+
+def close_all(counters: Iterable[ScaledCounter | ScaledSum]) -> None:
+    """Ends the counting of each."""
+    for counter in counters:
+        counter.close()
+
+
+def refusal(
+    error: OSError, event: Event, root: Path, *, allowing: int, virtual: str
+) -> Unavailable:
+    """What a refused perf_event_open means.
+
+    Args:
+        error: As raised.
+        event: What was asked for.
+        root: Where /proc is.
+        allowing: The highest kernel.perf_event_paranoid at which it would be allowed.
+        virtual: Why the event may not exist here, such as that this is a virtual machine.
+    """
+    status, because, remedy = _meaning(error.errno or 0, root, allowing, virtual)
+    reason = f"perf_event_open of {event.name}: {error.strerror or error} ({because})"
+    return Unavailable(reason, status=status, remedy=remedy, lasting=True)
+
+
+def _meaning(code: int, root: Path, allowing: int, virtual: str) -> tuple[Status, str, str]:
+    if code in (errno.EACCES, errno.EPERM):
+        setting = paranoid(root)
+        because = f"kernel.perf_event_paranoid is {'not shown' if setting is None else setting}, "
+        if setting is None or setting > allowing:
+            remedy = f"sysctl kernel.perf_event_paranoid={allowing}, or CAP_PERFMON for haiprof"
+            return "denied", because + "and haiprof has no CAP_PERFMON", remedy
+        return "denied", because + "so a seccomp filter or the owner of the process", _CONTAINER
+    if code == errno.ENOSYS:
+        return "unsupported", "a kernel without perf events, or a seccomp filter", _CONTAINER
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "denied", "no file descriptor is left", "a higher ulimit -n"
+    return "unsupported", virtual or "this CPU or kernel has no such event", ""
+
+
+def paranoid(root: Path) -> int | None:
+    """The sysctl kernel.perf_event_paranoid; None where there is none."""
+    try:
+        return int((root / "proc/sys/kernel/perf_event_paranoid").read_text())
+    except (OSError, ValueError):
+        return None

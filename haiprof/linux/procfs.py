@@ -1,0 +1,324 @@
+"""Reads /proc: files that stay open, and one process's io, statm and stat in one read each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.linux.readings import Reading, Unavailable, Value, os_status
+
+# 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
+# (measured 5 to 10 times slower with 1 MiB).
+_BUFFER_BYTES = 16 * 1024
+_STAT_BYTES = 4096
+_STRINGS_LIMIT_BYTES = 1 << 20
+_MAPS_PIECE_BYTES = 1 << 16
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+OTHER_USER = "run haiprof as the user of the job"
+
+
+class ProcFile:
+    """A file of /proc that is opened once and read many times.
+
+    Args:
+        path: The file; it may come and go.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+
+    def read(self) -> bytes:
+        """The whole content as it is now.
+
+        Raises:
+            OSError: It is not there or cannot be read, also after opening it again.
+        """
+        if self._fd >= 0:
+            try:
+                return self._content()
+            except OSError:
+                self.close()  # the file was replaced (driver reload, remount): open it again
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._content()
+
+    def close(self) -> None:
+        """Closes the file; the next `read` opens it again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _content(self) -> bytes:
+        # A file of many records (diskstats, net/dev) comes in pieces of about a page, whatever
+        # the buffer: only an empty read is its end.
+        content = b""
+        while piece := os.pread(self._fd, _BUFFER_BYTES, len(content)):
+            content += piece
+        return content
+
+
+def unescape(word: str) -> str:
+    """Decodes a path in a list of mounts: the kernel writes blanks as octal numbers."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)
+
+
+def file_reading(
+    path: Path,
+    columns: Sequence[str],
+    parse: Callable[[bytes], Sequence[Value]],
+    *,
+    lacking: str = "",
+    remedy: str = "",
+) -> Reading:
+    """A reading of one file that stays open.
+
+    Args:
+        path: The file.
+        columns: What it fills.
+        parse: From its content to one value per column.
+        lacking: Why it may be absent, or a value in it.
+        remedy: What an administrator would have to set.
+    """
+    file = ProcFile(path)
+    return Reading(
+        columns=tuple(columns),
+        origin=str(path),
+        read=lambda: parse(file.read()),
+        lacking=lacking,
+        remedy=remedy,
+        close=file.close,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """One process at one time; source: Linux Documentation/filesystems/proc.rst."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    running: bool
+    """Neither a zombie nor dead (proc(5))."""
+    own_ticks: int
+    """utime + stime."""
+    total_ticks: int
+    """The same with those of the children it has waited for."""
+    faults: int
+    """Minor faults of the process and of the children it has waited for."""
+    major_faults: int
+    """The same of those that waited for storage."""
+    waited_faults: int
+    """Those of the children alone: grows at each wait, so it shows that there was one."""
+    rss_bytes: int
+    thread_count: int
+    io_bytes: tuple[int, int, int, int] | None
+    """rchar, wchar, read_bytes, write_bytes; the kernel adds a child's when it is waited for."""
+    io_missing: Unavailable | None
+    """Why there are none."""
+
+
+def read_process(root: Path, pid: int) -> ProcessReading | None:
+    """Reads /proc/PID/io, then statm and stat; None when the process is gone.
+
+    The order matters to `process_family`: bytes of a waited child are never seen before the wait.
+    Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
+    """
+    folder = f"{root}/proc/{pid}"
+    io_result = _read_io(f"{folder}/io")
+    try:
+        rss_bytes = int(_read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
+        fields = stat_fields(_read_small(f"{folder}/stat"))
+        return _reading(pid, fields, rss_bytes, io_result)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_parent(root: Path, pid: int) -> int | None:
+    """The parent's pid; None when the process is gone."""
+    return _stat_number(root, pid, 1)
+
+
+def read_start_ticks(root: Path, pid: int) -> int | None:
+    """When the process started; None when it is gone."""
+    return _stat_number(root, pid, 19)
+
+
+def _stat_number(root: Path, pid: int, at: int) -> int | None:
+    fields = read_stat(root, pid)
+    return int(fields[at]) if fields is not None and fields[at].isdigit() else None
+
+
+def read_stat(root: Path, pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third (state) on; None when the process is gone."""
+    try:
+        fields = stat_fields(_read_small(f"{root}/proc/{pid}/stat"))
+    except (OSError, ValueError):
+        return None
+    return fields if len(fields) > 36 else None  # up to the CPU, field 39; the kernel writes 52
+
+
+def stat_fields(content: bytes) -> list[bytes]:
+    """The fields of /proc/PID/stat from the third (state) on; a name may hold blanks and `)`."""
+    return content[content.rindex(b")") + 2 :].split()
+
+
+def _reading(
+    pid: int,
+    fields: list[bytes],
+    rss_bytes: int,
+    io_result: tuple[int, int, int, int] | Unavailable,
+) -> ProcessReading:
+    own = int(fields[11]) + int(fields[12])
+    waited_faults = int(fields[8])
+    return ProcessReading(
+        pid=pid,
+        parent=int(fields[1]),
+        start_ticks=int(fields[19]),
+        running=fields[0] not in (b"Z", b"X", b"x"),
+        own_ticks=own,
+        total_ticks=own + int(fields[13]) + int(fields[14]),
+        faults=int(fields[7]) + waited_faults,
+        major_faults=int(fields[9]) + int(fields[10]),
+        waited_faults=waited_faults,
+        rss_bytes=rss_bytes,
+        thread_count=int(fields[17]),
+        io_bytes=None if isinstance(io_result, Unavailable) else io_result,
+        io_missing=io_result if isinstance(io_result, Unavailable) else None,
+    )
+
+
+def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:
+    try:
+        return _parse_io(_read_small(path))
+    except OSError as error:
+        status = os_status(error)
+        because = "" if status == "denied" else " (a kernel without CONFIG_TASK_IO_ACCOUNTING)"
+        reason = f"/proc/PID/io: {error.strerror}{because}"
+        return Unavailable(reason, status=status, remedy=OTHER_USER if not because else "")
+    except (ValueError, IndexError):
+        return Unavailable("/proc/PID/io: unexpected content", status="unsupported")
+
+
+def _parse_io(content: bytes) -> tuple[int, int, int, int]:
+    words = content.split()
+    values = dict(zip(words[0::2], words[1::2], strict=False))
+    try:
+        return (
+            int(values[b"rchar:"]),
+            int(values[b"wchar:"]),
+            int(values[b"read_bytes:"]),
+            int(values[b"write_bytes:"]),
+        )
+    except KeyError as error:
+        raise ValueError(f"no {error}") from None
+
+
+def _read_small(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _STAT_BYTES)
+    finally:
+        os.close(fd)
+
+
+def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | None]:
+    """The kernel's view of a process on this node: `state`, its letter, and `wchan`.
+
+    Source: proc_pid_stat(5): R running, S sleeping, D waiting for a disk or driver, T stopped by a
+    signal, t stopped by a tracer, Z ended and not yet collected.
+    """
+    fields = read_stat(proc.parent, pid)
+    if fields is None:
+        return {"state": None, "wchan": None}
+    try:
+        wchan = (proc / str(pid) / "wchan").read_text(errors="replace")
+    except OSError:
+        wchan = ""
+    return {"state": fields[0].decode(), "wchan": wchan.strip("0\n") or None}
+
+
+def process_ids(proc: Path) -> list[int]:
+    """All processes; none where /proc cannot be listed."""
+    try:
+        return [int(name) for name in os.listdir(proc) if name.isdigit()]
+    except OSError:
+        return []
+
+
+def process_exists(pid: object) -> bool:
+    """Whether a process id, as some report states it, is taken."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def own_pids(*, proc: Path = Path("/proc")) -> list[int]:
+    """Processes of this user; none where /proc cannot be listed."""
+    return [pid for pid in process_ids(proc) if is_mine(pid, proc=proc)]
+
+
+def is_mine(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a process of this node belongs to this user."""
+    return user_id(pid, proc=proc) == os.getuid()
+
+
+def has_mapped(pid: int, library: bytes, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has a file of that name mapped; reads no further than its first line."""
+    end = b""
+    try:
+        with (proc / str(pid) / "maps").open("rb", buffering=0) as maps:
+            while piece := maps.read(_MAPS_PIECE_BYTES):
+                if library in end + piece:
+                    return True
+                end = piece[-len(library) :]
+    except OSError:
+        return False  # it has ended
+    return False
+
+
+def user_id(pid: int, *, proc: Path = Path("/proc")) -> int | None:
+    """User id of a process; None when it is gone."""
+    try:
+        return (proc / str(pid)).stat().st_uid
+    except OSError:
+        return None
+
+
+def strings(path: Path) -> list[str]:
+    """The strings of /proc/PID/cmdline or environ.
+
+    Raises:
+        OSError: The process is gone, or another user's.
+    """
+    with path.open("rb") as file:
+        content = file.read(_STRINGS_LIMIT_BYTES)
+    *whole, last = content.split(b"\0")
+    if last and len(content) < _STRINGS_LIMIT_BYTES:  # a process that has overwritten its title
+        whole.append(last)
+    return [os.fsdecode(text) for text in whole]
+
+
+def command_line(pid: int, *, proc: Path = Path("/proc")) -> list[str]:
+    """The command line of a process; empty where it cannot be read."""
+    try:
+        return strings(proc / str(pid) / "cmdline")
+    except OSError:
+        return []
+
+
+def environment(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str]:
+    """The environment a process was started with; empty where it cannot be read."""
+    try:
+        return variables(strings(proc / str(pid) / "environ"))
+    except OSError:
+        return {}
+
+
+def variables(entries: Iterable[str]) -> dict[str, str]:
+    """Values by name of `NAME=value` entries; others are left out."""
+    pairs = (entry.partition("=") for entry in entries)
+    return {name: value for name, equals, value in pairs if equals}

@@ -1,0 +1,198 @@
+"""Samples the main thread's stack of training processes from outside, with py-spy."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.base.code_places import is_library
+from haiprof.base.safe_files import MadeFolder, write_file
+from haiprof.linux.training_processes import Process
+from haiprof.run_format.layout import RunPaths
+
+RATE_HZ = 10
+MOST_RANKS = 8
+"""py-spy takes a few percent of a core per process that it looks at."""
+_GRACE_S = 30.0
+_CONFIDENCE_Z = 1.96
+
+# Phase by a frame in the stack; the outermost one counts (recomputation is backward).
+_FRAMES = (
+    ("dataloader", "__next__", "torch/utils/data/dataloader.py"),
+    ("dataloader", "__iter__", "torch/utils/data/dataloader.py"),
+    ("backward", "_engine_run_backward", "torch/autograd/graph.py"),
+    ("backward", "backward", "torch/autograd/__init__.py"),
+    ("optimizer", "wrapper", "torch/optim/optimizer.py"),
+    ("optimizer", "step", "torch/amp/grad_scaler.py"),
+    ("forward", "_wrapped_call_impl", "torch/nn/modules/module.py"),
+    ("forward", "__call__", "torch/nn/modules/module.py"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStacks:
+    """Sampled stacks of the main thread of one process."""
+
+    rank: int
+    pid: int
+    sample_count: int
+    shares: Mapping[str, float]
+    """Share of the samples by phase, `other` included; in [0, 1]."""
+    hottest: tuple[tuple[str, float], ...]
+    """Innermost own frames with their shares, the largest first."""
+    problem: str | None
+    """Why there are no samples."""
+
+    def margin(self, phase: str) -> float:
+        """Half the 95 % interval of a share, if samples are independent (normal approximation)."""
+        share = self.shares.get(phase, 0.0)
+        return _CONFIDENCE_Z * math.sqrt(share * (1 - share) / max(self.sample_count, 1))
+
+
+def sample_stacks(
+    processes: Sequence[Process], run: RunPaths, *, seconds: float, spy: str | None = None
+) -> list[SampledStacks]:
+    """Samples the stacks of processes for so many seconds; nothing in them is stopped.
+
+    Args:
+        processes: At most `MOST_RANKS` of them are looked at, the first and evenly spread ones.
+        run: Where the stacks are stored.
+        seconds: For how long.
+        spy: The command py-spy; None looks for it on PATH.
+    """
+    command = spy or find_spy()
+    chosen = _spread(processes)
+    if command is None:
+        reason = "py-spy is not installed (pip install py-spy)"
+        return [_no_samples(rank, process, reason) for rank, process in chosen]
+    with MadeFolder.temporary("haiprof-") as folder:
+        paths = [folder / str(rank) for rank, _ in chosen]
+        children = [
+            _start(command, process.pid, path, seconds)
+            for path, (_, process) in zip(paths, chosen, strict=True)
+        ]
+        seen = []
+        for path, child, (rank, process) in zip(paths, children, chosen, strict=True):
+            problem = _outcome(child, seconds + _GRACE_S)
+            stacks = _main_stacks(path)
+            seen.append(
+                _summarize(rank, process, stacks, run)
+                if stacks
+                else _no_samples(rank, process, problem)
+            )
+        return seen
+
+
+def find_spy() -> str | None:
+    """The command py-spy: on PATH, or beside this interpreter."""
+    scripts = os.path.dirname(sys.executable)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=scripts)
+
+
+def _spread(processes: Sequence[Process]) -> list[tuple[int, Process]]:
+    numbered = list(enumerate(processes))
+    step = max(1, math.ceil(len(numbered) / MOST_RANKS))
+    return [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
+
+
+def _start(command: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[str]:
+    words = [
+        command, "record", "--nonblocking", "--idle", "--threads", "--full-filenames",
+        "--format", "raw", "--rate", str(RATE_HZ), "--duration", str(max(1, round(seconds))),
+        "--output", str(path), "--pid", str(pid),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _outcome(child: subprocess.Popen[str], timeout_s: float) -> str:
+    """Waits for py-spy; its error message, if it failed."""
+    try:
+        _, errors = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        return "py-spy did not end"
+    said = [line for line in errors.strip().splitlines() if "rror" in line]
+    return (said or ["py-spy saw no Python in it"])[-1].strip()
+
+
+def _summarize(
+    rank: int, process: Process, stacks: Sequence[tuple[tuple[str, ...], int]], run: RunPaths
+) -> SampledStacks:
+    text = "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
+    write_file(run.stacks(rank), text.encode(), below=run.root)
+    return judge(rank, process.pid, stacks)
+
+
+def _no_samples(rank: int, process: Process, reason: str) -> SampledStacks:
+    return SampledStacks(
+        rank=rank, pid=process.pid, sample_count=0, shares={}, hottest=(), problem=reason
+    )
+
+
+def _main_stacks(path: Path) -> list[tuple[tuple[str, ...], int]]:
+    """Stacks of the main thread, outermost frame first, with how often each was seen."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        text, _, count = line.rpartition(" ")
+        thread, *frames = text.split(";")
+        if count.isdigit() and "MainThread" in thread:
+            found.append((tuple(frames), int(count)))
+    return found
+
+
+def judge(rank: int, pid: int, stacks: Sequence[tuple[tuple[str, ...], int]]) -> SampledStacks:
+    """Shares of the phases in sampled stacks.
+
+    Args:
+        rank: Whose.
+        pid: Whose.
+        stacks: Frames (`name (file:line)`) from the outermost, and how often the stack was seen.
+    """
+    total = sum(count for _, count in stacks)
+    phases: dict[str, int] = {}
+    own: dict[str, int] = {}
+    for frames, count in stacks:
+        phase = next((p for f in frames if (p := phase_of(f)) is not None), "other")
+        phases[phase] = phases.get(phase, 0) + count
+        inner = next((f for f in reversed(frames) if _is_own(f)), frames[-1] if frames else "?")
+        own[inner] = own.get(inner, 0) + count
+    ordered = sorted(own.items(), key=lambda item: (-item[1], item[0]))
+    return SampledStacks(
+        rank=rank,
+        pid=pid,
+        sample_count=total,
+        shares={phase: count / total for phase, count in phases.items()},
+        hottest=tuple((frame, count / total) for frame, count in ordered[:3]),
+        problem=None,
+    )
+
+
+def phase_of(frame: str) -> str | None:
+    """The phase that a frame (`name (file:line)`) begins; None for any other."""
+    name, _, place = frame.partition(" (")
+    file = place.rpartition(":")[0]
+    function = name.rpartition(".")[2]
+    return next((p for p, own, end in _FRAMES if function == own and file.endswith(end)), None)
+
+
+def _is_own(frame: str) -> bool:
+    """Whether a frame is of neither a package nor Python's library."""
+    name, _, place = frame.partition(" (")
+    return not is_library(place.rpartition(":")[0], name)

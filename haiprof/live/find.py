@@ -1,0 +1,192 @@
+"""Which jobs run under haiprof: of this user on this node, and below a log directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
+from haiprof.base.options import ENV_ACTIVE
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import TICK_NS, environment, is_mine, own_pids, read_stat
+from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
+from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
+
+FRESH_S = 60.0
+"""Agents and ranks write once a second, which a file server may show late; a node that was silent
+for so long is gone."""
+_START_SLACK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningJob:
+    """A job that runs under haiprof now."""
+
+    run: RunPaths
+    manifest: Manifest
+
+    @property
+    def id(self) -> str:
+        """The name of its run directory."""
+        return self.run.root.name
+
+    @property
+    def pid(self) -> int:
+        """The process to signal for the job."""
+        return signalled_pid(self.manifest)
+
+
+def running_jobs(log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> list[RunningJob]:
+    """Jobs of this user: those with processes on this node, and those below the log directories.
+
+    Args:
+        log_dirs: Where to look in addition to this node's processes; they need not exist.
+        proc: Where /proc is.
+    """
+    roots = set(_active_runs(proc))
+    for log_dir in log_dirs:
+        with contextlib.suppress(HaiprofError):
+            roots.update(path.absolute() for path in find_runs(log_dir))
+    jobs = (_running(RunPaths(root), proc) for root in roots)
+    found = [job for job in jobs if job is not None]
+    return sorted(found, key=lambda job: (job.manifest.start_wall_ns, job.id))
+
+
+def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> RunningJob:
+    """Finds a running job by name.
+
+    Args:
+        name: A run directory, its name (id), the job's or its script's name, or the id of one of
+            its processes.
+        log_dirs: See `running_jobs`.
+        proc: Where /proc is.
+
+    Raises:
+        RunNotFoundError: No such job runs; the message lists those that do.
+        UsageError: Several fit; the message lists them.
+    """
+    if os.path.lexists(Path(name) / MANIFEST_NAME):
+        return _of_directory(RunPaths(Path(name).absolute()), proc)
+    jobs = running_jobs(log_dirs, proc=proc)
+    fits = [job for job in jobs if name in (job.id, job.manifest.name)]
+    own = [job for job in jobs if not job.manifest.environment.get("attached")]
+    fits = fits or [job for job in own if _runs_script(job.manifest, name)]
+    if not fits and name.isdigit():
+        roots = set(_runs_of_process(proc, int(name)))
+        fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
+    if len(fits) == 1:
+        return fits[0]
+    known = "; ".join(f"{job.id} (pid {job.pid})" for job in fits or jobs)
+    if fits:
+        raise UsageError(f"{name!r} is the name of several running jobs: {known}")
+    raise RunNotFoundError(
+        f"no running job {name!r}" + (f"; running: {known}" if known else ""),
+        hint="haiprof ps lists running jobs; name a run directory for one on another node",
+    )
+
+
+def is_running(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a run is active: launcher or job live here, or files of other nodes still grow."""
+    if manifest.end_wall_ns is not None:
+        return False
+    here = socket.gethostname()
+    if manifest.host == here and (launcher_lives(manifest, proc) or _job_lives(manifest, proc)):
+        return True
+    folders = [paths.root for host, paths in run.node_folders() if host != here]
+    if manifest.host not in ("", here):
+        folders += [paths.root for _, _, paths in run.rank_folders()]
+    now_ns = time.time_ns()
+    return any(now_ns - time_ns < FRESH_S * NS_PER_S for time_ns in write_times_ns(folders))
+
+
+def write_times_ns(folders: Iterable[Path]) -> list[int]:
+    """Unix times of the last changes to the files in some folders."""
+    return [time_ns for folder in folders for time_ns in _write_times_ns(folder)]
+
+
+def _write_times_ns(folder: Path) -> list[int]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries]
+    except OSError:  # it went away while it was listed: no times
+        return []
+
+
+def _of_directory(run: RunPaths, proc: Path) -> RunningJob:
+    manifest = read_manifest(run)
+    owner = run.manifest.stat().st_uid
+    if owner != os.getuid():
+        raise UsageError(f"{run.root}: a job of another user (uid {owner})")
+    if not is_running(run, manifest, proc=proc):
+        raise RunNotFoundError(
+            f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
+        )
+    return RunningJob(run=run, manifest=manifest)
+
+
+def _running(run: RunPaths, proc: Path) -> RunningJob | None:
+    try:
+        manifest = read_manifest(run)
+        mine = run.manifest.stat().st_uid == os.getuid()
+    except (HaiprofError, OSError):
+        return None
+    if not mine or not is_running(run, manifest, proc=proc):
+        return None
+    return RunningJob(run=run, manifest=manifest)
+
+
+def _runs_script(manifest: Manifest, name: str) -> bool:
+    return any(word == name or os.path.basename(word) == name for word in manifest.command)
+
+
+def launcher_lives(manifest: Manifest, proc: Path) -> bool:
+    """Whether the launcher's pid is taken by a process that is as old as the run."""
+    return _lives(manifest.launcher_pid, manifest, proc)
+
+
+def signalled_pid(manifest: Manifest, *, proc: Path = Path("/proc")) -> int:
+    """The process to signal for a job: its launcher, or the job if it has outlived that."""
+    if manifest.job_pid is None or not _job_lives(manifest, proc):
+        return manifest.launcher_pid
+    return manifest.launcher_pid if launcher_lives(manifest, proc) else manifest.job_pid
+
+
+def _job_lives(manifest: Manifest, proc: Path) -> bool:
+    return manifest.job_pid is not None and _lives(manifest.job_pid, manifest, proc)
+
+
+def _lives(pid: int, manifest: Manifest, proc: Path) -> bool:
+    if pid <= 0:
+        return False
+    started_s = _process_start_s(pid, proc)
+    return started_s is not None and started_s <= manifest.start_wall_ns / NS_PER_S + _START_SLACK_S
+
+
+def _process_start_s(pid: int, proc: Path) -> float | None:
+    """Unix time at which a process started; None where it is gone or a zombie."""
+    fields = read_stat(proc.parent, pid)
+    if fields is None or fields[0] in b"ZX":
+        return None
+    try:
+        boot = (proc / "stat").read_text()
+        boot_s = float(boot.split("btime ", 1)[1].split(None, 1)[0])
+        return boot_s + int(fields[19]) * TICK_NS / NS_PER_S
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _active_runs(proc: Path) -> Iterator[Path]:
+    """Run directories that processes of this user carry in their environment."""
+    for pid in own_pids(proc=proc):
+        yield from _runs_of_process(proc, pid)
+
+
+def _runs_of_process(proc: Path, pid: int) -> Iterator[Path]:
+    root = environment(pid, proc=proc).get(ENV_ACTIVE) if is_mine(pid, proc=proc) else None
+    if root:
+        yield Path(root)

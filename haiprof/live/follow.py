@@ -1,0 +1,390 @@
+"""Follows a running job: reads only what was written since the last look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import process_state
+from haiprof.live.find import RunningJob, is_running, signalled_pid
+from haiprof.live.standstill import STOPPED
+from haiprof.run_analysis.counters import counter_frame
+from haiprof.run_analysis.run_files import RunFiles, open_run
+from haiprof.run_analysis.spans import read_spans
+from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
+from haiprof.run_format import schema
+from haiprof.run_format.control import read_members
+from haiprof.run_format.layout import RankPaths, RunPaths
+from haiprof.run_format.reader import read_json, read_lines
+
+LAST_STEPS = 50
+"""Number of last steps in all "now" values."""
+SLOWEST = 5
+_WHOLE_RECORDS = 1 << 18
+"""A file with more spans (hours of short steps) is not read from its start: its earlier steps are
+counted by optimizer steps."""
+_KEEP_STEPS = 120
+_TAIL_RECORDS = 1 << 14
+_SAMPLES_PER_RANK = 4
+_RANKS_PER_LOOK = 16
+_COUNTERS_EVERY_S = 2.0
+_RECENT_S = 10.0
+_RANK_METRICS = ("cpu_cores", "cpu_main_cores", "memory_rss_bytes", "utilization_ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankNow:
+    """The progress of one rank."""
+
+    rank: int
+    attempt: int
+    host: str | None
+    pid: int | None
+    step: int | None
+    """Last whole step; None before the first."""
+    step_is_exact: bool
+    """Whether steps were counted from the recording's start, as in the analysis."""
+    step_ns: float | None
+    """Median of the last steps."""
+    split: dict[str, float | None]
+    """Share of each phase, `other` included; None where a phase was never seen in them."""
+    times_ns: tuple[int, ...]
+    """Of the last steps, in order."""
+    slowest: tuple[tuple[int, int, str], ...]
+    """(step, ns, phase that it spent most time in), among the last steps."""
+    idle_ns: int | None
+    """Since the last whole step ended."""
+    recording: bool
+    stopped: bool = False
+    """Whether a signal has stopped its process, as far as this node can tell."""
+    elsewhere: bool = False
+    """Whether its files are on its own node's disk, so that nothing more is known here."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Latest value by metric."""
+
+
+class LiveRank:
+    """Follows one rank's files.
+
+    Args:
+        rank: Its number.
+        attempt: Which process of it.
+        paths: Its files.
+    """
+
+    def __init__(self, rank: int, attempt: int, paths: RankPaths) -> None:
+        self.rank, self.attempt, self.paths = rank, attempt, paths
+        self._report: dict[str, Any] = {}
+        self._families: dict[int, int] = {}
+        self._events_bytes = -1
+        self._recording = True
+        self._first = 0
+        self._before = 0
+        self._exact = True
+        self._opened = False
+
+    def look(self, now_ns: int) -> RankNow:
+        """Its present progress; what cannot be read yet is None.
+
+        Args:
+            now_ns: Unix time.
+        """
+        self._read_lines()
+        if not self._report:
+            with contextlib.suppress(RunFormatError):  # it is being written
+                self._report = read_json(self.paths.report)
+        try:
+            self._open()
+            spans, clock, _ = read_spans(self.paths.phases, first=self._first)
+        except RunFormatError:
+            return self._now(None, 0, now_ns)
+        found = segment(spans, families=self._families)
+        now = self._now(found, clock.wall_ns - clock.mono_ns, now_ns)
+        self._forget(found, spans.start_ns)
+        return now
+
+    def _read_lines(self) -> None:
+        """Roots and the end of the recording; read again only when the file has grown."""
+        size = _size(self.paths.events)
+        if size == self._events_bytes:
+            return
+        self._events_bytes = size
+        try:
+            lines, _ = read_lines(self.paths.events)
+        except RunFormatError:
+            return
+        self._recording = not any(x.get("type") in ("record_end", "hook_error") for x in lines)
+        roots = (x for x in lines if x.get("type") == "root")
+        pairs = ((x.get("tag"), x.get("family")) for x in roots)
+        self._families = {t: f for t, f in pairs if type(t) is int and type(f) is int}
+
+    def _open(self) -> None:
+        """At the first look: where to begin in a long file, and the number of steps before."""
+        if self._opened:
+            return
+        count = _size(self.paths.phases) // schema.PHASES.record_bytes
+        self._opened = count > 0
+        if count <= _WHOLE_RECORDS:
+            return
+        self._exact = False
+        self._first = count - _TAIL_RECORDS
+        spans, _, _ = read_spans(self.paths.phases, first=self._first)
+        found = segment(spans, families=self._families)
+        per_step = found.steps.optimizer_step_count.mean() if len(found.steps.start_ns) else 0.0
+        before = self._optimizer_steps(self._first)
+        self._before = round(before / per_step) if per_step else 0
+
+    def _optimizer_steps(self, until: int) -> int:
+        """Optimizer spans before a record."""
+        spans, _, _ = read_spans(self.paths.phases)
+        return int((spans.kind[:until] == schema.OPTIMIZER).sum())
+
+    def _forget(self, found: Segmentation, starts: Ints) -> None:
+        """Advances, so that the next look only reads the last steps again."""
+        steps = found.steps
+        extra = len(steps.start_ns) - _KEEP_STEPS
+        if extra < _KEEP_STEPS:
+            return
+        place = int((starts >= steps.start_ns[extra]).argmax())
+        if place > 0:
+            self._first += place
+            self._before += extra
+
+    def _now(self, found: Segmentation | None, wall_offset_ns: int, now_ns: int) -> RankNow:
+        count = 0 if found is None else len(found.steps.start_ns)
+        facts = _summarize(found, count, self._before) if found is not None and count else {}
+        if found is not None and count:
+            facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
+        host, pid = self._report.get("host"), self._report.get("pid")
+        here = type(pid) is int and host == socket.gethostname()
+        empty: dict[str, Any] = dict.fromkeys(("step", "step_ns", "idle_ns"))
+        empty |= {"split": dict.fromkeys((*PHASES, "other")), "times_ns": (), "slowest": ()}
+        return RankNow(
+            rank=self.rank,
+            attempt=self.attempt,
+            host=host if isinstance(host, str) else None,
+            pid=pid if type(pid) is int else None,
+            step_is_exact=self._exact,
+            recording=self._recording,
+            stopped=here and process_state(int(pid or 0))["state"] in STOPPED,
+            **{**empty, **facts},
+        )
+
+    @property
+    def world_size(self) -> int | None:
+        """The world size in the rank's report."""
+        value = self._report.get("world_size")
+        return value if type(value) is int else None
+
+
+def _summarize(found: Segmentation, count: int, before: int) -> dict[str, Any]:
+    steps = found.steps
+    begin = max(count - LAST_STEPS, 0)
+    times = steps.step_ns[begin:]
+    total = max(int(times.sum()), 1)
+    host = steps.host_ns[:, begin:]
+    split: dict[str, float | None] = {
+        phase: int(host[place].sum()) / total if host[place].any() else None
+        for place, phase in enumerate(PHASES)
+    }
+    split["other"] = int(steps.other_ns[begin:].sum()) / total
+    slowest = sorted(range(len(times)), key=lambda place: -int(times[place]))[:SLOWEST]
+    return {
+        "step": before + count - 1,
+        "step_ns": float(sorted(times.tolist())[len(times) // 2]),
+        "split": split,
+        "times_ns": tuple(times.tolist()),
+        "slowest": tuple(
+            (before + begin + at, int(times[at]), _longest(steps, begin + at)) for at in slowest
+        ),
+    }
+
+
+def _longest(steps: StepColumns, place: int) -> str:
+    """The phase in which a step spent most of its time."""
+    times = {phase: int(steps.host_ns[i][place]) for i, phase in enumerate(PHASES)}
+    times["other"] = int(steps.other_ns[place])
+    return max(times, key=times.__getitem__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNow:
+    """A running job with its ranks, at one time."""
+
+    id: str
+    name: str
+    path: str
+    host: str
+    pid: int
+    elapsed_ns: int
+    running: bool
+    world_size: int | None
+    ranks: tuple[RankNow, ...]
+    verdict: str | None = None
+    """The verdict so far in one line; None before the first."""
+
+    @property
+    def step(self) -> int | None:
+        """Last whole step of the rank that is farthest."""
+        return max((r.step for r in self.ranks if r.step is not None), default=None)
+
+    @property
+    def step_ns(self) -> float | None:
+        """Median over the ranks."""
+        known = sorted(r.step_ns for r in self.ranks if r.step_ns is not None)
+        return known[len(known) // 2] if known else None
+
+    @property
+    def split(self) -> dict[str, float | None]:
+        """Mean share over the ranks."""
+        return {
+            phase: _mean([r.split.get(phase) for r in self.ranks]) for phase in (*PHASES, "other")
+        }
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks that a signal has stopped."""
+        return tuple(rank.rank for rank in self.ranks if rank.stopped)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether that is so for all of them."""
+        return bool(self.ranks) and len(self.stopped) == len(self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The job as plain JSON values."""
+        own = {"step": self.step, "step_ns": self.step_ns, "split": self.split}
+        return {**asdict(self), **own, "suspended": self.suspended}
+
+
+class LiveJob:
+    """Follows one running job; each look costs the same, however long the job has run.
+
+    Args:
+        job: The job.
+        clock: Unix time in ns.
+    """
+
+    def __init__(self, job: RunningJob, *, clock: Callable[[], int] = time.time_ns) -> None:
+        self.job = job
+        self._clock = clock
+        self._ranks: dict[int, LiveRank] = {}
+        self._known: dict[int, RankNow] = {}
+        self._turn = 0
+        self._files: RunFiles | None = None
+        self._counters: dict[int, dict[str, float]] = {}
+        self._counted_s = -_COUNTERS_EVERY_S
+
+    def nothing(self) -> JobNow:
+        """The job without its ranks."""
+        return self._now(self._clock())
+
+    def look(self) -> JobNow:
+        """Its present progress; of very many ranks a part at each look, in turn."""
+        self._find_ranks()
+        now_ns = self._clock()
+        for live in self._due():
+            self._known[live.rank] = live.look(now_ns)
+        if time.monotonic() > self._counted_s + _COUNTERS_EVERY_S:
+            self._counted_s = time.monotonic()
+            self._counters = self._read_counters(now_ns)
+        return self._now(now_ns)
+
+    def _now(self, now_ns: int) -> JobNow:
+        manifest = self.job.manifest
+        sizes = [live.world_size for live in self._ranks.values() if live.world_size]
+        known = {**_elsewhere(self.job.run), **self._known}
+        return JobNow(
+            id=self.job.id,
+            name=manifest.name,
+            path=str(self.job.run.root),
+            host=manifest.host,
+            pid=signalled_pid(manifest),
+            elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
+            running=is_running(self.job.run, manifest),
+            world_size=max(sizes, default=None),
+            ranks=tuple(
+                replace(known[rank], counters=self._counters.get(rank, {}))
+                for rank in sorted(known)
+            ),
+        )
+
+    def _find_ranks(self) -> None:
+        for rank, attempt, paths in self.job.run.rank_folders():
+            known = self._ranks.get(rank)
+            if known is None or known.attempt < attempt:
+                self._ranks[rank] = LiveRank(rank, attempt, paths)
+
+    def _due(self) -> list[LiveRank]:
+        """All ranks at the first look, then so many in turn."""
+        new = [live for rank, live in self._ranks.items() if rank not in self._known]
+        old = [live for rank, live in sorted(self._ranks.items()) if rank in self._known]
+        chosen = [old[(self._turn + i) % len(old)] for i in range(min(_RANKS_PER_LOOK, len(old)))]
+        self._turn += len(chosen)
+        return new + chosen
+
+    def _read_counters(self, now_ns: int) -> dict[int, dict[str, float]]:
+        """The latest value of each rank's metrics, from the ends of the files."""
+        try:
+            if self._files is None or len(self._files.ranks) != len(self.job.run.rank_folders()):
+                self._files = open_run(self.job.run.root)
+            frame, _ = counter_frame(
+                self._files,
+                between=(now_ns - round(_RECENT_S * NS_PER_S), now_ns),
+                metrics=[(s, m) for s in ("process", "gpu") for m in _RANK_METRICS],
+                first=-_SAMPLES_PER_RANK * max(len(self._ranks), 8),
+            )
+        except HaiprofError:
+            return {}
+        last = frame.filter(pl.col("rank").is_not_null() & pl.col("value").is_not_null())
+        found: dict[int, dict[str, float]] = {}
+        for rank, metric, value in last.sort("time_ns").select("rank", "metric", "value").rows():
+            found.setdefault(rank, {})[metric] = value
+        return found
+
+
+def _elsewhere(run: RunPaths) -> dict[int, RankNow]:
+    """Ranks whose files are on their own node's disk: only their identity is known here."""
+    found: dict[int, RankNow] = {}
+    for member in read_members(run).values():
+        rank, host, pid = member.get("rank"), member.get("host"), member.get("pid")
+        if type(rank) is int:
+            found[rank] = RankNow(
+                rank=rank,
+                attempt=0,
+                host=host if isinstance(host, str) else None,
+                pid=pid if type(pid) is int else None,
+                step=None,
+                step_is_exact=True,
+                step_ns=None,
+                split=dict.fromkeys((*PHASES, "other")),
+                times_ns=(),
+                slowest=(),
+                idle_ns=None,
+                recording=False,
+                elsewhere=True,
+            )
+    return found
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

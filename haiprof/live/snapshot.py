@@ -1,0 +1,318 @@
+"""A snapshot of a running job: what every rank does now, and which rank blocks the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.code_places import is_library
+from haiprof.base.safe_files import make_folder
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.process_tree import ProcessTree
+from haiprof.linux.procfs import is_mine, process_state
+from haiprof.live.ask import Answers, Member, ask, lost_members, members
+from haiprof.live.missing_ranks import find_missing_ranks
+from haiprof.live.native_stacks import SuspectDetails, inspect_suspects
+from haiprof.live.stacks import Node, main_stack, merge, py_spy_frames
+from haiprof.live.standstill import (
+    GONE,
+    RankState,
+    Suspect,
+    moves,
+    saving,
+    suspects,
+    suspended,
+)
+from haiprof.run_analysis.lateness import collective_frame
+from haiprof.run_analysis.mismatches import Mismatch, mismatched
+from haiprof.run_analysis.run_files import RunFiles, open_run
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
+from haiprof.run_format.writer import write_json
+
+ANSWER_S = 3.0
+"""A healthy interpreter answers within the agent's tick; others are sampled from outside."""
+BETWEEN_LOOKS_S = 1.0
+_SPY_TIMEOUT_S = 10.0
+_LOADER = "torch/utils/data/dataloader.py"
+_WORKER = "torch/utils/data/_utils/worker.py"
+_WORKERS_LOOKED_AT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a running job was doing at one time."""
+
+    wall_ns: int
+    run: str
+    states: tuple[RankState, ...]
+    moves: bool | None
+    """Whether collectives went on between two looks; None where the job has none."""
+    suspended: bool
+    """Whether all ranks are stopped by a signal."""
+    suspects: tuple[Suspect, ...]
+    mismatches: tuple[Mismatch, ...]
+    threads: Mapping[int, Sequence[Any]]
+    """All threads of each rank, from its answer."""
+    saving: tuple[int, ...]
+    """Ranks that are saving a checkpoint."""
+    details: tuple[SuspectDetails, ...]
+    """Details of the first suspects; `closer` in the JSON."""
+    tree: Node
+    """The main threads' stacks, merged."""
+    notes: tuple[str, ...]
+    path: str
+    """Its file."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The snapshot as plain JSON values."""
+        return {
+            "version": 1,
+            "wall_ns": self.wall_ns,
+            "run": self.run,
+            "path": self.path,
+            "moves": self.moves,
+            "suspended": self.suspended,
+            "suspects": [asdict(suspect) for suspect in self.suspects],
+            "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
+            "saving": list(self.saving),
+            "closer": [asdict(details) for details in self.details],
+            "ranks": [
+                {**asdict(state), "threads": list(self.threads.get(state.rank, ()))}
+                for state in self.states
+            ],
+            "tree": self.tree.as_json(),
+            "notes": list(self.notes),
+        }
+
+
+def take_snapshot(
+    run: RunPaths,
+    *,
+    hang: bool = False,
+    spy: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Snapshot:
+    """Asks every rank for its stacks and collectives, and looks at those that do not answer.
+
+    With `hang` and py-spy the first suspects are paused for some hundred milliseconds, for their
+    native stacks. Otherwise no process is: ranks answer on a thread of their own. The list of the
+    last collectives, which holds a rank's interpreter for some ten milliseconds, is asked for only
+    when nothing moves, or with `hang`.
+
+    Args:
+        run: The running job's run directory.
+        hang: Whether the job is known to hang.
+        spy: The command py-spy; None looks for it on PATH.
+        progress: Called with what is being waited for.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    wall_ns = time.time_ns()
+    folder = run.snapshots / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_ns / NS_PER_S))
+    progress("asking all ranks what they do")
+    stacks = ask(run, "stacks", timeout_s=ANSWER_S)
+    able = tuple(m.rank for m in members(run) if m not in stacks.silent)
+    first = ask(run, "collectives", timeout_s=ANSWER_S, ranks=able)
+    time.sleep(BETWEEN_LOOKS_S)
+    second = ask(run, "collectives", timeout_s=ANSWER_S, ranks=able)
+    before, after = _groups(first), _groups(second)
+    asked = _everybody(run, stacks)
+    absent = find_missing_ranks(run, asked)
+    everybody = [*asked, *absent.late]
+    spied, notes = _sample_silent(everybody, stacks, spy, progress)
+    notes += [absent.note] if absent.note else []
+    states = (
+        *(_state(m, stacks, before, after, spied, begun=m not in absent.late) for m in everybody),
+        *(_lost(m) for m in lost_members(run)),
+    )
+    states = tuple(_with_worker(state, spy, progress) for state in states)
+    standing = hang or moves(states) is False
+    if standing and after:
+        progress("nothing moves: asking for the last collectives")
+        ask(run, "collectives", {"entries": True}, timeout_s=ANSWER_S, ranks=able)
+    files = open_run(run.root)
+    mismatches = _mismatches(files, wall_ns) if standing else []
+    found = suspects(states, mismatches) if standing or moves(states) is None else []
+    details = inspect_suspects(found, states, files, wall_ns=wall_ns, spy=_spy(spy, allowed=hang))
+    alive = {state.rank: state.stack for state in states if state.stack is not None}
+    snapshot = Snapshot(
+        wall_ns=wall_ns,
+        run=str(run.root),
+        states=states,
+        moves=moves(states),
+        suspended=suspended(states),
+        suspects=tuple(found),
+        mismatches=tuple(mismatches),
+        threads={m.rank: _threads(stacks, m) for m in everybody},
+        saving=saving(states),
+        details=tuple(details),
+        tree=merge(alive),
+        notes=tuple(notes),
+        path=str(folder / "snapshot.json"),
+    )
+    make_folder(folder, below=run.root)
+    write_json(folder / "snapshot.json", snapshot.as_json(), below=run.root)
+    return snapshot
+
+
+def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:
+    asked = {member.name: member for member in (*members(run), *stacks.silent)}
+    return sorted(asked.values(), key=lambda member: member.rank)
+
+
+def _lost(member: Member) -> RankState:
+    return RankState(
+        rank=member.rank,
+        host=member.host,
+        pid=member.pid,
+        answered=False,
+        process_state=GONE,
+        stack=None,
+        collectives={},
+        before={},
+    )
+
+
+def _groups(answers: Answers) -> dict[str, dict[str, Sequence[int]]]:
+    """By rank's name: its groups' sequence numbers, from replies that may hold anything."""
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for name, reply in answers.replies.items():
+        groups = reply.get("groups")
+        if reply.get("state") == "done" and isinstance(groups, dict):
+            found[name] = {
+                str(group): status
+                for group, status in groups.items()
+                if isinstance(status, list) and len(status) == 3 and type(status[0]) is int
+            }
+    return found
+
+
+def _threads(stacks: Answers, member: Member) -> Sequence[Any]:
+    threads = stacks.replies.get(member.name, {}).get("threads")
+    return threads if isinstance(threads, list) else ()
+
+
+def _state(
+    member: Member,
+    stacks: Answers,
+    before: Mapping[str, Mapping[str, Sequence[int]]],
+    after: Mapping[str, Mapping[str, Sequence[int]]],
+    spied: Mapping[int, Stack],
+    *,
+    begun: bool,
+) -> RankState:
+    reply = stacks.replies.get(member.name, {})
+    kernel = reply.get("process")
+    if member.here and member.pid is not None and is_mine(member.pid):
+        kernel = process_state(member.pid)
+    letter = kernel.get("state") if isinstance(kernel, dict) else None
+    own = main_stack(_threads(stacks, member))
+    return RankState(
+        rank=member.rank,
+        host=member.host,
+        pid=member.pid,
+        answered=reply.get("state") == "done",
+        process_state=letter if isinstance(letter, str) else None,
+        stack=own if own is not None else spied.get(member.rank),
+        collectives=after.get(member.name, before.get(member.name, {})),
+        before=before.get(member.name, {}),
+        begun=begun,
+    )
+
+
+def _spy(spy: str | None, *, allowed: bool) -> str | None:
+    """The command py-spy, where it is installed and allowed."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    return (spy or shutil.which("py-spy", path=path)) if allowed else None
+
+
+def _mismatches(files: RunFiles, since_wall_ns: int) -> list[Mismatch]:
+    """Contradictions among the collectives that the ranks have just written."""
+    frame, _ = collective_frame(files, since_wall_ns=since_wall_ns)
+    return mismatched(frame)
+
+
+def _sample_silent(
+    everybody: Sequence[Member],
+    stacks: Answers,
+    spy: str | None,
+    progress: Callable[[str], None],
+) -> tuple[dict[int, Stack], list[str]]:
+    """Stacks, from outside, of the ranks of this node that did not answer; and why not, if not."""
+    mute = [m for m in everybody if stacks.replies.get(m.name, {}).get("state") != "done"]
+    found: dict[int, Stack] = {}
+    notes = [f"rank {m.rank} on {m.host} did not answer" for m in mute if m.host and not m.here]
+    here = [m for m in mute if m.here and m.pid is not None and is_mine(m.pid)]
+    command = _spy(spy, allowed=True)
+    for member in here:
+        if command is None:
+            notes.append(
+                f"rank {member.rank} did not answer, and py-spy, which could look at it from "
+                "outside, is not installed (pip install py-spy)"
+            )
+            continue
+        progress(f"looking at rank {member.rank} from outside")
+        stack = _run_spy(command, member.pid or 0)
+        if isinstance(stack, str):
+            notes.append(f"rank {member.rank} did not answer; py-spy: {stack}")
+        else:
+            found[member.rank] = stack
+    return found, notes
+
+
+def _with_worker(state: RankState, spy: str | None, progress: Callable[[str], None]) -> RankState:
+    """A rank that waits for a batch, with what its DataLoader workers do by py-spy."""
+    waits = any(_LOADER in file and "get" in function for file, _, function in state.stack or ())
+    command = _spy(spy, allowed=True)
+    if not waits or command is None or state.pid is None or not is_mine(state.pid):
+        return state
+    tree = ProcessTree()
+    tree.refresh()
+    progress(f"looking at the DataLoader workers of rank {state.rank}")
+    for pid in tree.children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
+        stack = _run_spy(command, pid)
+        own = None if isinstance(stack, str) else own_frame(stack)
+        in_worker = not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack)
+        if in_worker and own is not None and not is_library(own[0], own[2]):
+            return replace(state, worker=f"its DataLoader worker {pid} is at {frame_text(own)}")
+    return state
+
+
+def _run_spy(command: str, pid: int) -> Stack | str:
+    """The main thread's stack by py-spy, without pausing the process; or py-spy's error."""
+    try:
+        done = subprocess.run(
+            [command, "dump", "--json", "--nonblocking", "--pid", str(pid)],
+            capture_output=True, text=True, timeout=_SPY_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        threads = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError) as error:
+        return str(error)
+    if not isinstance(threads, list):
+        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    known = [thread for thread in threads if isinstance(thread, dict)]
+    main = [thread for thread in known if thread.get("thread_name") == "MainThread"]
+    for thread in main or known[:1]:
+        frames = [
+            [frame.get("filename"), frame.get("line"), frame.get("name")]
+            for frame in py_spy_frames(thread)
+        ]
+        stack = parse_frames(frames[::-1])
+        if stack is not None:
+            return stack
+    return "an answer that is no stack"
+
+
+def snapshot_folders(run: RunPaths) -> list[Path]:
+    """The snapshots of a run, oldest first."""
+    return sorted(path.parent for path in run.snapshots.glob("*/snapshot.json"))

@@ -1,0 +1,264 @@
+"""Finds the ranks that block a job, from the collectives and stacks of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from haiprof.base.units import ranks_text
+from haiprof.live.stacks import odd_ranks
+from haiprof.run_analysis.mismatches import Mismatch
+from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame
+
+GroupStatus = Mapping[str, Sequence[int]]
+"""By process group: sequence numbers of the last collective enqueued, started, completed."""
+STOPPED = ("T", "t")
+"""The kernel's letters for a stopped process."""
+GONE = "X"
+"""A state for a process that is gone."""
+_DISTRIBUTED = "torch/distributed/"
+_ENGINE = "_engine_run_backward"
+_SAVERS = ("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """One rank at the time of the snapshot."""
+
+    rank: int
+    host: str | None
+    pid: int | None
+    answered: bool
+    """Whether its own interpreter answered."""
+    process_state: str | None
+    """The kernel's letter; None if its node did not report it."""
+    stack: Stack | None
+    """Of its main thread."""
+    collectives: GroupStatus
+    """At the second look."""
+    before: GroupStatus
+    """At the first look."""
+    begun: bool = True
+    """Whether it has reached its first backward pass."""
+    worker: str = ""
+    """What a DataLoader worker does that its main thread waits for; empty where that is not so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A rank that the others seem to wait for, with the reason."""
+
+    rank: int
+    reason: str
+    doing: str
+    """What it does instead, for people."""
+    certain: bool
+    """Whether the observations prove it; otherwise the rank only differs from the others."""
+
+
+def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> list[Suspect]:
+    """The ranks that block the job, the most certain first.
+
+    A rank that is stopped or gone blocks all others. In a process group the others wait for the
+    ranks that have begun fewer collectives; likewise for ranks that have not begun to train while
+    others have. Without such evidence, suspects are ranks outside torch.distributed while the
+    others are in it, or whose main thread is elsewhere than that of more than half of the ranks. In
+    a job that is suspended as a whole no rank blocks another.
+    """
+    if suspended(states):
+        return []
+    found: dict[int, Suspect] = {}
+    for suspect in (
+        *_stopped(states),
+        *_mismatched(mismatches),
+        *_mute(states),
+        *_not_begun(states),
+        *_behind(states),
+        *_elsewhere(states),
+        *_odd(states),
+    ):
+        found.setdefault(suspect.rank, suspect)
+    for suspect in () if found else _tied(states):
+        found[suspect.rank] = suspect
+    return sorted(found.values(), key=lambda s: (not s.certain, s.rank))
+
+
+def suspended(states: Sequence[RankState]) -> bool:
+    """Whether all ranks are stopped: the job is suspended."""
+    return bool(states) and all(state.process_state in STOPPED for state in states)
+
+
+def moves(states: Sequence[RankState]) -> bool | None:
+    """Whether any rank began a collective between the two looks; None where no rank has any."""
+    pairs = [(s.before, s.collectives) for s in states if s.before and s.collectives]
+    if not pairs:
+        return None
+    return any(before != after for before, after in pairs)
+
+
+def _stopped(states: Sequence[RankState]) -> list[Suspect]:
+    found = []
+    for state in states:
+        if state.process_state in STOPPED:
+            why = "its process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger"
+        elif state.process_state == GONE:
+            why = "its process is gone: it was killed"
+        elif state.process_state == "Z":
+            why = "its process has ended, and its parent has not noticed"
+        else:
+            continue
+        found.append(Suspect(rank=state.rank, reason=why, doing=doing(state), certain=True))
+    return found
+
+
+def _mute(states: Sequence[RankState]) -> list[Suspect]:
+    """Ranks whose interpreter does not answer, where others do and wait.
+
+    A thread of theirs holds the interpreter lock in native code: it neither trains nor answers.
+    """
+    waiting = [state.rank for state in states if state.answered and _waits(state)]
+    if not waiting or any(state.pid is None for state in states):
+        return []
+    return [
+        Suspect(
+            rank=state.rank,
+            reason="its interpreter does not answer: native code holds the interpreter lock, while "
+            f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}",
+            doing=doing(state),
+            certain=moves(states) is not True,
+        )
+        for state in states
+        if not state.answered and state.begun and state.process_state in ("R", "S", "D")
+    ]
+
+
+def _waits(state: RankState) -> bool:
+    """Whether a rank is where ranks wait for each other: in torch.distributed, or in backward."""
+    return any(
+        _DISTRIBUTED in file or function == _ENGINE for file, _, function in state.stack or ()
+    )
+
+
+def _tied(states: Sequence[RankState]) -> list[Suspect]:
+    """Where nothing tells more: ranks that do not wait, else all that do different things."""
+    known = [state for state in states if state.stack]
+    if len(known) < 2 or len({state.stack for state in known}) < 2 or moves(states):
+        return []
+    waiting = [state.rank for state in known if _waits(state)]
+    odd = [state for state in known if state.rank not in waiting]
+    if waiting and odd:
+        verb = "waits" if len(waiting) == 1 else "wait"
+        why = f"it does not wait for others, as {ranks_text(waiting)} {verb}"
+    else:
+        odd = known
+        both = ranks_text([state.rank for state in known])
+        why = f"{both} do different things, and nothing tells who waits"
+    return [Suspect(rank=s.rank, reason=why, doing=doing(s), certain=False) for s in odd]
+
+
+def _not_begun(states: Sequence[RankState]) -> list[Suspect]:
+    """Ranks that have not reached their first backward pass, while others have."""
+    begun = [state.rank for state in states if state.begun]
+    return [
+        Suspect(
+            rank=state.rank,
+            reason="it has not come to its first backward pass, as "
+            f"{ranks_text(begun)} {'has' if len(begun) == 1 else 'have'}",
+            doing=doing(state),
+            certain=moves(states) is False,
+        )
+        for state in states
+        if begun and not state.begun
+    ]
+
+
+def _elsewhere(states: Sequence[RankState]) -> list[Suspect]:
+    """Before any rank has begun: ranks outside torch.distributed, while the others are in it."""
+    if any(state.begun for state in states):
+        return []
+    waiting = [s.rank for s in states if any(_DISTRIBUTED in file for file, _, _ in s.stack or ())]
+    return [
+        Suspect(
+            rank=state.rank,
+            reason=f"it does not wait in torch.distributed, as {ranks_text(waiting)} "
+            f"{'does' if len(waiting) == 1 else 'do'}",
+            doing=doing(state),
+            certain=False,
+        )
+        for state in states
+        if waiting and state.stack and state.rank not in waiting
+    ]
+
+
+def _behind(states: Sequence[RankState]) -> list[Suspect]:
+    """Ranks that have begun fewer collectives of a group than the one that has begun most."""
+    found = []
+    for group in sorted({name for state in states for name in state.collectives}):
+        begun = {s.rank: s.collectives[group][0] for s in states if group in s.collectives}
+        most = max(begun.values())
+        waiting = [rank for rank, count in begun.items() if count == most]
+        for state in states:
+            count = begun.get(state.rank, most)
+            if count < most and len(waiting) < len(begun):
+                found.append(
+                    Suspect(
+                        rank=state.rank,
+                        reason=f"it has begun {count} collectives of group {group}, "
+                        f"{ranks_text(waiting)} {most}",
+                        doing=doing(state),
+                        certain=moves(states) is False,
+                    )
+                )
+    return found
+
+
+def _odd(states: Sequence[RankState]) -> list[Suspect]:
+    stacks = {state.rank: state.stack for state in states if state.stack is not None}
+    odd = odd_ranks(stacks)
+    return [
+        Suspect(
+            rank=state.rank,
+            reason=f"it does something else than the other {len(stacks) - len(odd)} ranks",
+            doing=doing(state),
+            certain=False,
+        )
+        for state in states
+        if state.rank in odd
+    ]
+
+
+def saving(states: Sequence[RankState]) -> tuple[int, ...]:
+    """Ranks whose main thread is saving a checkpoint: the others may wait for that."""
+    return tuple(s.rank for s in states if any(_is_save(frame) for frame in s.stack or ()))
+
+
+def _is_save(frame: Frame) -> bool:
+    file, _, function = frame
+    saves = function.lstrip("_").startswith(("save", "async_save"))
+    return saves and any(part in file for part in _SAVERS)
+
+
+def doing(state: RankState) -> str:
+    """A short description of what a rank does."""
+    if state.stack:
+        own = own_frame(state.stack)
+        inner = state.stack[-1]
+        text = frame_text(inner)
+        if own is not None and own != inner:
+            text = f"{frame_text(own)} → {text}"
+        return f"{text}; {state.worker}" if state.worker else text
+    if state.process_state == GONE:
+        return "nothing: it is gone"
+    if state.process_state in STOPPED:
+        return "nothing: it is stopped"
+    if state.pid is None:
+        return "not known: nothing of it is seen from here"
+    return "not known: it did not answer"
+
+
+def _mismatched(mismatches: Sequence[Mismatch]) -> list[Suspect]:
+    return [
+        Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
+        for mismatch in mismatches
+        for rank in mismatch.odd
+    ]

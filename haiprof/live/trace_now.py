@@ -1,0 +1,272 @@
+"""A trace window of a running job, on demand: the same steps on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import MissingDataError
+from haiprof.live.ask import Answers, Member, ask, members
+from haiprof.live.missing_ranks import find_missing_ranks
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.control import TOO_LATE, read_members
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.raw_traces import TRACE_SUFFIX
+
+AHEAD_S = 2.0
+"""Ranks of one node hear of a request within two ticks of its agent."""
+AHEAD_NODES_S = 10.0
+"""On a shared file system another node may see a file some seconds later (NFS: acregmin 3 s)."""
+LEAD_STEPS = 6
+"""Three steps before the window, in which a rank warms up its profiler, and one before them, at
+which all ranks must have received the request."""
+STATUS_S = 2.0
+GRACE_S = 30.0
+WRITE_S = 120.0
+TRIES = 3
+"""A job that has become faster since it told its pace passes the first step before all have heard
+of it: it is asked again, with twice the lead."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """The result of the request on one rank."""
+
+    rank: int
+    host: str | None
+    state: str
+    """`done`, `refused`, `failed`, or `silent`."""
+    reason: str | None
+    """Why not, or why it is shorter than asked for."""
+    steps: tuple[int, int] | None
+    """The first step, and the one after the last."""
+    stall_ns: int | None
+    """How long the rank's training was stalled by it."""
+    path: str | None
+    """The trace; None where there is none, or it is not written yet. `HOST:PATH` on a node that
+    does not share the run directory, where it may still be being compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceNow:
+    """The result of a request."""
+
+    run: str
+    window: int
+    ranks: tuple[RankTrace, ...]
+    counted_alike: bool = True
+    """Whether all ranks count steps from the same one: not if the hook was injected later."""
+    notes: tuple[str, ...] = ()
+    """Notes on ranks of the job that could not be asked."""
+
+    @property
+    def done(self) -> tuple[RankTrace, ...]:
+        """Ranks with a trace."""
+        return tuple(rank for rank in self.ranks if rank.state == "done")
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all of them recorded the same steps."""
+        return len({rank.steps for rank in self.done}) <= 1 and (
+            len(self.done) <= 1 or self.counted_alike
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        return {
+            "run": self.run,
+            "window": self.window,
+            "aligned": self.aligned,
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "notes": list(self.notes),
+        }
+
+
+def trace_now(
+    run: RunPaths,
+    options: Mapping[str, Any],
+    *,
+    ranks: tuple[int, ...] | None = None,
+    timeout_s: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> TraceNow:
+    """Asks every rank for a window that starts at the same step, and waits for the files.
+
+    Args:
+        run: The running job's run directory.
+        options: `count` (steps) or `time_s`, and the switches of `config.trace`.
+        ranks: Which are asked; None asks all.
+        timeout_s: After so long, ranks that have not answered are silent; None works it out from
+            the steps' usual time.
+        progress: Called with what is being waited for.
+
+    Raises:
+        MissingDataError: No rank has reported in.
+        OSError: The run directory is gone, read-only or full.
+    """
+    asked = [m for m in members(run) if ranks is None or m.rank in ranks]
+    if not asked:
+        raise MissingDataError(
+            f"{run.root}: no rank that could be traced has reported in",
+            hint="a rank reports in at its first training step",
+        )
+    lead_s = AHEAD_S if len({m.host for m in asked}) == 1 else AHEAD_NODES_S
+    for attempt in range(TRIES):
+        found, answers = _ask_once(
+            run, asked, options, ranks=ranks, timeout_s=timeout_s, lead_s=lead_s * 2**attempt,
+            progress=progress,
+        )  # fmt: skip
+        if any(rank.reason != TOO_LATE for rank in found.ranks):
+            break
+    return _with_files(run, found, answers, progress)
+
+
+def _ask_once(
+    run: RunPaths,
+    asked: Sequence[Member],
+    options: Mapping[str, Any],
+    *,
+    ranks: tuple[int, ...] | None,
+    timeout_s: float | None,
+    lead_s: float,
+    progress: Callable[[str], None],
+) -> tuple[TraceNow, Answers]:
+    """One request and its answers, before the traces are written.
+
+    Args:
+        run: The run directory.
+        asked: The ranks, as they reported in.
+        options: As in `trace_now`.
+        ranks: As in `trace_now`.
+        timeout_s: As in `trace_now`.
+        lead_s: How far ahead of the ranks the first step is to be.
+        progress: As in `trace_now`.
+    """
+    window = next_window(run)  # reads the run: before the ranks say how far they are
+    statuses = ask(run, "status", timeout_s=STATUS_S, ranks=ranks).replies.values()
+    pace = _pace(statuses)
+    length_s = float(options.get("time_s") or 0) or int(options.get("count") or 1) * pace
+    wait_s = timeout_s or lead_s + 3 * length_s + 5 * pace + GRACE_S
+    progress(
+        f"asking {len(asked)} ranks for a trace (window {window}); waiting up to {wait_s:.0f} s"
+    )
+    needed = 1 if read_members(run) else len(asked)  # nodes apart could not agree on it themselves
+    first = None if options.get("time_s") else _first_step(statuses, needed, lead_s / pace)
+    arguments = {
+        **options, "window": window, "first": first, "ahead_s": lead_s, "valid_s": wait_s,
+    }  # fmt: skip
+    answers = ask(
+        run, "trace", arguments, timeout_s=wait_s, ranks=ranks,
+        progress=lambda done, of: progress(f"{done} of {of} ranks are done"),
+    )  # fmt: skip
+    found = TraceNow(
+        run=str(run.root),
+        window=window,
+        ranks=tuple(_rank_trace(run, member, answers) for member in asked),
+        counted_alike=all(reply.get("counts_all", True) is True for reply in statuses),
+        notes=find_missing_ranks(run).notes if ranks is None else (),
+    )
+    return found, answers
+
+
+def _pace(statuses: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds that a step takes, as the slowest rank says; 1 where none knows."""
+    known = [reply.get("step_ns") for reply in statuses]
+    return max((ns / 1e9 for ns in known if isinstance(ns, int) and ns > 0), default=1.0)
+
+
+def _first_step(
+    statuses: Iterable[Mapping[str, Any]], needed: int, steps_ahead: float
+) -> int | None:
+    """A step that no rank reaches before all have the request; None if too few ranks told theirs.
+
+    A rank that has recorded for less than a second knows no pace yet.
+    """
+    steps = [reply.get("job_step") for reply in statuses if reply.get("step_ns")]
+    known = [step for step in steps if type(step) is int]
+    return max(known) + round(steps_ahead) + LEAD_STEPS if len(known) >= needed else None
+
+
+def next_window(run: RunPaths) -> int:
+    """The number of the next trace window of a run."""
+    windows = RunFrames(run.root).windows()
+    highest = windows["window"].max() if windows.height else None
+    return highest + 1 if isinstance(highest, int) else 0
+
+
+def _rank_trace(run: RunPaths, member: Member, answers: Answers) -> RankTrace:
+    reply = answers.replies.get(member.name, {})
+    silent = member in answers.silent
+    reason = reply.get("reason")
+    if silent:
+        accepted = reply.get("state") == "accepted"
+        reason = "it accepted, and did not reach the steps in time" if accepted else "no answer"
+    return RankTrace(
+        rank=member.rank,
+        host=member.host,
+        state="silent" if silent else str(reply.get("state")),
+        reason=reason if isinstance(reason, str) else None,
+        steps=_steps(reply.get("steps")),
+        stall_ns=reply["stall_ns"] if type(reply.get("stall_ns")) is int else None,
+        path=None,
+    )
+
+
+def _steps(value: object) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value):
+        return value[0], value[1]
+    return None
+
+
+def _with_files(
+    run: RunPaths, found: TraceNow, answers: Answers, progress: Callable[[str], None]
+) -> TraceNow:
+    """The same with the traces' paths, once the agents have compressed them."""
+    stems = {
+        reply.get("rank"): reply.get("stem")
+        for reply in answers.replies.values()
+        if isinstance(reply.get("stem"), str) and "run" not in reply
+    }
+    elsewhere = {
+        reply.get("rank"): _elsewhere(reply)
+        for reply in answers.replies.values()
+        if isinstance(reply.get("stem"), str) and "run" in reply
+    }
+    limit = time.monotonic() + WRITE_S
+    told = False
+    while True:
+        paths = {rank: path for rank, stem in stems.items() if (path := _file(run, str(stem)))}
+        if len(paths) == len(stems) or time.monotonic() > limit:
+            break
+        if not told:
+            told = True
+            progress("the traces are being compressed")
+        time.sleep(_POLL_S)
+    done = [_located(rank, {**elsewhere, **paths}) for rank in found.ranks]
+    return replace(found, ranks=tuple(done))
+
+
+def _elsewhere(reply: Mapping[str, Any]) -> str:
+    """Where a node that does not share the run directory stores its trace, or soon will."""
+    return f"{reply.get('host')}:{reply['run']}/traces/{reply['stem']}{TRACE_SUFFIX}"
+
+
+def _file(run: RunPaths, stem: str) -> Path | None:
+    if "/" in stem:
+        return None
+    path = run.traces / f"{stem}{TRACE_SUFFIX}"
+    return path if path.is_file() else None
+
+
+def _located(rank: RankTrace, paths: Mapping[object, object]) -> RankTrace:
+    path = paths.get(rank.rank)
+    return RankTrace(**{**asdict(rank), "steps": rank.steps, "path": str(path) if path else None})
+
+
+def failures(found: TraceNow) -> Sequence[RankTrace]:
+    """Ranks without a trace."""
+    return [rank for rank in found.ranks if rank.state != "done"]

@@ -1,1 +1,0 @@
-"""What was found, shown: terminal views, the verdict card, web pages, TensorBoard scalars."""

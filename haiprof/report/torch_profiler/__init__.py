@@ -1,1 +1,0 @@
-"""torch-tb-profiler kept working: right numbers from traces of today, pages without network."""

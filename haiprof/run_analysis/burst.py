@@ -1,0 +1,251 @@
+"""The frame of bursts: GPU metrics of Nsight Systems' export, beside the steps on Unix time.
+
+Source: Nsight Systems user guide, "GPU Metrics" and the SQLite export schema. Values are whole
+percents of a peak, so a ratio is right to 0.01; a time is the session's start (UTC) plus an offset.
+`typeId & 0xFF` is the GPU in Nsight Systems' own order, which is not that of NVML: UUID and PCI
+address say which one it is.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.run_analysis.records import integer
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles
+from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
+from haiprof.run_format.reader import read_records
+
+SOURCE = "burst"
+CLOCK_LIMIT_NS = 2_000_000_000  # what nsys takes to start; more is another clock than ours
+_TIME_LIMIT_NS = 1 << 61  # beyond this is damage, and would overflow as Unix time
+_GPU_MASK = 0xFF
+_EVERY_RATIO = " [Throughput %]"  # newer versions say so, older ones give the bare name
+
+METRICS = {
+    "SMs Active": "sm_active_ratio",
+    "SM Active": "sm_active_ratio",
+    "SM Issue": "sm_issue_ratio",
+    "Tensor Active": "tensor_active_ratio",
+    "Compute Warps in Flight": "sm_occupancy_ratio",
+    "GR Active": "engine_active_ratio",
+    "DRAM Read Bandwidth": "dram_read_ratio",
+    "DRAM Read Throughput": "dram_read_ratio",
+    "VRAM Read Bandwidth": "dram_read_ratio",
+    "DRAM Write Bandwidth": "dram_write_ratio",
+    "DRAM Write Throughput": "dram_write_ratio",
+    "VRAM Write Bandwidth": "dram_write_ratio",
+    "PCIe RX Throughput": "pcie_receive_ratio",
+    "PCIe Read Throughput": "pcie_receive_ratio",
+    "PCIe TX Throughput": "pcie_transmit_ratio",
+    "PCIe Write Throughput": "pcie_transmit_ratio",
+    "NVLink bytes received": "nvlink_receive_ratio",
+    "NVLink RX Throughput": "nvlink_receive_ratio",
+    "NVLink bytes transmitted": "nvlink_transmit_ratio",
+    "NVLink TX Throughput": "nvlink_transmit_ratio",
+    "NVLink RX Requests User Data": "nvlink_receive_request_data_ratio",
+    "NVLink RX Requests Protocol Data": "nvlink_receive_request_protocol_ratio",
+    "NVLink RX Responses User Data": "nvlink_receive_response_data_ratio",
+    "NVLink RX Responses Protocol Data": "nvlink_receive_response_protocol_ratio",
+    "NVLink TX Requests User Data": "nvlink_transmit_request_data_ratio",
+    "NVLink TX Requests Protocol Data": "nvlink_transmit_request_protocol_ratio",
+    "NVLink TX Responses User Data": "nvlink_transmit_response_data_ratio",
+    "NVLink TX Responses Protocol Data": "nvlink_transmit_response_protocol_ratio",
+}
+"""By Nsight Systems' name. Clocks and counts are left out: they are no ratios."""
+
+_SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """Which GPU one of Nsight Systems' is; null where that cannot be told."""
+
+    number: int
+    index: int | None
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        return f"nsys gpu {self.number}" if self.index is None else f"gpu {self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Export:
+    """What an export says, samples as one array."""
+
+    epoch_ns: int
+    metrics: Mapping[tuple[int, int], str]
+    """Our name by type and metric."""
+    gpus: Mapping[int, tuple[str, str]]
+    """UUID and PCI address by GPU; no GPU whose number is ambiguous."""
+    samples: np.ndarray[tuple[int], np.dtype[np.void]]
+
+
+def burst_frame(run: RunFiles) -> pl.DataFrame:
+    """GPU metrics of all nodes' bursts by time; empty where there was none.
+
+    Returns:
+        The columns of `haiprof.run_analysis.counters.counter_frame`: `time_ns` (Unix time), `host`,
+        `source` (`burst`), `entity` (`gpu 0`; `nsys gpu 0` where it is unknown which one that is),
+        `rank`, `gpu` (NVML index), `metric`, `unit` (`ratio`), `value` (of the peak), `flag`. An
+        NVLink metric that is full in every sample is null with the flag `saturated`: Nsight Systems
+        shows links that are down like that. Values outside 0 to 100 % are left out.
+
+    Raises:
+        RunFormatError: An export is damaged, foreign, or of another clock; the message names it.
+    """
+    frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
+    for node in run.nodes:
+        path = node.paths.burst_export
+        if path.exists():
+            export = read_export(path)
+            _check_clock(path, export, node)
+            frames += _frames(export, node, _gpus(run, node, export))
+    return pl.concat(frames).sort("time_ns", maintain_order=True)
+
+
+def read_export(path: Path) -> _Export:
+    """Reads the tables of an export that GPU metrics are in.
+
+    Raises:
+        RunFormatError: It is no SQLite file, or lacks a table, a column or a start time.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return _read(path, database)
+    except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
+        raise RunFormatError(f"{path}: not an export of GPU metrics by nsys: {error}") from None
+
+
+def _read(path: Path, database: sqlite3.Connection) -> _Export:
+    start = database.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
+    epoch_ns = integer(start[0]) if start else None
+    if epoch_ns is None or not 0 < epoch_ns < _TIME_LIMIT_NS:
+        raise RunFormatError(f"{path}: says no Unix time of its start")
+    names = database.execute("SELECT typeId, metricId, metricName FROM TARGET_INFO_GPU_METRICS")
+    metrics = {
+        (kind, metric): METRICS[bare]
+        for kind, metric, name in names
+        if isinstance(name, str) and (bare := name.removesuffix(_EVERY_RATIO)) in METRICS
+    }
+    ids = ",".join(str(int(metric)) for metric in sorted({metric for _, metric in metrics}))
+    rows = database.execute(
+        "SELECT timestamp, typeId, metricId, value FROM GPU_METRICS "
+        f"WHERE metricId IN ({ids}) AND value BETWEEN 0 AND 100 "
+        f"AND timestamp BETWEEN 0 AND {_TIME_LIMIT_NS}"
+    )
+    samples = np.fromiter(rows, dtype=_SAMPLE)
+    return _Export(epoch_ns=epoch_ns, metrics=metrics, gpus=_identities(database), samples=samples)
+
+
+def _identities(database: sqlite3.Connection) -> dict[int, tuple[str, str]]:
+    """UUID and PCI address by GPU number.
+
+    The number is called `id`, and `pwGpuId` where that is a column; where the two differ, it
+    cannot be told which of them the samples mean.
+    """
+    columns = {row[1] for row in database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
+    if not {"id", "uuid"} <= columns:
+        return {}
+    other = "pwGpuId" if "pwGpuId" in columns else "id"
+    bus = "busLocation" if "busLocation" in columns else "NULL"
+    rows = database.execute(f"SELECT id, {other}, uuid, {bus} FROM TARGET_INFO_GPU").fetchall()
+    if any(number != also for number, also, _, _ in rows if also is not None):
+        return {}
+    return {number: (str(uuid or ""), str(at or "")) for number, _, uuid, at in rows}
+
+
+def _check_clock(path: Path, export: _Export, node: NodeFiles) -> None:
+    """Whether the samples are of the time in which the launcher let nsys sample."""
+    done = [line for line in node.of_type("burst") if line.get("status") == "recorded"]
+    start, end = (
+        integer(done[-1].get(name)) if done else None for name in ("start_wall_ns", "end_wall_ns")
+    )
+    if start is None or end is None or not len(export.samples):
+        return
+    middle_ns = export.epoch_ns + int(np.median(export.samples["time"]))
+    off_ns = max(start - middle_ns, middle_ns - end)
+    if off_ns > CLOCK_LIMIT_NS:
+        raise RunFormatError(
+            f"{path}: its samples are {off_ns / 1e9:.1f} s off the time in which they were taken: "
+            "nsys used another clock, and they cannot be put beside the steps"
+        )
+
+
+def _gpus(run: RunFiles, node: NodeFiles, export: _Export) -> dict[int, _Gpu]:
+    """Every GPU that was sampled."""
+    numbers = np.unique(export.samples["type"] & _GPU_MASK)
+    entities: dict[Key, dict[str, str]] = {(n,): {"uuid": u} for n, (u, _) in export.gpus.items()}
+    reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
+    ranks = ranks_by_key(reports, ("gpu",), entities)
+    known = _recorded_gpus(node)
+    found = {}
+    for number in map(int, numbers):
+        uuid, bus = export.gpus.get(number, ("", ""))
+        index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
+        found[number] = _Gpu(number, index, ranks.get((number,)))
+    return found
+
+
+def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
+    """NVML index by UUID and by PCI address, from the header of gpu.rec."""
+    path = node.paths.records("gpu")
+    if not path.exists():
+        return {}
+    try:
+        entities = read_records(path).header.get("entities")
+    except RunFormatError:
+        return {}  # Analyzer.counters() says so
+    found: dict[str, int] = {}
+    for entity in entities if isinstance(entities, list) else []:
+        key = entity.get("key") if isinstance(entity, dict) else None
+        if isinstance(key, list) and len(key) == 1 and isinstance(key[0], int):
+            words = (
+                plain_uuid(entity.get("uuid")),
+                _bus(str(entity.get("bus_id") or "")),
+            )
+            found |= {word: key[0] for word in words if word}
+    return found
+
+
+def _frames(export: _Export, node: NodeFiles, gpus: Mapping[int, _Gpu]) -> Iterator[pl.DataFrame]:
+    """One frame per GPU and metric."""
+    samples = export.samples
+    for kind, metric in sorted(export.metrics):
+        rows = samples[(samples["type"] == kind) & (samples["metric"] == metric)]
+        if not len(rows):
+            continue
+        name, gpu = export.metrics[kind, metric], gpus[kind & _GPU_MASK]
+        full = name.startswith("nvlink_") and bool((rows["value"] == 100).all())
+        facts = {
+            "host": node.host,
+            "source": SOURCE,
+            "entity": gpu.name,
+            "rank": gpu.rank,
+            "gpu": gpu.index,
+            "metric": name,
+            "unit": "ratio",
+            "flag": "saturated" if full else None,
+        }
+        columns = {
+            "time_ns": rows["time"] + export.epoch_ns,
+            "value": np.full(len(rows), np.nan) if full else rows["value"] / 100,
+        }
+        frame = pl.DataFrame(columns).with_columns(pl.col("value").fill_nan(None))
+        words = [pl.lit(word, COUNTER_SCHEMA[name]).alias(name) for name, word in facts.items()]
+        yield frame.with_columns(words).select(*COUNTER_SCHEMA)
+
+
+def _bus(address: str) -> str:
+    """A PCI address with a domain of four digits, as /sys has it."""
+    domain, _, rest = address.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else ""

@@ -1,0 +1,434 @@
+"""The frame of counters: one row per sample and metric, counters turned into rates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Floats, Ints
+from haiprof.base.errors import RunFormatError
+from haiprof.base.units import NS_PER_S
+from haiprof.run_analysis.records import read_table, record_columns
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles
+from haiprof.run_format import schema
+from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
+from haiprof.run_format.reader import RecordFile
+from haiprof.run_format.tables import COUNTER_TABLES
+
+COUNTER_SCHEMA = {
+    "time_ns": pl.Int64,
+    "host": pl.String,
+    "source": pl.String,
+    "entity": pl.String,
+    "rank": pl.Int64,
+    "gpu": pl.Int64,
+    "metric": pl.String,
+    "unit": pl.String,
+    "value": pl.Float64,
+    "flag": pl.String,
+}
+FLAGS = (None, "wrap", "reset", "saturated")
+_WRAP, _RESET, _SATURATED = 1, 2, 3
+_TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would overflow as Unix time
+
+# What a counter of ns per ns is called; others of its kind become ratios under their own name.
+_RATES_OF_NS = {
+    "cpu_ns": ("cpu_cores", "cores"),
+    "cpu_main_ns": ("cpu_main_cores", "cores"),
+    "cpu_throttled_ns": ("cpu_throttled_cores", "cores"),
+    "disk_busy_ns": ("disk_busy_count", "count"),
+    "receive_pause_ns": ("receive_paused_priority_count", "count"),
+    "transmit_pause_ns": ("transmit_paused_priority_count", "count"),
+}
+# Counters of ns that events took, with the counter of those events: shown as the mean of one event.
+_NS_OF_EVENTS = {
+    "server_read_rtt_ns": "server_read_count",
+    "server_read_execute_ns": "server_read_count",
+    "server_write_rtt_ns": "server_write_count",
+    "server_write_execute_ns": "server_write_count",
+    "metadata_execute_ns": "metadata_count",
+}
+# Shares of one count in another.
+_RATIOS = {"cpu_throttled_ratio": ("cpu_throttled_period_count", "cpu_period_count")}
+_CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_softirq_ns")
+_CPU_STATES = (*_CPU_BUSY, "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
+
+Flags = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Records of one source, by key and time."""
+
+    time_ns: Ints
+    """On the records' own clock."""
+    keys: Sequence[Key]
+    """Each entity's key."""
+    owner: Ints
+    """Place in `keys`, of each record."""
+    columns: Mapping[str, npt.NDArray[Any]]
+    follows: npt.NDArray[np.bool_]
+    """Whether the record before is an earlier sample of the same entity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric at every record."""
+
+    name: str
+    unit: str
+    values: Floats
+    """NaN where there is none."""
+    flags: Flags
+    """Places in `FLAGS`."""
+
+    @property
+    def shown(self) -> npt.NDArray[np.bool_]:
+        """Where there is a value, or something that took it away."""
+        return np.isfinite(self.values) | (self.flags > _WRAP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMetrics:
+    """The metrics of one source of one node."""
+
+    source: str
+    time_ns: Ints
+    """Unix time of each record; they stand by entity, and then by time."""
+    owner: Ints
+    """Place of each record's entity in the lists."""
+    entities: Sequence[str | None]
+    """Names of the entities; null for the node."""
+    ranks: Sequence[int | None]
+    """Whose they are, where one rank owns them."""
+    gpus: Sequence[int | None]
+    """NVML index."""
+    metrics: Sequence[Metric]
+
+
+def counter_frame(
+    run: RunFiles,
+    *,
+    between: tuple[int, int] | None = None,
+    hosts: Collection[str] | None = None,
+    metrics: Collection[tuple[str, str]] | None = None,
+    first: int = 0,
+) -> tuple[pl.DataFrame, tuple[str, ...]]:
+    """Counters of all nodes by time, and notes on files that could not be read.
+
+    Args:
+        run: What was recorded.
+        between: Only samples from the first to the second Unix time in ns; rates are those of the
+            whole recording. None takes all.
+        hosts: Only these nodes; None takes all.
+        metrics: Only these, as (source, metric); None takes all.
+        first: Negative reads so many records of each file alone, its last ones.
+
+    Returns:
+        `time_ns` (Unix time), `host`, `source` (the record file's name, such as `host`, `process`
+        or `gpu`), `entity` (what of it, such as a port; null for the node), `rank` (of a process;
+        of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`, `flag`. Gauges
+        are as stored. Counters are rates since the sample before, at the later time:
+        `..._per_s`, `cpu_utilization_ratio` (of all CPUs, work of any kind), `cpu_cores` (of a
+        process with its children), `..._ratio`; times of requests (`server_read_rtt_ns`) are the
+        mean of those since the sample before. No row where a value is missing.
+
+        `flag` is null but for counters at which something happened: `wrap` (it went on at 0 after
+        its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
+        (it has stopped at its highest value: `value` is null).
+    """
+    sources = None if metrics is None else {source for source, _ in metrics}
+    frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], list[str]()
+    for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
+        notes += [records] if isinstance(records, str) else records.notes
+        if not isinstance(records, str):
+            frames.append(_of_source(node, source_metrics(run, node, records, metrics), between))
+    return pl.concat(frames).sort("time_ns", maintain_order=True), tuple(notes)
+
+
+def counter_records(
+    run: RunFiles,
+    *,
+    hosts: Collection[str] | None = None,
+    sources: Collection[str] | None = None,
+    first: int = 0,
+) -> tuple[list[tuple[NodeFiles, RecordFile]], tuple[str, ...]]:
+    """Every record file of these nodes (None: of all) that can be read, and notes on the others."""
+    found = list(record_files(run, hosts=hosts, sources=sources, first=first))
+    records = [(node, one) for node, one in found if not isinstance(one, str)]
+    return records, _notes_of(one for _, one in found)
+
+
+def counter_notes(run: RunFiles) -> tuple[str, ...]:
+    """Notes on all record files of all nodes, of which only the beginnings are read."""
+    return _notes_of(one for _, one in record_files(run, limit=0))
+
+
+def _notes_of(found: Iterable[RecordFile | str]) -> tuple[str, ...]:
+    return tuple(note for one in found for note in ((one,) if isinstance(one, str) else one.notes))
+
+
+def record_files(
+    run: RunFiles,
+    *,
+    hosts: Collection[str] | None = None,
+    sources: Collection[str] | None = None,
+    first: int = 0,
+    limit: int | None = None,
+) -> Iterator[tuple[NodeFiles, RecordFile | str]]:
+    """Record files of these nodes (None: of all) one by one, or why one cannot be read."""
+    for node in run.nodes:
+        if hosts is not None and node.host not in hosts:
+            continue
+        for table in COUNTER_TABLES:
+            path = node.paths.records(table.name)
+            if (sources is not None and table.name not in sources) or not os.path.lexists(path):
+                continue
+            try:
+                yield node, read_table(path, table, first=first, limit=limit)
+            except RunFormatError as error:
+                yield node, str(error)
+
+
+def source_metrics(
+    run: RunFiles,
+    node: NodeFiles,
+    records: RecordFile,
+    chosen: Collection[tuple[str, str]] | None = None,
+) -> SourceMetrics:
+    """The metrics of one record file.
+
+    Args:
+        run: What was recorded.
+        node: Whose records they are.
+        records: One of its files.
+        chosen: Only these, as (source, metric); None takes all.
+    """
+    samples = samples_of(records)
+    entities = entities_of(node, records)
+    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
+        metrics = list(_metrics(records, samples, _names_of(records.table, chosen)))
+    names = {key: entity_name(entity) or None for key, entity in entities.items()}
+    ranks = ranks_of(run, node, records, entities)
+    gpu = _column_names(records, "key") == ["gpu"]
+    return SourceMetrics(
+        source=records.table,
+        time_ns=samples.time_ns + (records.clock.wall_ns - records.clock.mono_ns),
+        owner=samples.owner,
+        entities=[names.get(key) for key in samples.keys],
+        ranks=[ranks.get(key) for key in samples.keys],
+        gpus=[key[0] if gpu else None for key in samples.keys],
+        metrics=metrics,
+    )
+
+
+def _names_of(source: str, chosen: Collection[tuple[str, str]] | None) -> set[str] | None:
+    return None if chosen is None else {name for of, name in chosen if of == source}
+
+
+def _of_source(
+    node: NodeFiles, found: SourceMetrics, between: tuple[int, int] | None
+) -> pl.DataFrame:
+    """One source of one node, one row per value."""
+    first, last = between or (-(1 << 62), 1 << 62)
+    wanted = (found.time_ns >= first) & (found.time_ns <= last)
+    metrics = found.metrics
+    shown = [np.flatnonzero(metric.shown & wanted) for metric in metrics]
+    if not metrics or not sum(map(len, shown)):
+        return pl.DataFrame(schema=COUNTER_SCHEMA)
+    rows = np.concatenate(shown)
+    owner = found.owner[rows]
+    which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
+    values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
+    flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
+    taken = partial(_taken, dtype=pl.String)
+    return pl.DataFrame(
+        {
+            "time_ns": found.time_ns[rows],
+            "host": pl.Series([node.host]).new_from_index(0, len(rows)),
+            "source": pl.Series([found.source]).new_from_index(0, len(rows)),
+            "entity": taken(found.entities, owner),
+            "rank": _taken(found.ranks, owner, dtype=pl.Int64),
+            "gpu": _taken(found.gpus, owner, dtype=pl.Int64),
+            "metric": taken([m.name for m in metrics], which),
+            "unit": taken([m.unit for m in metrics], which),
+            "value": pl.Series(values, dtype=pl.Float64).fill_nan(None),
+            "flag": taken(FLAGS, flags),
+        },
+        schema=COUNTER_SCHEMA,
+    )
+
+
+def _taken(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) -> pl.Series:  # noqa: ANN401
+    return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
+
+
+def _column_names(records: RecordFile, kind: str) -> list[str]:
+    return [name for name, _, _, own in records.columns if own == kind]
+
+
+def samples_of(records: RecordFile) -> Samples:
+    """Sorted by key and time; damaged times left out."""
+    columns = record_columns(records)
+    time = columns["time_ns"]
+    keys = [columns[name].astype(np.int64) for name in _column_names(records, "key")]
+    order = np.lexsort((time, *reversed(keys)))
+    order = order[(time[order] >= 0) & (time[order] < _TIME_LIMIT_NS)]
+    time = time[order]
+    same = np.ones(max(0, len(order) - 1), dtype=bool)
+    for key in keys:
+        same &= np.diff(key[order]) == 0
+    first = np.append(True, ~same)[: len(order)]
+    heads = order[first]
+    return Samples(
+        time_ns=time,
+        keys=[tuple(int(key[at]) for key in keys) for at in heads],
+        owner=np.cumsum(first) - 1,
+        columns=_Ordered(columns, order),
+        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
+    )
+
+
+class _Ordered(Mapping[str, npt.NDArray[Any]]):
+    """Columns in an order, each put into it when it is asked for: most are not."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[Any]], order: Ints) -> None:
+        self._columns, self._order = columns, order
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        ordered: npt.NDArray[Any] = self._columns[name][self._order]
+        return ordered
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def _as_numbers(values: npt.NDArray[Any]) -> Floats:
+    """As floats, NaN where missing."""
+    numbers = values.astype(np.float64)
+    if values.dtype.kind == "i":
+        numbers[values == schema.NULL_I64] = np.nan
+    return numbers
+
+
+def _metrics(
+    records: RecordFile, samples: Samples, wanted: Collection[str] | None
+) -> Iterator[Metric]:
+    """Every column that is one, or those of these names."""
+    elapsed = np.append(np.nan, np.diff(samples.time_ns))[: len(samples.time_ns)]
+    none = np.zeros(len(samples.time_ns), dtype=np.int8)
+    for name, _, unit, kind in records.columns:
+        end = schema.counter_end(kind)
+        if kind == "gauge":
+            if wanted is None or name in wanted:
+                values = _as_numbers(samples.columns[name])
+                yield Metric(name=name, unit=unit, values=values, flags=none)
+        elif end is not None and name not in _CPU_STATES:
+            events = samples.columns.get(_NS_OF_EVENTS.get(name, ""))
+            metric, rate_unit = (name, unit) if events is not None else _rate_of(name, unit)
+            if wanted is not None and metric not in wanted:
+                continue
+            growth, flags = _growth(samples.columns[name], samples.follows, *end)
+            if events is None:
+                values = growth / (elapsed if unit == "ns" else elapsed / NS_PER_S)
+            else:
+                values = growth / _growth(events, samples.follows, 64, False)[0]
+            yield Metric(name=metric, unit=rate_unit, values=values, flags=flags)
+    for name, (part, whole) in _RATIOS.items():
+        known = part in samples.columns and whole in samples.columns
+        if known and (wanted is None or name in wanted):
+            part_growth, flags = _growth(samples.columns[part], samples.follows, 64, False)
+            whole_growth, _ = _growth(samples.columns[whole], samples.follows, 64, False)
+            yield Metric(name=name, unit="ratio", values=part_growth / whole_growth, flags=flags)
+    if all(name in samples.columns for name in _CPU_STATES):
+        yield from (m for m in _cpu_shares(samples) if wanted is None or m.name in wanted)
+
+
+def _growth(
+    values: npt.NDArray[Any],
+    follows: npt.NDArray[np.bool_],
+    bits: int,
+    sticks: bool,
+    scale: int = 1,
+) -> tuple[Floats, Flags]:
+    """Since the sample before, with flags; NaN where there is none or it cannot be known.
+
+    A counter of 32 bits that goes back has wrapped if it grew by less than half its range; more
+    is a counter that was set back (serial number arithmetic, RFC 1982). One of 64 bits that goes
+    back was set back. One that sticks at its highest value has grown by an unknown amount.
+    """
+    flags = np.zeros(len(values), dtype=np.int8)
+    whole = values.dtype.kind == "i"
+    known = values != schema.NULL_I64 if whole else np.isfinite(values)
+    growth = np.zeros(len(values), dtype=np.int64 if whole else np.float64)
+    growth[1:] = np.diff(values)
+    known_both = follows & known & np.append(False, known[:-1])[: len(known)]
+    back = known_both & (growth < 0)
+    flags[back] = _RESET
+    if sticks:
+        full = known & (values == scale * ((1 << bits) - 1))
+        flags[known_both & full & ~back] = _SATURATED
+    elif scale << bits < 1 << 63:
+        wrapped = growth + (scale << bits)
+        fits = back & (wrapped >= 0) & (wrapped < scale << (bits - 1))
+        growth[fits] = wrapped[fits]
+        flags[fits] = _WRAP
+    numbers = growth.astype(np.float64)
+    numbers[~known_both | (flags > _WRAP)] = np.nan
+    return numbers, flags
+
+
+def _rate_of(name: str, unit: str) -> tuple[str, str]:
+    """What a counter's growth over time is called, and its unit."""
+    if unit == "ns":
+        return _RATES_OF_NS.get(name, (f"{name.removesuffix('_ns')}_ratio", "ratio"))
+    return f"{name}_per_s", f"{unit}/s"
+
+
+def _cpu_shares(samples: Samples) -> Iterator[Metric]:
+    """Shares of all CPUs' time: of each state, and of those at work together.
+
+    No share is known where one of the states was set back.
+    """
+    grown = {name: _growth(samples.columns[name], samples.follows, 64, False)
+             for name in _CPU_STATES}  # fmt: skip
+    flags = np.max([flags for _, flags in grown.values()], axis=0)
+    growth = {name: values for name, (values, _) in grown.items()}
+    whole = np.nansum(list(growth.values()), axis=0)  # not every state is there everywhere
+    whole[(whole <= 0) | (flags > 0)] = np.nan
+    share = partial(Metric, unit="ratio", flags=flags)
+    for name, values in growth.items():
+        yield share(name=f"{name.removesuffix('_ns')}_ratio", values=values / whole)
+    busy = np.nansum([growth[name] for name in _CPU_BUSY], axis=0)
+    yield share(name="cpu_utilization_ratio", values=busy / whole)
+
+
+def entities_of(node: NodeFiles, records: RecordFile) -> dict[Key, Mapping[str, Any]]:
+    """What is known of each entity, from the header and from what came up later."""
+    first = records.header.get("entities")
+    later = [line for line in node.of_type("entity") if line.get("source") == records.table]
+    return entities_by_key([*(first if isinstance(first, list) else []), *later])
+
+
+def ranks_of(
+    run: RunFiles, node: NodeFiles, records: RecordFile, entities: Mapping[Key, Mapping[str, Any]]
+) -> dict[Key, int]:
+    """Rank by process, or by GPU where exactly one rank uses that GPU."""
+    here = [rank for rank in run.ranks if rank.report.get("host") == node.host]
+    if not here and len(run.nodes) == 1:
+        here = list(run.ranks)
+    reports = [(rank.rank, rank.report) for rank in here]
+    return ranks_by_key(reports, _column_names(records, "key"), entities)

@@ -1,0 +1,697 @@
+"""Why a job died: the rank that failed first, told from those that it took with it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from haiprof.base.units import NS_PER_S, duration_text, ranks_text
+from haiprof.run_analysis.end_causes import (
+    accused_ranks,
+    inner_error,
+    is_launchers,
+    kind_of,
+    signal_name,
+    waited,
+    what_happened,
+)
+from haiprof.run_analysis.last_collectives import LastCollective, behind, last_collectives
+from haiprof.run_analysis.last_line import last_line
+from haiprof.run_analysis.last_moments import last_moments
+from haiprof.run_analysis.mismatches import mismatched
+from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
+from haiprof.run_analysis.reactions import Reaction, reactions
+from haiprof.run_analysis.records import integer
+from haiprof.run_analysis.run_files import RunFiles
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
+TOGETHER_NS = 2 * NS_PER_S
+"""Ranks that fail alike within this time failed of the same."""
+SLURM_LIMIT_NS = 90 * NS_PER_S
+"""Slurm sends SIGTERM at the time limit, checked every half minute or so."""
+_SAME_KILL_NS = NS_PER_S // 100
+"""Signals to several ranks at once arrive within this time; launchers look ten times a second."""
+LOST_NS = 10 * NS_PER_S
+"""A node that wrote nothing for so long while others did is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of one rank."""
+
+    rank: int
+    host: str | None
+    pid: int | None
+    role: str
+    """`cause`, `victim` (it waited for another one), `stopped` (by its launcher, after the first
+    failure), `clean`, `absent` (never seen), or `unknown`."""
+    what: str
+    """For people."""
+    line: str | None
+    """The innermost line of the user's own code, where an exception told it."""
+    ended_ns: int | None
+    """Unix time at which it was lost; None where nobody saw it."""
+    step: int | None
+    """The last training step that is known of it."""
+    phase: str | None
+    """The innermost phase under way when it was killed; None where that is not known."""
+    waited_in: str | None
+    """The last collective that it began, where it is a victim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """Why the ranks of one start of a job ended."""
+
+    headline: str
+    cause: str
+    """`exception`, `out_of_memory`, `killed`, `crash`, `exit`, `early_exit`, `hang`, `mismatch`,
+    `node_lost`, `never_started`, `shared_memory_full`, `disk_full`, `time_limit`, `cancelled`,
+    `signal`, `interrupted`, `launcher`, `gone`, or `unknown`."""
+    ranks: tuple[int, ...]
+    """Who it began with; empty where it came from outside, or is not known."""
+    certain: bool
+    """Whether it follows from what was seen, and is not only likely."""
+    what: str
+    line: str | None
+    source: str | None
+    """What stands at that line."""
+    seen_at: str | None
+    """Where the first rank was last seen, by its sampled stacks, where no exception tells it."""
+    traceback: tuple[str, ...]
+    """Of the first failure, outermost first."""
+    message: str | None
+    """All of the exception's text, as far as it was kept."""
+    died_ns: int | None
+    """Unix time of the first failure."""
+    step: int | None
+    fates: tuple[Fate, ...]
+    clock: str
+    """What the order of ends rests on."""
+    remedy: str
+    generation: int = 0
+    final: bool = True
+    """Whether the job ended with it; else its ranks were started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of how the job ended."""
+
+    files: RunFiles
+    ends: Sequence[ProcessEnd]
+    signals: Sequence[Arrived]
+    hangs: Sequence[Reaction]
+    collectives: Callable[[], pl.DataFrame]
+    """Of `RunFrames.collectives()`: read only of jobs that died."""
+    steps: Mapping[tuple[int, int], int]
+    """The last training step by rank and attempt."""
+    world: int
+
+
+def gather_evidence(
+    files: RunFiles, collectives: Callable[[], pl.DataFrame], steps: Mapping[tuple[int, int], int]
+) -> Evidence:
+    """Reads what ranks and nodes left about their ends.
+
+    Args:
+        files: The run.
+        collectives: `RunFrames.collectives`.
+        steps: The last training step by rank and attempt.
+    """
+    ends = process_ends(files)
+    sizes = [integer(rank.report.get("world_size")) for rank in files.ranks]
+    sizes += [end.world_size for end in ends if not end.helper and end.rank is not None]
+    sizes += [1 + (end.rank or 0) for end in ends if end.rank is not None]
+    return Evidence(
+        files=files,
+        ends=ends,
+        signals=arrived_signals(files),
+        hangs=[r for r in reactions(files) if r.trigger == "hang" and r.suspects],
+        collectives=collectives,
+        steps=steps,
+        world=min(max((size for size in sizes if size is not None), default=0), 1 << 20),
+    )
+
+
+def find_deaths(evidence: Evidence) -> list[Death]:
+    """The deaths of a job in order: of each start of its ranks that failed; none for a clean end.
+
+    Args:
+        evidence: From `gather_evidence`.
+    """
+    generations = sorted({end.generation for end in _ranks(evidence.ends)}) or [0]
+    found = []
+    for generation in generations:
+        final = generation == generations[-1]
+        death = _find_death(evidence, generation, final=final)
+        if death is not None:
+            found.append(death)
+    return found
+
+
+def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
+    return [end for end in ends if end.rank is not None and not end.helper]
+
+
+def _find_death(evidence: Evidence, generation: int, *, final: bool) -> Death | None:
+    ends = {end.rank: end for end in _ranks(evidence.ends) if end.generation == generation}
+    if not _failed(evidence, ends.values(), final=final):
+        return None
+    case = _Case(evidence, {r: e for r, e in ends.items() if r is not None}, generation)
+    found = case.judge()
+    return replace(found, generation=generation, final=final)
+
+
+def _failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool) -> bool:
+    """Whether this start of the ranks failed."""
+    if any(end.over and not end.clean for end in ends):
+        return True
+    manifest = evidence.files.manifest
+    if not final:
+        return True
+    if manifest is None or manifest.end_wall_ns is None:
+        return False
+    return bool(manifest.signal or manifest.exit_status)
+
+
+class _Case:
+    """One start of the ranks, looked into.
+
+    Args:
+        evidence: All that is known.
+        ends: Of its ranks.
+        generation: Which start it is.
+    """
+
+    def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd], generation: int) -> None:
+        self.evidence, self.ends, self.generation = evidence, ends, generation
+        self.attempts = {
+            rank.rank: rank.attempt
+            for rank in evidence.files.ranks
+            if (end := ends.get(rank.rank)) is not None
+            and (end.host, end.pid) == (rank.report.get("host"), rank.report.get("pid"))
+        }
+        self.last = last_collectives(evidence.files, evidence.collectives(), self.attempts)
+        self.behind = behind(self.last)
+        self.phases = {
+            moment.rank: moment.open_phases[-1][0]
+            for moment in last_moments(evidence.files)
+            if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
+        }
+        self.victims = {r: by for r, e in ends.items() if (by := self._waited(e)) is not None}
+        self.stopped: dict[int, str] = {}
+        self._find_stopped()
+
+    def judge(self) -> Death:
+        """The first cause that is proved, the surest kinds of proof first."""
+        for ask in (
+            self._signal, self._own_failure, self._accused, self._node_lost, self._mismatch,
+            self._never_started, self._early_exit, self._hang, self._behind, self._launcher,
+        ):  # fmt: skip
+            found = ask()
+            if found is not None:
+                return found
+        return self._unknown()
+
+    # -- who is a victim ------------------------------------------------------------------------
+
+    def _waited(self, end: ProcessEnd) -> str | None:
+        by = waited(end.error)
+        if by is not None:
+            return by
+        aborts = [e for e in self.ends.values() if e.signal == signal.SIGABRT and e.error is None]
+        lagging = end.rank in self.behind
+        if end in aborts and len(aborts) > 1 and self.behind and not lagging:
+            return "NCCL's watchdog (SIGABRT)"
+        return None
+
+    def _find_stopped(self) -> None:
+        """Ranks that somebody stopped after another one had failed.
+
+        Launchers act once a process has ended, and not when it raises: who is killed before that
+        is the cause, also where the others have noticed the broken connection sooner.
+        """
+        over = {
+            rank: end.wall_ns if end.wall_ns is not None else end.failed_ns
+            for rank, end in self.ends.items()
+            if end.over and not end.clean
+        }
+        for rank, end in self.ends.items():
+            if end.signal not in ENDING or end.oom or end.wall_ns is None or end.error is not None:
+                continue
+            before = [t for r, t in over.items() if r != rank and t is not None and t < end.wall_ns]
+            if before and end.wall_ns - min(before) > _SAME_KILL_NS:
+                self.stopped[rank] = signal_name(end.signal)
+
+    def _causes(self) -> list[ProcessEnd]:
+        """Ends that are nobody else's doing, in order of time."""
+        found = [
+            end
+            for rank, end in self.ends.items()
+            if end.over and not end.clean and rank not in self.victims and rank not in self.stopped
+        ]
+        return sorted(found, key=lambda end: end.failed_ns or (1 << 62))
+
+    # -- kinds of proof, the surest first -------------------------------------------------------
+
+    def _signal(self) -> Death | None:
+        """Somebody ended the job: the launcher knows who, and nothing had failed before."""
+        own = [e for e in self._causes() if e.error is not None or e.signal not in ENDING]
+        causes = [e.failed_ns for e in own if kind_of(e) != "interrupted"]
+        failed = [*causes, *(e.failed_ns for r, e in self.ends.items() if r in self.victims)]
+        first = min((time for time in failed if time is not None), default=None)
+        manifest = self.evidence.files.manifest
+        signals = [s for s in self.evidence.signals if s.signal in ENDING]
+        last = max((e.wall_ns or 0 for e in self.ends.values()), default=0)
+        # Ranks that got it too may have died of it before the launcher read its own.
+        came = next(
+            (s for s in signals if first is None or s.wall_ns <= first + _SAME_KILL_NS), None
+        )
+        if came is None or (last and came.wall_ns > last + NS_PER_S) or self._went_on(came):
+            return None
+        if manifest is not None and manifest.exit_status == 0:
+            return None
+        return self._of_signal(came)
+
+    def _went_on(self, came: Arrived) -> bool:
+        """Whether the job took a signal as something else than its end: it ran on for long."""
+        last = max((e.wall_ns or came.wall_ns for e in self.ends.values()), default=came.wall_ns)
+        return last - came.wall_ns > 10 * 60 * NS_PER_S
+
+    def _of_signal(self, came: Arrived) -> Death:
+        name, sender = signal_name(came.signal), _sender(came)
+        hang = self._hang_before(came.wall_ns)
+        if hang is not None:
+            found = self._of_hang(hang)
+            return replace(found, headline=f"{found.headline}; then ended by {name}{sender}")
+        cause, what = _outer_cause(came)
+        what = f"{what} ({name}{sender})"
+        return self._death(cause, (), what,
+                           what=what, died_ns=came.wall_ns)  # fmt: skip
+
+    def _own_failure(self) -> Death | None:
+        """A rank failed by itself: the first one, with those that failed alike at the same time."""
+        causes = self._causes()
+        real = [end for end in causes if kind_of(end) not in ("gone", "interrupted")]
+        if not real:
+            return None
+        first = real[0]
+        lost = self._lost_hosts()
+        if first.signal in ENDING and not first.oom and first.host in lost:
+            return None
+        alike = [end for end in real if self._alike(end, first)]
+        ranks = tuple(sorted({end.rank for end in alike if end.rank is not None}))
+        kind, what = kind_of(first), what_happened(first)
+        who = ranks_text(ranks) if len(ranks) > 1 else f"rank {first.rank}"
+        others = len(self.ends) > len(ranks)
+        every = len(ranks) > 1 and not others
+        verb = "died first" if others else "died"
+        who = f"all {len(ranks)} ranks" if every else who
+        together = " together, of the same" if len(ranks) > 1 else ""
+        return self._death(kind, ranks, f"{who} {verb}{together}: {what}", what=what, end=first)
+
+    def _alike(self, end: ProcessEnd, first: ProcessEnd) -> bool:
+        """Whether two ends are the same failure at nearly the same time."""
+        if end is first:
+            return True
+        near = abs((end.failed_ns or 0) - (first.failed_ns or 0)) <= TOGETHER_NS
+        one, two = end.error, first.error
+        if one is None or two is None:
+            same = one is two and (end.signal, end.status) == (first.signal, first.status)
+        else:
+            same = (one.type, one.line) == (two.type, two.line)
+        return near and same
+
+    def _accused(self) -> Death | None:
+        """Victims' texts that name a rank."""
+        named = sorted({r for e in self.ends.values() for r in accused_ranks(e.error)})
+        if not named:
+            return None
+        return self._of_absentee(tuple(named), "the others' barrier names it", certain=True)
+
+    def _node_lost(self) -> Death | None:
+        """A node of which nothing came any more, while others went on."""
+        lost = self._lost_hosts()
+        if not lost:
+            return None
+        host = sorted(lost)[0]
+        ranks = tuple(sorted(r for r, e in self.ends.items() if e.host in lost))
+        since = lost[host]
+        what = f"node {host} was lost: nothing was heard of it any more, nor of {ranks_text(ranks)}"
+        return self._death("node_lost", ranks, what, what=what, died_ns=since, certain=False)
+
+    def _lost_hosts(self) -> dict[str, int]:
+        """Nodes whose launcher never wrote an end while another one's did, and when they ceased."""
+        nodes = self.evidence.files.nodes
+        over = {node.host for node in nodes if node.of_type("job_end")}
+        hosts = {end.host for end in self.ends.values()}
+        silent = {host for host in hosts if host not in over}
+        if not over or not silent:
+            return {}
+        ended = {e.host for e in self.ends.values() if e.over}
+        return {host: last_write_ns(self.evidence.files, host) for host in silent
+                if host not in ended}  # fmt: skip
+
+    def _mismatch(self) -> Death | None:
+        """Ranks that were at the same place of a group with different collectives."""
+        if not self.victims:
+            return None
+        found = mismatched(self.evidence.collectives())
+        if not found:
+            return None
+        odd = found[0].odd
+        what = f"ranks issued collectives that contradict each other: {found[0].as_text()}"
+        return self._death("mismatch", odd if len(odd) < len(self.ends) else (), what, what=what,
+                           died_ns=self._first_ns())  # fmt: skip
+
+    def _never_started(self) -> Death | None:
+        """Ranks of which nothing was ever seen."""
+        absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
+        late = tuple(r for r in self.stopped if not self._began(r)) if self._some_began() else ()
+        ranks = tuple(sorted({*absent, *late}))
+        if not ranks or len(ranks) == self.evidence.world:
+            return None
+        if absent:
+            verb = "was" if len(absent) == 1 else "were"
+            what = f"{ranks_text(absent)} {verb} never seen: not launched, or not under haiprof"
+        else:
+            what = f"{ranks_text(late)} never came to the others: no training step of it was seen"
+        return self._death("never_started", ranks, what, what=what, died_ns=self._first_ns(),
+                           certain=False)  # fmt: skip
+
+    def _began(self, rank: int) -> bool:
+        """Whether a rank reported in, or said how it failed."""
+        end = self.ends[rank]
+        return end.started_ns is not None or bool(end.uncaught)
+
+    def _some_began(self) -> bool:
+        return any(self._began(rank) for rank in self.ends)
+
+    def _early_exit(self) -> Death | None:
+        """Ranks that had done their work, or thought so, while others waited for them."""
+        if not self.victims:
+            return None
+        first = self._first_ns() or 0
+        until = first + NS_PER_S  # others may notice the broken connection sooner than the agent
+        left = tuple(
+            sorted(
+                r for r, e in self.ends.items() if e.clean and e.over and (e.wall_ns or 0) < until
+            )
+        )
+        if not left:
+            return None
+        end = self.ends[left[0]]
+        step = self._step(left[0])
+        after = f" after step {step}" if step is not None else ""
+        them = "it" if len(left) == 1 else "them"
+        way = "" if end.closed else " (os._exit: without Python's own exit)"
+        what = f"{ranks_text(left)} ended early{after}, with exit status 0{way}, "
+        what += f"while others waited for {them}"
+        return self._death("early_exit", left, what, what=what, end=end)
+
+    def _hang(self) -> Death | None:
+        """A rank that a snapshot named while the job stood still."""
+        hang = self._hang_before(self._first_ns())
+        return None if hang is None else self._of_hang(hang)
+
+    def _hang_before(self, time_ns: int | None) -> Reaction | None:
+        """The last snapshot of a standstill that lasted to the end."""
+        hangs = [h for h in self.evidence.hangs if time_ns is None or h.wall_ns <= time_ns]
+        if not hangs:
+            return None
+        started = min((e.started_ns or 0 for e in self.ends.values()), default=0)
+        hang = hangs[-1]
+        return hang if hang.wall_ns >= started and not self._resumed(hang) else None
+
+    def _resumed(self, hang: Reaction) -> bool:
+        """Whether steps ended after a standstill was noticed."""
+        steps = [s for r in self.ends if (s := self._step(r)) is not None]
+        return hang.step is not None and bool(steps) and max(steps) > hang.step + 2
+
+    def _of_hang(self, hang: Reaction) -> Death:
+        first = hang.suspects[0]
+        doing = f", at {first.doing}" if first.doing else ""
+        what = f"rank {first.rank} stood still{doing}: {first.reason}"
+        ranks = () if hang.contradiction else (first.rank,)
+        if hang.contradiction:
+            what = f"the ranks contradicted each other: {hang.contradiction}"
+        return self._death("hang", ranks, what, what=what, died_ns=hang.since_wall_ns,
+                           line=first.doing or None, certain=first.certain)  # fmt: skip
+
+    def _behind(self) -> Death | None:
+        """Ranks that never came to a collective in which others waited."""
+        ranks = tuple(sorted(self.behind))
+        if not ranks or not self.victims or len(ranks) == len(self.ends):
+            return None
+        return self._of_absentee(ranks, f"it never came to {self.behind[ranks[0]].text}",
+                                 certain=False)  # fmt: skip
+
+    def _of_absentee(self, ranks: tuple[int, ...], why: str, *, certain: bool) -> Death:
+        """Ranks that hung, or went another way, until the others' time was up."""
+        thread = next((e.thread_error for r, e in self.ends.items()
+                       if r in ranks and e.thread_error is not None), None)  # fmt: skip
+        what = f"{ranks_text(ranks)} did not come where the others waited: {why}"
+        line = None
+        if thread is not None and thread.error is not None:
+            line = thread.error.place or None
+            what += f"; its thread {thread.thread} had died of {thread.error.short}"
+            what += f" ({line})" if line else ""
+        return self._death("hang", ranks, what, what=what, died_ns=self._first_ns(), line=line,
+                           certain=certain)  # fmt: skip
+
+    def _launcher(self) -> Death | None:
+        """No rank failed: the launcher itself did, or the job before any rank was known."""
+        manifest = self.evidence.files.manifest
+        for end in self.evidence.ends:
+            if end.rank is None and end.error is not None and not is_launchers(end.error):
+                what = what_happened(end)
+                return self._death("launcher", (), f"process {end.pid} died: {what}", what=what,
+                                   end=end)  # fmt: skip
+            first = manifest is not None and end.pid == manifest.job_pid and not self.ends
+            if first and end.over and not end.clean:
+                what = what_happened(end)
+                headline = f"the job died before a rank had reported in: {what}"
+                return self._death(kind_of(end), (), headline, what=what, end=end)
+        return None
+
+    def _unknown(self) -> Death:
+        manifest = self.evidence.files.manifest
+        if self.victims:
+            said = _victims_text(self._fates((), None), None)
+            what = f"{said}: whom they waited for is not known"
+            return self._death("unknown", (), what, what=what, certain=False)  # fmt: skip
+        gone = [end for end in self._causes() if kind_of(end) == "gone"]
+        if gone:
+            what = what_happened(gone[0])
+            ranks = tuple(e.rank for e in gone if e.rank is not None)
+            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
+                               end=gone[0], certain=False)  # fmt: skip
+        status = None if manifest is None else manifest.signal or manifest.exit_status
+        what = f"the job ended with {status}, and no rank says why" if status is not None else \
+            "ranks were ended, and nothing says why"  # fmt: skip
+        return self._death("unknown", (), what, what=what, certain=False)
+
+    # -- putting it together --------------------------------------------------------------------
+
+    def _death(
+        self,
+        cause: str,
+        ranks: tuple[int, ...],
+        headline: str,
+        *,
+        what: str,
+        end: ProcessEnd | None = None,
+        died_ns: int | None = None,
+        line: str | None = None,
+        certain: bool = True,
+    ) -> Death:
+        error = end.error if end is not None else None
+        died = died_ns if end is None else end.failed_ns
+        fates = self._fates(ranks, died)
+        tail = _victims_text(fates, died)
+        seen_at = self._seen_at(ranks, died) if error is None and line is None else None
+        phase = self.phases.get(ranks[0]) if ranks and error is None and line is None else None
+        headline += f", in {phase}" if phase else ""
+        headline += f", last seen at {seen_at}" if seen_at else ""
+        if error is not None and line is None:
+            line = inner_error(error)[1] or error.place or None
+        return Death(
+            headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
+            cause=cause,
+            ranks=ranks,
+            certain=certain,
+            what=what,
+            line=line,
+            seen_at=seen_at,
+            source=error.source or None if error is not None else None,
+            traceback=tuple(f"{f}:{n} in {name}" for f, n, name in error.frames) if error else (),
+            message=error.message if error is not None else None,
+            died_ns=died,
+            step=self._step(ranks[0]) if ranks else None,
+            fates=fates,
+            clock=self._clock(),
+            remedy=_REMEDIES.get(cause, _REMEDIES["unknown"]),
+        )
+
+    def _seen_at(self, ranks: Sequence[int], died: int | None) -> str | None:
+        """The last line that was sampled of the first rank, and how long before its end."""
+        own = [r for r in self.evidence.files.ranks
+               if r.rank in ranks[:1] and self.attempts.get(r.rank) == r.attempt]  # fmt: skip
+        seen = last_line(own[0]) if own else None
+        if seen is None:
+            return None
+        end = self.ends[ranks[0]].failed_ns or died
+        before = (end - seen.wall_ns) if end else 0
+        return f"{seen.line}, {duration_text(before)} before" if before > 0 else seen.line
+
+    def _fates(self, ranks: Sequence[int], died: int | None) -> tuple[Fate, ...]:
+        seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
+        return tuple(self._fate(rank, rank in ranks) for rank in seen)
+
+    def _fate(self, rank: int, cause: bool) -> Fate:
+        end = self.ends.get(rank)
+        last = self._waiting(rank)
+        if end is None:
+            what, role = "never seen", "absent"
+        elif cause:
+            what, role = what_happened(end), "cause"
+            if rank in self.stopped:
+                what = f"ended by {self.stopped[rank]} when the others had failed"
+            elif not end.over:
+                what = "no end of it was seen"
+        elif rank in self.victims:
+            what, role = f"ended by {self.victims[rank]}", "victim"
+        elif rank in self.stopped:
+            what, role = f"ended by its launcher ({self.stopped[rank]})", "stopped"
+        elif end.over and end.clean:
+            what, role = "ended with exit status 0", "clean"
+        else:
+            what, role = what_happened(end) if end.over else "no end of it was seen", "unknown"
+        waits = rank in self.victims or (rank in self.stopped and not cause)
+        return Fate(
+            rank=rank,
+            host=None if end is None else end.host,
+            pid=None if end is None else end.pid,
+            role=role,
+            what=what,
+            line=end.error.place or None if end is not None and end.error is not None else None,
+            ended_ns=None if end is None else end.failed_ns,
+            step=self._step(rank),
+            phase=self.phases.get(rank),
+            waited_in=last.text if last is not None and waits else None,
+        )
+
+    def _waiting(self, rank: int) -> LastCollective | None:
+        """The last collective that a rank began, in its largest group."""
+        groups = self.last.get(rank, {})
+        sizes = {g: sum(g in other for other in self.last.values()) for g in groups}
+        group = max(sizes, key=lambda g: sizes[g], default=None)
+        return None if group is None else groups[group]
+
+    def _step(self, rank: int) -> int | None:
+        end, attempt = self.ends.get(rank), self.attempts.get(rank)
+        known = self.evidence.steps.get((rank, attempt)) if attempt is not None else None
+        return known if known is not None else (end.step if end is not None else None)
+
+    def _first_ns(self) -> int | None:
+        times = [e.failed_ns for r, e in self.ends.items() if r in self.victims]
+        return min((time for time in times if time is not None), default=None)
+
+    def _clock(self) -> str:
+        hosts = {end.host for end in self.ends.values()}
+        if len(hosts) < 2:
+            return "one clock: all ranks ran on one node"
+        return (
+            f"the clocks of {len(hosts)} nodes, taken to agree: NTP keeps them within milliseconds"
+        )
+
+
+def last_write_ns(files: RunFiles, host: str) -> int:
+    """Unix time of the newest change to the files of a node and of its ranks; 0 for none."""
+    folders = [node.paths.root for node in files.nodes if node.host == host]
+    folders += [rank.paths.root for rank in files.ranks if rank.report.get("host") == host]
+    times = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            times += [path.stat().st_mtime_ns for path in folder.iterdir()]
+    return max(times, default=0)
+
+
+def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
+    """`ranks 0, 2 waited in all_reduce 241 and were ended 25 s later by gloo's timeout`."""
+    parts = []
+    for role in ("victim", "stopped"):
+        whats = list(dict.fromkeys(f.what for f in fates if f.role == role))
+        for what in whats[:2]:
+            own = [f for f in fates if f.role == role and f.what == what]
+            parts.append(_victim_text(own, what, died))
+    return "; ".join(parts)
+
+
+def _victim_text(own: Sequence[Fate], what: str, died: int | None) -> str:
+    were = "was" if len(own) == 1 else "were"
+    waited_in = {f.waited_in for f in own if f.waited_in}
+    text = ranks_text([f.rank for f in own])
+    if len(waited_in) == 1:
+        text += f" waited in {waited_in.pop()} and"
+    times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
+    later = f" {duration_text(max(times))} later" if times and max(times) > 0 else ""
+    return f"{text} {were} ended{later} {what.removeprefix('ended ')}"
+
+
+def _outer_cause(came: Arrived) -> tuple[str, str]:
+    """What a signal to the launcher means."""
+    state = came.slurm_state or ""
+    by_slurm = "slurm" in (came.from_command or ("slurm" if came.slurm_job else ""))
+    left = None if came.slurm_end_ns is None else came.slurm_end_ns - came.wall_ns
+    if state == "TIMEOUT" or (
+        not state and by_slurm and left is not None and left < SLURM_LIMIT_NS
+    ):
+        return "time_limit", "Slurm's time limit was reached"
+    if state == "PREEMPTED":
+        return "cancelled", "Slurm preempted it: another job had precedence"
+    if state == "CANCELLED" or (by_slurm and left is not None):
+        return "cancelled", "Slurm ended it before its time limit: scancel, or its site's rules"
+    if by_slurm:
+        return "cancelled", "Slurm ended it: scancel, its site's rules, or its time limit"
+    if came.signal == signal.SIGINT:
+        return "interrupted", "the job was interrupted"
+    return "signal", "the job was ended from outside"
+
+
+def _sender(came: Arrived) -> str:
+    if not came.from_pid:
+        return ", sent by the kernel or from another container" if not came.from_command else ""
+    who = (came.from_command or "").split(" ")[0].rpartition("/")[2]
+    return f", sent by {who or 'process'} {came.from_pid}"
+
+
+_REMEDIES: Mapping[str, str] = {
+    "exception": "mend the line; the ranks that waited need nothing",
+    "out_of_memory": "use less memory on that rank (smaller batches, fewer or leaner workers), or "
+    "give the job more",
+    "shared_memory_full": "give /dev/shm more room (docker --shm-size, an emptyDir of medium "
+    "Memory), or use fewer workers, a lower prefetch_factor, or the sharing strategy file_system",
+    "disk_full": "make room where the job writes, or write elsewhere",
+    "killed": "find out who sent it: the logs of the scheduler and of the kernel (dmesg)",
+    "crash": "run with PYTHONFAULTHANDLER=1 for the Python line, or look at the core file with gdb",
+    "exit": "look for sys.exit or os._exit on that rank, and at what it printed before",
+    "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
+    "wrap the loop in torch.distributed.algorithms.join.Join",
+    "hang": "look at what that rank did instead: snapshots in the run show its stack",
+    "mismatch": "let all ranks issue the same collectives in the same order and sizes",
+    "node_lost": "look at that node's console and the scheduler's log: power, network, kernel",
+    "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
+    "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
+    "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
+    "signal": "ask whoever sent it; haiprof passed it on to the job",
+    "interrupted": "somebody pressed Ctrl-C, or sent SIGINT",
+    "launcher": "mend what the launcher says",
+    "gone": "look at the log of the kernel (dmesg) and of the scheduler",
+    "unknown": "look at the job's own output; `haiprof doctor` tells what could not be seen here",
+}  # fmt: skip

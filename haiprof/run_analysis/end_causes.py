@@ -1,0 +1,146 @@
+"""What texts and signals say of an end: whose fault it was not, and what it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from haiprof.base.code_places import is_library
+from haiprof.run_analysis.process_ends import Error, ProcessEnd
+
+_WAITED = (
+    (r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
+     r"NCCL (?:communicator was aborted|operation .* timed out)|ncclUnhandledCudaError: .*abort",
+     "NCCL's watchdog"),
+    (r"HeartbeatMonitor|heartbeat monitor", "NCCL's heartbeat monitor"),
+    (r"monitoredBarrier", "the monitored barrier's timeout"),
+    (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
+     r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
+    (r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|"
+     r"ncclRemoteError|remote process exited|Connection was likely closed",
+     "the broken connection"),
+    (r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|Socket Timeout|"
+     r"The client socket has timed out|store .*timed? ?out|RendezvousTimeoutError|"
+     r"failed to connect to .*timed? ?out", "the store's timeout"),
+    (r"TCPStore|recvValue failed|DistStoreError|DistNetworkError", "the store that went away"),
+)  # fmt: skip
+"""Texts of torch.distributed, gloo and NCCL in a rank that waited for another one."""
+_WAITED_FOR = tuple((re.compile(pattern), by) for pattern, by in _WAITED)
+_LAUNCHERS_ERRORS = (
+    "ChildFailedError", "SignalException", "ProcessRaisedException", "ProcessExitedException",
+    "CalledProcessError", "RendezvousClosedError",
+)  # fmt: skip
+_ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
+_FILE_LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+_ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|out of memory|"
+    r"Cannot allocate memory"
+)
+_SHARED_MEMORY = re.compile(
+    r"out of shared memory|insufficient shared memory|unable to (?:open|write to|allocate|resize) "
+    r"(?:file|shared memory)|torch_shm|/dev/shm"
+)
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_SIGNALS: dict[int, str] = {
+    signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
+    signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
+    signal.SIGABRT: "it aborted itself (SIGABRT): C++ terminate, a failed assertion, a watchdog",
+    signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
+    signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
+    signal.SIGKILL: "killed (SIGKILL) by somebody outside the job",
+}
+
+
+def waited(error: Error | None) -> str | None:
+    """What ended a rank that waited for another one; None where its error is its own."""
+    if error is None:
+        return None
+    said = f"{error.type}: {error.message}"
+    return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
+
+
+def is_launchers(error: Error | None) -> bool:
+    """Whether an exception only reports that another process failed."""
+    return error is not None and error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
+
+
+def accused_ranks(error: Error | None) -> tuple[int, ...]:
+    """Ranks that an exception names as those that others waited for."""
+    match = _ACCUSED.search(error.message) if error is not None else None
+    words = match[1].replace(" ", "").split(",") if match else []
+    return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
+
+
+def kind_of(end: ProcessEnd) -> str:
+    """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
+    error = end.error
+    if error is not None and error.type != "SystemExit":
+        said = f"{error.type}: {error.message}"
+        if _SHARED_MEMORY.search(said) or "Bus error" in said:
+            return "shared_memory_full"
+        if error.errno in (28, 122) or _DISK_FULL.search(said):
+            return "disk_full"
+        if _OUT_OF_MEMORY.search(said):
+            return "out_of_memory"
+        return "interrupted" if error.type == "KeyboardInterrupt" else "exception"
+    if end.oom:
+        return "out_of_memory"
+    if end.signal is not None:
+        crash = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+        return "crash" if end.signal in crash else "killed"
+    return "exit" if end.status is not None or end.failure is not None else "gone"
+
+
+def what_happened(end: ProcessEnd) -> str:
+    """The end of one process, for people."""
+    error = end.error
+    if error is not None and error.type != "SystemExit":
+        inner = inner_error(error)
+        place = inner[1] or error.place
+        exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
+        via = f", and left with status {end.status}" if exits and end.status else ""
+        return f"{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
+    if end.oom:
+        return _oom_text(end)
+    if end.signal is not None:
+        return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
+    if end.status is not None:
+        way = "sys.exit" if end.closed or error is not None else "os._exit, or native code"
+        place = f" at {error.place}" if error is not None and error.place else ""
+        return f"it left with exit status {end.status} ({way}){place}"
+    return "it is gone without a word: killed, or its machine was lost"
+
+
+def inner_error(error: Error) -> tuple[str, str]:
+    """What another process's traceback in a message says: the error, and the user's line."""
+    if "Traceback (most recent call last)" not in error.message:
+        return "", ""
+    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if _ERROR.match(line)), "")
+    places = [
+        (file, line, function)
+        for file, line, function in _FILE_LINE.findall(error.message)
+        if not is_library(file, function)
+    ]
+    if not places:
+        return said[:200], ""
+    file, line, function = places[-1]
+    return said[:200], f"{file.rpartition('/')[2]}:{line} in {function}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`, and `SIG37` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def _oom_text(end: ProcessEnd) -> str:
+    oom = end.oom or {}
+    held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
+    sizes = [size for size in held if isinstance(size, int) and size >= 0]
+    with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
+    of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
+    return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"

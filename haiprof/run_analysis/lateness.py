@@ -1,0 +1,281 @@
+"""Lateness: which rank begins its collectives later than the others, and what that costs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import TraceFormatError
+from haiprof.run_analysis.records import text
+from haiprof.run_analysis.run_files import RunFiles
+from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
+
+MIN_MATCHES = 8
+"""Fewer common collectives than this say nothing about a rank."""
+
+COLLECTIVE_SCHEMA = {"rank": pl.Int64, "attempt": pl.Int64, "host": pl.String, **FLIGHT_SCHEMA}
+LATENESS_SCHEMA = {
+    "rank": pl.Int64,
+    "group": pl.String,
+    "group_name": pl.String,
+    "late_ns_per_step": pl.Float64,
+    "late_ns": pl.Int64,
+    "last_ratio": pl.Float64,
+    "collective_count": pl.Int64,
+    "step_count": pl.Int64,
+    "kind": pl.String,
+}
+
+
+def collective_frame(
+    files: RunFiles, *, since_wall_ns: int = 0
+) -> tuple[pl.DataFrame, tuple[str, ...]]:
+    """Every collective that the ranks' Flight Recorders still held when they were read.
+
+    Args:
+        files: The run.
+        since_wall_ns: Dumps of an earlier Unix time do not count.
+
+    Returns:
+        `rank`, `attempt`, `host` and the columns of
+        `trace_format.flight_recorder.FLIGHT_SCHEMA`, each collective
+        of a rank once; and notes on dumps that cannot be read.
+    """
+    frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], []
+    for rank in files.ranks:
+        for path in rank.paths.collective_files():
+            try:
+                flight = read_flight(path)
+            except TraceFormatError as error:
+                notes.append(str(error))
+                continue
+            if flight.wall_ns < since_wall_ns:
+                continue
+            frames.append(
+                flight.entries.select(
+                    rank=pl.lit(rank.rank, pl.Int64),
+                    attempt=pl.lit(rank.attempt, pl.Int64),
+                    host=pl.lit(text(rank.report.get("host")), pl.String),
+                    **{name: pl.col(name) for name in FLIGHT_SCHEMA},
+                )
+            )
+    if not since_wall_ns:
+        frames += _torch_dumps(files, notes)
+    keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
+    rows = pl.concat(frames).unique(keys, maintain_order=True, keep="first")
+    last = rows.filter(pl.col("attempt") == pl.col("attempt").max())
+    return last.sort("rank", "created_ns", maintain_order=True), tuple(notes)
+
+
+def _torch_dumps(files: RunFiles, notes: list[str]) -> Iterator[pl.DataFrame]:
+    """What PyTorch's own watchdog wrote before it ended ranks, as the last attempt's."""
+    last = {rank.rank: rank for rank in files.ranks}
+    for number, path in files.paths.flight_files():
+        rank = last.get(number)
+        if rank is None:
+            continue
+        try:
+            entries = read_torch_dump(path)
+        except TraceFormatError as error:
+            notes.append(str(error))
+            continue
+        yield entries.select(
+            rank=pl.lit(number, pl.Int64),
+            attempt=pl.lit(rank.attempt, pl.Int64),
+            host=pl.lit(text(rank.report.get("host")), pl.String),
+            **{name: pl.col(name) for name in FLIGHT_SCHEMA},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """The collectives of one group that all its ranks began."""
+
+    group: str
+    group_name: str
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...]
+    created_ns: Ints
+    """[rank, collective], on one clock, in the order of the group's sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostClock:
+    """How a host's Unix clock stands to that of the first host."""
+
+    host: str
+    offset_ns: int | None
+    """What to subtract from its times; null where nothing tells."""
+    spread_ns: int | None
+    """Median absolute deviation of what the offset was taken from."""
+    collective_count: int
+    """Completions that both hosts saw."""
+
+
+def host_clocks(collectives: pl.DataFrame) -> list[HostClock]:
+    """Clock offsets between hosts, from the completions of collectives that both took part in.
+
+    All ranks complete a collective at nearly the same time, so the median difference of the times
+    at which they noticed it is the difference of their clocks, to within how often they look.
+    Backends that do not tell completions (gloo) leave the offset unknown.
+
+    Args:
+        collectives: From `collective_frame`.
+
+    Returns:
+        One per host, the first one with offset 0.
+    """
+    hosts = collectives["host"].drop_nulls().unique().sort().to_list()
+    ended = (
+        collectives.filter(~pl.col("p2p") & pl.col("completed_ns").is_not_null())
+        .group_by("group", "sequence", "host")
+        .agg(pl.col("completed_ns").median())
+    )
+    first = ended.filter(pl.col("host") == hosts[0]) if hosts else ended
+    clocks = [
+        HostClock(host=host, offset_ns=0, spread_ns=0, collective_count=0) for host in hosts[:1]
+    ]
+    for host in hosts[1:]:
+        own = ended.filter(pl.col("host") == host)
+        both = own.join(first, on=["group", "sequence"], suffix="_first")
+        clocks.append(_clock(host, (both["completed_ns"] - both["completed_ns_first"]).to_numpy()))
+    return clocks
+
+
+def _clock(host: str, differences: npt.NDArray[np.float64]) -> HostClock:
+    count = len(differences)
+    if count < MIN_MATCHES:
+        return HostClock(host=host, offset_ns=None, spread_ns=None, collective_count=count)
+    middle = float(np.median(differences))
+    spread = float(np.median(np.abs(differences - middle)))
+    return HostClock(
+        host=host, offset_ns=round(middle), spread_ns=round(spread), collective_count=count
+    )
+
+
+def arrivals(collectives: pl.DataFrame, clocks: Sequence[HostClock]) -> list[Arrivals]:
+    """Collectives by group, those that all ranks seen in the group have in common.
+
+    Ranks of hosts whose clocks are not known to each other are not compared: a group that spans
+    them falls into one part per clock.
+
+    Args:
+        collectives: From `collective_frame`.
+        clocks: From `host_clocks`.
+    """
+    offset = {clock.host: clock.offset_ns or 0 for clock in clocks}
+    own = {clock.host: clock.host if clock.offset_ns is None else "" for clock in clocks}
+    rows = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null()).with_columns(
+        pl.col("created_ns")
+        - pl.col("host").replace_strict(offset, default=0, return_dtype=pl.Int64),
+        clock=pl.col("host").replace_strict(own, default="", return_dtype=pl.String),
+    )
+    keys = ["group", "group_name", "clock"]
+    parts = (_arrivals(part) for part in rows.partition_by(keys, maintain_order=True))
+    return [part for part in parts if part is not None]
+
+
+def _arrivals(part: pl.DataFrame) -> Arrivals | None:
+    ranks = tuple(part["rank"].unique().sort().to_list())
+    once = part.unique(["rank", "sequence"], keep="last", maintain_order=True)
+    common = pl.len().over("sequence") == len(ranks)
+    alike = pl.col("kind").n_unique().over("sequence") == 1
+    whole = once.filter(common & alike).sort("rank", "sequence")
+    if len(ranks) < 2 or whole.height < len(ranks) * MIN_MATCHES:
+        return None
+    table = whole["created_ns"].to_numpy().reshape(len(ranks), -1)
+    return Arrivals(
+        group=part["group"][0],
+        group_name=part["group_name"][0],
+        ranks=ranks,
+        kinds=tuple(whole["kind"].head(table.shape[1]).to_list()),
+        created_ns=table,
+    )
+
+
+def lateness(groups: Sequence[Arrivals], steps: pl.DataFrame) -> pl.DataFrame:
+    """How much later than the others each rank begins its collectives.
+
+    In a synchronous job the slow rank is the one that the others wait for, wherever it is slow:
+    the time at which a rank enqueues a collective tells that also where the slowness lies inside
+    backward. The slow rank has the *shortest* collectives; the others are its victims.
+
+    A rank's lateness at a collective is its start less that of the middle rank (the lower one of
+    two). Between two collectives the ranks may or may not have waited for each other: where every
+    rank begins the next one after the last has begun this one, they have, and lateness counts
+    anew; where they have not (buckets of one backward pass), the same delay is seen several times,
+    and only its largest value counts.
+
+    Args:
+        groups: From `arrivals`.
+        steps: Of `Analyzer.steps()`.
+
+    Returns:
+        One row per rank and group: `late_ns_per_step`, the median over the rank's steps of its
+        lateness in a step (null without steps; what came before the first step does not count);
+        `late_ns`, all of it; `last_ratio`, share of the collectives at which it alone was last;
+        `collective_count`; `step_count`; `kind`, the collective at which most of it was seen.
+
+        Source: enqueue skew of equal sequence numbers, peers.md section 0; C4 (HPCA 2025) uses
+        the same synchronisation points as anchors.
+    """
+    if not groups:
+        return pl.DataFrame(schema=LATENESS_SCHEMA)
+    ordered = steps.select("rank", "start_ns").sort("rank", "start_ns")
+    starts = {
+        own["rank"][0]: own["start_ns"].to_numpy()
+        for own in ordered.partition_by("rank", maintain_order=True)
+    }
+    rows = [row for group in groups for row in _rows(group, starts)]
+    return pl.DataFrame(rows, schema=LATENESS_SCHEMA, orient="row").sort(
+        ["late_ns_per_step", "rank"], descending=[True, False], nulls_last=True
+    )
+
+
+def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, ...]]:
+    created = group.created_ns
+    middle = np.sort(created, axis=0)[(len(created) - 1) // 2]
+    late = np.maximum(created - middle, 0)
+    begins = np.flatnonzero(np.diff(_segments(created), prepend=-1))
+    largest = np.maximum.reduceat(late, begins, axis=1)
+    last = created == created.max(axis=0)
+    alone = last & (last.sum(axis=0) == 1)
+    rows: list[tuple[object, ...]] = []
+    for place, rank in enumerate(group.ranks):
+        starts = starts_of.get(rank, np.empty(0, dtype=np.int64))
+        in_steps = _by_step(starts, created[place][begins], largest[place])
+        rows.append((
+            rank, group.group, group.group_name,
+            float(np.median(in_steps)) if len(in_steps) else None, int(in_steps.sum()),
+            float(alone[place].mean()), created.shape[1], len(in_steps),
+            _main_kind(group.kinds, late[place]),
+        ))  # fmt: skip
+    return rows
+
+
+def _segments(created: Ints) -> Ints:
+    """[collective]: a number that grows where all ranks have waited for each other."""
+    waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
+    return np.concatenate([[0], np.cumsum(waited)]).astype(np.int64)
+
+
+def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
+    """[step]: lateness of a rank in each step that the collectives cover."""
+    place = np.searchsorted(starts, created, side="right") - 1
+    inside = place >= 0
+    if not inside.any():
+        return np.empty(0, dtype=np.int64)
+    sums = np.bincount(place[inside], weights=late[inside].astype(np.float64))
+    covered: Ints = sums[place[inside].min() :].round().astype(np.int64)
+    return covered
+
+
+def _main_kind(kinds: Sequence[str], late: Ints) -> str:
+    names, places = np.unique(np.array(kinds), return_inverse=True)
+    sums = np.bincount(places, weights=late.astype(np.float64))
+    return str(names[int(sums.argmax())])

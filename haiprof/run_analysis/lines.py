@@ -1,0 +1,250 @@
+"""Lines of user code in sampled stacks: how much of the time each takes, and what it calls."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Floats, Ints
+from haiprof.base.code_places import code_name
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.stack_files import Frame
+
+LINE_SCHEMA = {
+    "rank": pl.Int64,
+    "worker": pl.Int64,
+    "phase": pl.String,
+    "file": pl.String,
+    "line": pl.Int64,
+    "function": pl.String,
+    "self_count": pl.Int64,
+    "inclusive_count": pl.Int64,
+    "sample_count": pl.Int64,
+    "self_ratio": pl.Float64,
+    "self_low": pl.Float64,
+    "self_high": pl.Float64,
+    "inclusive_ratio": pl.Float64,
+    "time_ns": pl.Float64,
+}
+_COMPREHENSION = re.compile(r"(?:\.<locals>)?\.<(?:genexpr|listcomp|dictcomp|setcomp)>\Z")
+"""What runs in a comprehension is its function's."""
+CALLEE_LIMIT = 3
+FUNCTION_LIMIT = 20
+CALLEE_MIN_RATIO = 0.5
+"""A library's function is named where it is on the way of so many of its caller's samples."""
+_Z = 1.96  # 95 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTime:
+    """A function of the user's in which samples ended, or in what libraries it calls."""
+
+    file: str
+    line: int
+    """Its line that was seen most often."""
+    function: str
+    ratio: float
+    """Its share of the time of the samples asked about."""
+    low: float | None
+    high: float | None
+    """Where that share lies with 95 % certainty, as the number of samples tells; None for the time
+    beyond other samples'."""
+    sample_count: int
+    time_ns: float
+    callees: tuple[str, ...]
+    """Functions of libraries in which most of that time passes, from its own call inwards."""
+
+
+def line_frame(samples: CodeSamples) -> pl.DataFrame:
+    """Lines of user code, by rank, thread and phase.
+
+    Returns:
+        `rank`, `worker` (null: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
+        `function`; `self_count`: samples in which it was the innermost line of user code;
+        `inclusive_count`: samples that have it anywhere; `sample_count`: samples of that rank,
+        thread and phase; `self_ratio` with its 95 % interval `self_low` to `self_high`,
+        `inclusive_ratio`; `time_ns`: its self time in the recorded steps (null for workers, and
+        outside steps). Most samples first.
+    """
+    tree = samples.tree
+    columns = {
+        "rank": samples.rank,
+        "worker": samples.worker,
+        "phase": samples.phase,
+        "stack": samples.stack,
+        "weight": samples.weight_ns,
+    }
+    cells = pl.DataFrame(columns).group_by("rank", "worker", "phase", "stack")
+    counted = cells.agg(pl.len(), pl.col("weight").sum())
+    group = ("rank", "worker", "phase")
+    totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
+    pairs = _user_pairs(tree)
+    inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": _innermost_frame(tree)})
+    own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
+    own = own.group_by(*group, "frame").agg(
+        self_count=pl.col("len").sum(), time_ns=pl.col("weight").sum()
+    )
+    inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
+    found = (
+        inclusive.agg(inclusive_count=pl.col("len").sum())
+        .join(own, on=[*group, "frame"], how="left")
+        .join(totals, on=group)
+        .with_columns(pl.col("self_count").fill_null(0), pl.col("time_ns").fill_null(0.0))
+    )
+    return _with_names(found, tree)
+
+
+def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
+    """Frames and phases by name, counts as shares."""
+    low, high = wilson(found["self_count"].to_numpy(), found["sample_count"].to_numpy())
+    frame = found["frame"].to_list()
+    named = found.with_columns(
+        phase=pl.Series(CODE_PHASES, dtype=pl.String).gather(found["phase"]),
+        file=pl.Series([tree.frames[f].file for f in frame], dtype=pl.String),
+        line=pl.Series([tree.frames[f].line for f in frame], dtype=pl.Int64),
+        function=pl.Series([tree.frames[f].function for f in frame], dtype=pl.String),
+        worker=pl.when(pl.col("worker") >= 0).then("worker"),
+        self_ratio=pl.col("self_count") / pl.col("sample_count"),
+        self_low=pl.Series(low),
+        self_high=pl.Series(high),
+        inclusive_ratio=pl.col("inclusive_count") / pl.col("sample_count"),
+        time_ns=pl.when((pl.col("time_ns") > 0) & (pl.col("worker") < 0)).then("time_ns"),
+    )
+    chosen = named.select(pl.col(name).cast(dtype) for name, dtype in LINE_SCHEMA.items())
+    order = ["rank", "worker", "phase", "self_count", "inclusive_count", "file", "line"]
+    descending = [False, False, False, True, True, False, False]
+    return chosen.sort(order, descending=descending, nulls_last=False)
+
+
+def function_times(
+    samples: CodeSamples, *, less: CodeSamples | None = None, scale: float = 1.0
+) -> list[FunctionTime]:
+    """User functions by the time that passes in them and in what libraries they call: the first.
+
+    Args:
+        samples: Those asked about.
+        less: Others of the same tree to compare with: what counts is the time beyond theirs (slow
+            steps against usual ones, one rank against another).
+        scale: What a nanosecond of the others counts, so that both are of as many steps.
+    """
+    tree, weight = samples.tree, _weights(samples)
+    total = float(weight.sum())
+    if not total:
+        return []
+    inner = _innermost_stack(tree)
+    functions, number = _functions(tree)
+    of_sample = number[tree.place[inner[samples.stack]]]
+    own = np.bincount(of_sample + 1, weights=weight, minlength=len(functions) + 1)[1:]
+    beyond: Floats = own.astype(np.float64)
+    if less is not None:
+        elsewhere = number[tree.place[inner[less.stack]]]
+        theirs = np.bincount(elsewhere + 1, _weights(less), minlength=len(functions) + 1)[1:]
+        beyond -= scale * theirs
+    effective = total**2 / float((weight**2).sum())
+    low, high = wilson(own / total * effective, np.full(len(own), effective))
+    order = sorted(np.flatnonzero(own).tolist(), key=lambda f: (-beyond[f], functions[f]))
+    found = []
+    for function in order[:FUNCTION_LIMIT]:
+        rows = of_sample == function
+        frame = _top_frame(tree, inner[samples.stack[rows]], weight[rows])
+        found.append(
+            FunctionTime(
+                file=frame.file,
+                line=frame.line,
+                function=frame.function,
+                ratio=float(own[function]) / total,
+                low=float(low[function]),
+                high=float(high[function]),
+                sample_count=int(rows.sum()),
+                time_ns=float(beyond[function]),
+                callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
+            )
+        )
+    return found
+
+
+def _weights(samples: CodeSamples) -> Floats:
+    """Time of each sample; where none is known of any, each counts the same."""
+    return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
+
+
+def _functions(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
+    """Functions as (file, name), and the number of each frame's; -1 for no frame, as the last."""
+    known: dict[tuple[str, str], int] = {}
+    keys = [(frame.file, _COMPREHENSION.sub("", frame.function)) for frame in tree.frames]
+    numbers = [known.setdefault(key, len(known)) for key in keys]
+    return list(known), np.array([*numbers, -1], dtype=np.int64)
+
+
+def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
+    """The frame with most of the time, of stacks that end in it."""
+    return tree.frames[int(np.bincount(tree.place[stack], weights=weight).argmax())]
+
+
+def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
+    """From the user's own frame inwards, as long as most of its time goes the same way."""
+    total = float(weight.sum())
+    paths = [_library_path(tree, inner, number) for number in stack.tolist()]
+    way: list[str] = []
+    while len(way) < CALLEE_LIMIT:
+        times: dict[str, float] = {}
+        for path, part in zip(paths, weight.tolist(), strict=True):
+            if len(path) > len(way) and list(path[: len(way)]) == way:
+                times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
+        name = max(times, key=lambda n: (times[n], n), default=None)
+        if name is None or times[name] < CALLEE_MIN_RATIO * total:
+            break
+        way.append(name)
+    return tuple(way)
+
+
+def _library_path(tree: CodeTree, inner: Ints, stack: int) -> tuple[str, ...]:
+    """Names of the frames between a stack's innermost user frame and its end, outermost first."""
+    names = []
+    while stack != inner[stack] and stack:
+        frame = tree.frames[tree.place[stack]]
+        names.append(code_name(frame.file, frame.function))
+        stack = int(tree.parent[stack])
+    return tuple(reversed(names))
+
+
+def _innermost_stack(tree: CodeTree) -> Ints:
+    """Per stack: the part of it that ends in its innermost user frame; 0 where it has none."""
+    library = np.append(tree.library, False)
+    found = np.arange(len(tree.place))
+    outwards = library[tree.place] & (found > 0)
+    while outwards.any():
+        found = np.where(outwards, tree.parent[found], found)
+        outwards = library[tree.place[found]] & (found > 0)
+    return found
+
+
+def _innermost_frame(tree: CodeTree) -> Ints:
+    """The same as a frame; -1 where there is none."""
+    frames: Ints = tree.place[_innermost_stack(tree)]
+    return frames
+
+
+def _user_pairs(tree: CodeTree) -> pl.DataFrame:
+    """Each `stack` with each `frame` of user code in it, a recursion once."""
+    library = np.append(tree.library, True)
+    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
+    while at.any():
+        user = ~library[tree.place[at]]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": tree.place[at][user]}))
+        at = tree.parent[at]
+        stack, at = stack[at > 0], at[at > 0]
+    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
+    return pl.concat([empty, *parts]).unique()
+
+
+def wilson(count: np.ndarray, total: np.ndarray) -> tuple[Floats, Floats]:
+    """The interval of a share with 95 % certainty. Source: Wilson 1927, JASA 22 (158)."""
+    share, squared = count / total, _Z**2
+    middle = share + squared / (2 * total)
+    spread = _Z * np.sqrt(share * (1 - share) / total + squared / (4 * total**2))
+    below = 1 + squared / total
+    return np.maximum((middle - spread) / below, 0.0), np.minimum((middle + spread) / below, 1.0)

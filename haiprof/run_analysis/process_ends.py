@@ -1,0 +1,328 @@
+"""How every process of a job ended: what it wrote itself, and what its node saw from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_format.reader import read_json
+from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
+
+_UNCAUGHT_LIMIT = 1 << 20
+_ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
+_FIELD_CHARS = 8_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """An exception that nobody caught."""
+
+    type: str
+    message: str
+    line: Frame | None
+    """The innermost line of the user's own code."""
+    source: str
+    """What stands there."""
+    frames: Stack
+    errno: int | None = None
+
+    @property
+    def short(self) -> str:
+        """`RuntimeError: what happened`, in one line."""
+        name = self.type.rpartition(".")[2]
+        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+        said = lines[0][:160] if lines else ""
+        return f"{name}: {said}" if said else name
+
+    @property
+    def place(self) -> str:
+        """`train.py:88 in step`; empty where there is none."""
+        return frame_text(self.line) if self.line is not None else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncaught:
+    """Exceptions of one process, in the order in which they came."""
+
+    how: str
+    """`exception`, `exit` (SystemExit), or `thread`, which ends no process."""
+    thread: str | None
+    wall_ns: int | None
+    errors: tuple[Error, ...]
+    """The exception, and those that it was raised from."""
+
+    @property
+    def error(self) -> Error | None:
+        """What was wrong: of a SystemExit the exception that led to it."""
+        real = [error for error in self.errors if error.type != "SystemExit"]
+        return real[0] if real else (self.errors[0] if self.errors else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnd:
+    """One process of the job and how it ended, as far as that is known."""
+
+    host: str
+    pid: int
+    rank: int | None
+    """None for a launcher or a helper."""
+    generation: int = 0
+    """0 for the first start of the ranks, 1 after the first restart."""
+    parent: int | None = None
+    helper: bool = False
+    """A worker or another process of a rank's."""
+    started_ns: int | None = None
+    """Unix time at which it began to be recorded."""
+    wall_ns: int | None = None
+    """Unix time of its end; None where nobody saw it."""
+    status: int | None = None
+    signal: int | None = None
+    core: bool = False
+    seen: bool = False
+    """Whether its node saw it end."""
+    closed: bool = False
+    """Whether it went through Python's own exit."""
+    oom: Mapping[str, Any] | None = None
+    """What the kernel said of a kill for want of memory."""
+    shm: Mapping[str, Any] | None = None
+    """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
+    uncaught: tuple[Uncaught, ...] = ()
+    step: int | None = None
+    world_size: int | None = None
+    """As the process itself knew it when it failed."""
+
+    @property
+    def failure(self) -> Uncaught | None:
+        """The exception that ended it; None where none did."""
+        return next((each for each in self.uncaught if each.how != "thread"), None)
+
+    @property
+    def error(self) -> Error | None:
+        """The exception that ended it, or the one that led to its exit."""
+        return self.failure.error if self.failure is not None else None
+
+    @property
+    def thread_error(self) -> Uncaught | None:
+        """The first exception that ended one of its threads."""
+        return next((each for each in self.uncaught if each.how == "thread"), None)
+
+    @property
+    def failed_ns(self) -> int | None:
+        """Unix time at which it was lost: its exception, else its end."""
+        failure = self.failure
+        times = [failure.wall_ns if failure is not None else None, self.wall_ns]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def clean(self) -> bool:
+        """Whether it ended as a process ends that has done its work."""
+        if self.signal is not None or self.status:
+            return False
+        if self.status == 0:
+            return True
+        return self.closed and self.failure is None
+
+    @property
+    def over(self) -> bool:
+        """Whether anything tells that it has ended."""
+        return self.seen or self.closed or self.failure is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A signal that came to a launcher."""
+
+    host: str
+    wall_ns: int
+    signal: int
+    from_pid: int | None
+    from_uid: int | None
+    from_command: str | None
+    slurm_job: str | None
+    slurm_end_ns: int | None
+    slurm_state: str | None = None
+    """`TIMEOUT`, `CANCELLED`, `PREEMPTED`, as Slurm said then."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    facts: dict[str, Any] = field(default_factory=dict)
+    uncaught: tuple[Uncaught, ...] = ()
+
+
+def process_ends(files: RunFiles) -> list[ProcessEnd]:
+    """Every process of which an end or a report is known, ranks first, in order."""
+    found: dict[tuple[str, int], _Draft] = {}
+    for rank in files.ranks:
+        _take_report(found, rank)
+    for host, content in _uncaught_contents(files):
+        _take_uncaught(found, host, content)
+    for node in files.nodes:
+        for line in (*node.of_type("process_end"), *node.of_type("job_end")):
+            _take_end(found, node.host, line)
+    ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_kept(draft.facts))
+            for (host, pid), draft in found.items()]  # fmt: skip
+    ends = _place_generations([_without_helpers(end, ends) for end in ends])
+    return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
+
+
+def arrived_signals(files: RunFiles) -> list[Arrived]:
+    """Signals that came to launchers, in order of time."""
+    found = []
+    for node in files.nodes:
+        for line in node.of_type("signal"):
+            number, wall_ns = integer(line.get("signal")), integer(line.get("wall_ns"))
+            if number is None or wall_ns is None:
+                continue
+            end_s = integer(line.get("slurm_end_s"))
+            found.append(
+                Arrived(
+                    host=node.host,
+                    wall_ns=wall_ns,
+                    signal=number,
+                    from_pid=integer(line.get("from_pid")),
+                    from_uid=integer(line.get("from_uid")),
+                    from_command=text(line.get("from_command")),
+                    slurm_job=text(line.get("slurm_job")),
+                    slurm_state=text(line.get("slurm_state")),
+                    slurm_end_ns=None if end_s is None else end_s * 1_000_000_000,
+                )
+            )
+    return sorted(found, key=lambda signal: signal.wall_ns)
+
+
+# -- what is read ---------------------------------------------------------------------------------
+
+
+def _take_report(found: dict[tuple[str, int], _Draft], rank: RankFiles) -> None:
+    host, pid = text(rank.report.get("host")), integer(rank.report.get("pid"))
+    if host is None or pid is None:
+        return
+    clock = rank.report.get("clock")
+    restart = integer(rank.report.get("restart")) or 0
+    ends = [line for line in rank.of_type("record_end") if line.get("reason") == "exit"]
+    found.setdefault((host, pid), _Draft()).facts.update(
+        rank=rank.rank,
+        generation=restart or rank.attempt,
+        known_generation=True,
+        started_ns=integer(clock.get("wall_ns")) if isinstance(clock, dict) else None,
+        parent=integer(rank.report.get("ppid")),
+        closed=bool(ends),
+    )
+
+
+def _uncaught_contents(files: RunFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for path in files.paths.uncaught_files():
+        try:
+            if path.stat().st_size > _UNCAUGHT_LIMIT:
+                continue
+            content = read_json(path)
+        except (OSError, RunFormatError):
+            continue
+        host = text(content.get("host"))
+        if host is not None:
+            yield host, content
+
+
+def _take_uncaught(
+    found: dict[tuple[str, int], _Draft], host: str, content: Mapping[str, Any]
+) -> None:
+    pid, entries = integer(content.get("pid")), content.get("ended")
+    if pid is None or not isinstance(entries, list):
+        return
+    draft = found.setdefault((host, pid), _Draft())
+    draft.uncaught = tuple(_uncaught(e) for e in entries[:_ENTRY_LIMIT] if isinstance(e, dict))
+    draft.facts["step"] = integer(content.get("step"))
+    draft.facts["world_size"] = integer(content.get("world_size"))
+    if "rank" not in draft.facts:
+        draft.facts["rank"] = integer(content.get("rank"))
+        draft.facts["generation"] = integer(content.get("restart")) or 0
+        draft.facts["known_generation"] = draft.facts["rank"] is not None
+    if content.get("loader_worker") is True:
+        draft.facts["helper"] = True
+
+
+def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
+    errors = entry.get("errors")
+    chain = errors[:_CHAIN_LIMIT] if isinstance(errors, list) else []
+    return Uncaught(
+        how=text(entry.get("how")) or "exception",
+        thread=text(entry.get("thread")),
+        wall_ns=integer(entry.get("wall_ns")),
+        errors=tuple(_error(each) for each in chain if isinstance(each, dict)),
+    )
+
+
+def _error(content: Mapping[str, Any]) -> Error:
+    frames = parse_frames(content.get("frames")) or ()
+    return Error(
+        type=(text(content.get("type")) or "?")[:200],
+        message=(text(content.get("message")) or "")[:_FIELD_CHARS],
+        line=own_frame(frames),
+        source=(text(content.get("source")) or "")[:400],
+        frames=frames,
+        errno=integer(content.get("errno")),
+    )
+
+
+def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str, Any]) -> None:
+    pid, wall_ns = integer(line.get("pid")), integer(line.get("wall_ns"))
+    if pid is None or wall_ns is None:
+        return
+    facts = found.setdefault((host, pid), _Draft()).facts
+    status, number = integer(line.get("status")), integer(line.get("signal"))
+    if facts.get("seen") and status is None and number is None:
+        return  # the launcher's word and the agent's are about the same end
+    oom, shm = line.get("oom"), line.get("shm")
+    facts.update(
+        seen=True,
+        wall_ns=min(wall_ns, facts.get("wall_ns", wall_ns)),
+        status=status if status is None or 0 <= status < 256 else None,
+        signal=number if number is not None and 0 < number < 128 else None,
+        core=line.get("core") is True,
+        oom=oom if isinstance(oom, dict) else facts.get("oom"),
+        shm=shm if isinstance(shm, dict) else facts.get("shm"),
+    )
+    facts.setdefault("rank", integer(line.get("rank")))
+    facts["parent"] = facts.get("parent") or integer(line.get("parent"))
+    facts["helper"] = facts.get("helper") or line.get("helper") is True
+
+
+def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
+    known = ProcessEnd.__dataclass_fields__.keys()
+    kept = {name: value for name, value in facts.items() if name in known}
+    kept.setdefault("rank", None)
+    if not facts.get("known_generation"):
+        kept["generation"] = -1
+    return kept
+
+
+def _without_helpers(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
+    """A process with a rank's label below that rank is a helper of it: a worker, a shell."""
+    if end.rank is None or end.started_ns is not None:
+        return end
+    family = {e.pid for e in ends if e.rank == end.rank and e.host == end.host and not e.helper}
+    return replace(end, helper=True) if end.parent in family or end.helper else end
+
+
+def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
+    """Processes that did not say so belong to the last generation that had begun by then."""
+    begun: dict[int, int] = {}
+    for end in ends:
+        if end.generation >= 0 and end.rank is not None:
+            since = end.started_ns if end.started_ns is not None else end.failed_ns
+            if since is not None:
+                begun[end.generation] = min(since, begun.get(end.generation, since))
+    placed = []
+    for end in ends:
+        if end.generation < 0:
+            time = end.failed_ns
+            before = [g for g, since in begun.items() if time is not None and since <= time]
+            placed.append(replace(end, generation=max(before, default=0)))
+        else:
+            placed.append(end)
+    return placed

@@ -1,0 +1,241 @@
+"""What haiprof did by itself while the job ran: a hang looked at, slower steps noted or traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from haiprof.run_analysis.records import integer, number, text
+from haiprof.run_analysis.run_files import RunFiles
+
+_NOWHERE = ("nothing:", "not known:")
+"""How what a rank does begins where it is no place in the code: the reason says that already."""
+
+REACTION_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
+    "trigger": pl.String,
+    "noticed_ns": pl.Int64,
+    "since_ns": pl.Int64,
+    "host": pl.String,
+    "rank": pl.Int64,
+    "step": pl.Int64,
+    "reason": pl.String,
+    "before_step_ns": pl.Float64,
+    "after_step_ns": pl.Float64,
+    "silent_ns": pl.Float64,
+    "action": pl.String,
+    "state": pl.String,
+    "failure": pl.String,
+    "suspect_rank": pl.Int64,
+    "suspect_reason": pl.String,
+    "suspect_doing": pl.String,
+    "suspect_certain": pl.Boolean,
+    "suspect_count": pl.Int64,
+    "collectives_moved": pl.Boolean,
+    "saving_rank": pl.Int64,
+    "window": pl.Int64,
+    "first_step": pl.Int64,
+    "end_step": pl.Int64,
+    "path": pl.String,
+    "outcome": pl.String,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectSeen:
+    """A rank that a snapshot named."""
+
+    rank: int
+    reason: str
+    doing: str
+    certain: bool
+    """Whether it follows from what was seen, and is not only unlike the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaction:
+    """One reaction."""
+
+    trigger: str
+    """`hang` or `slow`."""
+    wall_ns: int
+    """Unix time at which it was noticed."""
+    since_wall_ns: int
+    """When it began: the last sign of life, or the first slower step."""
+    host: str
+    """Whose agent noticed it."""
+    rank: int | None
+    """Whose steps."""
+    step: int | None
+    """The first slower one; with `hang` the last that ended."""
+    reason: str
+    """What was compared, for people."""
+    before_ns: float | None
+    """Usual step; null with `hang`."""
+    after_ns: float | None
+    """Slower step; null with `hang`."""
+    silent_ns: float | None
+    """Time without a step when it was noticed; null with `slow`."""
+    action: str
+    """`snapshot`, `trace-now`, or `none` where it was only noted."""
+    state: str
+    """`done`, `failed`, `begun` where the result is not known, `none` without an action."""
+    failure: str | None
+    path: str | None
+    """The snapshot."""
+    moves: bool | None
+    """Whether collectives went on during the snapshot."""
+    saving: tuple[int, ...]
+    """Ranks that were saving a checkpoint then."""
+    suspects: tuple[SuspectSeen, ...]
+    window: int | None
+    """Number of the trace window."""
+    steps: tuple[int, int] | None
+    """Traced steps: the first, and the one after the last."""
+
+    @property
+    def contradiction(self) -> str | None:
+        """What ranks do that cannot go together, where none of them is in the minority."""
+        reasons = [suspect.reason for suspect in self.suspects]
+        return reasons[0] if reasons and reasons.count(reasons[0]) > 1 else None
+
+
+def reactions(files: RunFiles) -> list[Reaction]:
+    """All reactions of a run, in order of time; lines that are none are passed over."""
+    found = []
+    for node in files.nodes:
+        results = {str(line.get("name")): line for line in node.of_type("reaction_result")}
+        for line in node.of_type("reaction"):
+            reaction = _reaction(node.host, line, results.get(str(line.get("name")), {}))
+            if reaction is not None:
+                found.append(reaction)
+    return sorted(found, key=lambda reaction: reaction.wall_ns)
+
+
+def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
+    """Reactions as a frame.
+
+    Returns:
+        One row per reaction: `trigger` (`hang`, `slow`), `noticed_ns` and `since_ns` (Unix time),
+        `host` (whose launcher noticed it), `rank` and `step` (of the first slower step; with `hang`
+        the last that ended), `reason`, `before_step_ns` and `after_step_ns` (null with `hang`),
+        `silent_ns` (without a step; null with `slow`), `action` (`snapshot`, `trace-now`, `none`),
+        `state` (`done`, `failed`, `begun`, `none`), `failure`, `suspect_rank`, `suspect_reason`,
+        `suspect_doing`, `suspect_certain` (of the first rank that a snapshot named),
+        `suspect_count`, `collectives_moved` (during the snapshot), `saving_rank` (the first that
+        saved a checkpoint then), `window`, `first_step`, `end_step` (traced steps; `end_step` is
+        the one after the last), `path` (of the snapshot), `outcome` (for people).
+    """
+    return pl.DataFrame([_row(reaction) for reaction in found], schema=REACTION_SCHEMA)
+
+
+def outcome_text(reaction: Reaction) -> str:
+    """What came of it, for people."""
+    slow = reaction.trigger == "slow"
+    if reaction.action == "none":
+        return "only noted: " + (
+            "--react trace traces such steps" if slow else "--react snapshot looks at the ranks"
+        )
+    if slow and reaction.state == "done" and reaction.steps is not None:
+        return f"steps {reaction.steps[0]} to {reaction.steps[1] - 1} were traced"
+    if not slow and reaction.state == "done":
+        return _found_text(reaction)
+    what = "no trace of them" if slow else "no snapshot"
+    return f"{what}: {reaction.failure or 'the launcher ended before'}"
+
+
+def _found_text(reaction: Reaction) -> str:
+    """Who held the job up, as its snapshot says."""
+    if reaction.contradiction is not None:
+        return f"ranks contradicted each other: {reaction.contradiction}"
+    if reaction.suspects:
+        first = reaction.suspects[0]
+        verb = "held the job up" if first.certain else "did something else than the rest"
+        placed = first.doing and not first.doing.startswith(_NOWHERE)
+        return f"rank {first.rank} {verb}: {first.reason}" + (
+            f"; it was at {first.doing}" if placed else ""
+        )
+    if reaction.saving:
+        return f"rank {reaction.saving[0]} was saving a checkpoint"
+    if reaction.moves:
+        return "collectives went on"
+    return "no rank differed from the others"
+
+
+def _row(reaction: Reaction) -> dict[str, object]:
+    suspect = reaction.suspects[0] if reaction.suspects else None
+    first, end = reaction.steps or (None, None)
+    same = ("trigger", "host", "rank", "step", "reason", "silent_ns", "action", "state", "failure")
+    return {
+        **{name: getattr(reaction, name) for name in (*same, "window", "path")},
+        "noticed_ns": reaction.wall_ns,
+        "since_ns": reaction.since_wall_ns,
+        "before_step_ns": reaction.before_ns,
+        "after_step_ns": reaction.after_ns,
+        "suspect_rank": None if suspect is None else suspect.rank,
+        "suspect_reason": None if suspect is None else suspect.reason,
+        "suspect_doing": None if suspect is None else suspect.doing,
+        "suspect_certain": None if suspect is None else suspect.certain,
+        "suspect_count": len(reaction.suspects),
+        "collectives_moved": reaction.moves,
+        "saving_rank": reaction.saving[0] if reaction.saving else None,
+        "outcome": outcome_text(reaction),
+        "first_step": first,
+        "end_step": end,
+    }
+
+
+def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> Reaction | None:
+    trigger, wall_ns = text(line.get("trigger")), integer(line.get("wall_ns"))
+    since = integer(line.get("since_wall_ns"))
+    if trigger not in ("hang", "slow") or wall_ns is None or since is None:
+        return None
+    action = text(line.get("action")) or "none"
+    unknown = "none" if action == "none" else "begun"
+    moves = result.get("moves")
+    return Reaction(
+        trigger=trigger,
+        wall_ns=wall_ns,
+        since_wall_ns=since,
+        host=host,
+        rank=integer(line.get("rank")),
+        step=integer(line.get("step")),
+        reason=text(line.get("reason")) or "",
+        before_ns=number(line.get("before_ns")),
+        after_ns=number(line.get("after_ns")),
+        silent_ns=number(line.get("silent_ns")),
+        action=action,
+        state=text(result.get("state")) or unknown,
+        failure=text(result.get("reason")),
+        path=text(result.get("path")),
+        moves=moves if isinstance(moves, bool) else None,
+        saving=tuple(_integers(result.get("saving"))),
+        suspects=tuple(_suspects(result.get("suspects"))),
+        window=integer(result.get("window")),
+        steps=_steps(result.get("steps")),
+    )
+
+
+def _suspects(value: object) -> Sequence[SuspectSeen]:
+    return [
+        SuspectSeen(
+            rank=rank,
+            reason=text(entry.get("reason")) or "",
+            doing=text(entry.get("doing")) or "",
+            certain=entry.get("certain") is True,
+        )
+        for entry in (value if isinstance(value, list) else ())
+        if isinstance(entry, dict) and (rank := integer(entry.get("rank"))) is not None
+    ]
+
+
+def _integers(value: object) -> list[int]:
+    entries = value if isinstance(value, list) else []
+    return [entry for entry in entries if type(entry) is int]
+
+
+def _steps(value: object) -> tuple[int, int] | None:
+    found = _integers(value)
+    return (found[0], found[1]) if len(found) == 2 else None

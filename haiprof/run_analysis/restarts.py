@@ -1,0 +1,148 @@
+"""Starts of a job's ranks, why each ended, what lay between them, and the goodput of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.process_ends import ProcessEnd
+from haiprof.run_analysis.run_files import RunFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of the ranks: the first one, or a restart."""
+
+    generation: int
+    began_ns: int | None
+    """Unix time at which its first rank began to be recorded."""
+    ended_ns: int | None
+    """Unix time of its death; None for the last one, or where it is not known."""
+    why: str | None
+    """Headline of its death."""
+    step_count: int
+    """Steps of the rank that has most."""
+    kept_ns: int
+    """Time in steps that counted: those after the last save of a start that died were done again
+    or lost."""
+    lost_ns: int
+    """Time in steps after the last save of a start that died."""
+    until_next_ns: int | None
+    """From its death to the first step of the next start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What of the wall time was steps that counted."""
+
+    ratio: float | None
+    """None where the run's length is not known, or no steps were recorded."""
+    wall_ns: int | None
+    kept_ns: int
+    lost_ns: int
+    between_ns: int
+    """Between the death of one start and the first step of the next."""
+
+
+def find_starts(
+    ends: Sequence[ProcessEnd],
+    deaths: Sequence[Death],
+    steps: pl.DataFrame,
+    saves: pl.DataFrame,
+) -> list[Start]:
+    """The starts of a run in order.
+
+    Args:
+        ends: From `process_ends`.
+        deaths: From `find_deaths`.
+        steps: Of `RunFrames.steps()`.
+        saves: Checkpoint saves, in the columns of `RunFrames.pauses()`.
+    """
+    own = [end for end in ends if end.rank is not None and not end.helper]
+    generations = sorted({end.generation for end in own})
+    died = {death.generation: death for death in deaths}
+    attempts = _attempts(own)
+    found: list[Start] = []
+    for generation in generations:
+        death = died.get(generation)
+        part = _of_attempt(steps, attempts.get(generation, generation))
+        saved = _of_attempt(saves, attempts.get(generation, generation))
+        began = [e.started_ns for e in own if e.generation == generation and e.started_ns]
+        dies = death is not None and (not death.final)
+        kept, lost = _kept_and_lost(part, saved, dies=dies)
+        found.append(
+            Start(
+                generation=generation,
+                began_ns=min(began, default=None),
+                ended_ns=None if death is None else death.died_ns,
+                why=None if death is None else death.headline,
+                step_count=_count(part),
+                kept_ns=kept,
+                lost_ns=lost,
+                until_next_ns=None,
+            )
+        )
+    return _with_gaps(found, steps, attempts)
+
+
+def goodput(files: RunFiles, starts: Sequence[Start]) -> Goodput:
+    """The share of the run's wall time in steps that counted."""
+    manifest = files.manifest
+    wall = None
+    if manifest is not None and manifest.end_wall_ns and manifest.start_wall_ns:
+        wall = manifest.end_wall_ns - manifest.start_wall_ns
+    kept = sum(start.kept_ns for start in starts)
+    return Goodput(
+        ratio=min(kept / wall, 1.0) if wall and wall > 0 and kept else None,
+        wall_ns=wall,
+        kept_ns=kept,
+        lost_ns=sum(start.lost_ns for start in starts),
+        between_ns=sum(start.until_next_ns or 0 for start in starts),
+    )
+
+
+def _attempts(ends: Sequence[ProcessEnd]) -> dict[int, int]:
+    """The attempt number of each generation's rank folders: the order of those with a report."""
+    begun = sorted({end.generation for end in ends if end.started_ns is not None})
+    return {generation: place for place, generation in enumerate(begun)}
+
+
+def _of_attempt(frame: pl.DataFrame, attempt: int) -> pl.DataFrame:
+    return frame.filter(pl.col("attempt") == attempt)
+
+
+def _count(steps: pl.DataFrame) -> int:
+    most = steps["rank"].value_counts()["count"].max() if steps.height else 0
+    return most if isinstance(most, int) else 0
+
+
+def _kept_and_lost(steps: pl.DataFrame, saves: pl.DataFrame, *, dies: bool) -> tuple[int, int]:
+    """Time in steps up to the last save and after it; of the rank with most steps."""
+    if not steps.height:
+        return 0, 0
+    sizes = steps.group_by("rank").len().sort("len", "rank", descending=[True, False])
+    own = steps.filter(pl.col("rank") == sizes["rank"][0])
+    whole = int(own["step_ns"].sum())
+    if not dies:
+        return whole, 0
+    saved = (saves["start_ns"] + saves["duration_ns"]).max() if saves.height else None
+    before = own.filter(pl.col("start_ns") < saved) if isinstance(saved, int) else own.clear()
+    kept = int(before["step_ns"].sum())
+    return kept, whole - kept
+
+
+def _with_gaps(
+    starts: Sequence[Start], steps: pl.DataFrame, attempts: dict[int, int]
+) -> list[Start]:
+    found = []
+    for place, start in enumerate(starts):
+        gap = None
+        if place + 1 < len(starts) and start.ended_ns is not None:
+            later = _of_attempt(steps, attempts.get(starts[place + 1].generation, -1))
+            first = later["start_ns"].min()
+            gap = max(0, first - start.ended_ns) if isinstance(first, int) else None
+        found.append(replace(start, until_next_ns=gap))
+    return found

@@ -1,0 +1,339 @@
+"""The facade of a recorded run: frames of steps, spans, counters and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import localtime, strftime
+from typing import cast
+
+import polars as pl
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.units import NS_PER_S
+from haiprof.run_analysis.backward_work import backward_work
+from haiprof.run_analysis.burst import burst_frame
+from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
+from haiprof.run_analysis.counters import counter_frame, counter_notes
+from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
+from haiprof.run_analysis.epochs import loading_frame
+from haiprof.run_analysis.lateness import arrivals, collective_frame, host_clocks, lateness
+from haiprof.run_analysis.lines import line_frame
+from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
+from haiprof.run_analysis.phases import PHASE_SCHEMA, SAVE_PHASE, phase_frame
+from haiprof.run_analysis.rank_rows import RankRows, rank_rows
+from haiprof.run_analysis.ranks import rank_frame, rank_row
+from haiprof.run_analysis.reactions import reaction_frame, reactions
+from haiprof.run_analysis.restarts import Goodput, Start, find_starts, goodput
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
+from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
+from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns
+from haiprof.run_analysis.windows import Window, all_windows, recorded_windows, window_frame
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, read_manifest
+
+Key = tuple[int, int]
+"""Rank and attempt."""
+_KEPT_RECORDS = 1_500_000
+"""Spans of a run with more than these are read again when they are asked for: 0.1 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What was read of the ranks' spans."""
+
+    rows: Mapping[Key, RankRows]
+    kept: Mapping[Key, RankSegments] | None
+    """The spans themselves; null where they are too many."""
+    damaged: list[str]
+    """Why the other ranks have no steps."""
+
+
+class RunFrames:
+    """A recorded run as polars frames; files are read at the first question that needs them.
+
+    Frames are of one moment, also of a job that still runs: spans that are too many for memory are
+    read again for `phases()`, but none that came later.
+
+    Args:
+        path: A run directory, or a log directory, of which the newest run is taken.
+        between: Only what happened from the first to the second Unix time in ns: steps that lie
+            whole in it, under the numbers that they have in the whole run. None takes all.
+    """
+
+    def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
+        self.path = Path(path)
+        self.between = between
+
+    def last(self, seconds: float) -> RunFrames:
+        """The last seconds of what was recorded, up to the end of the last whole step."""
+        steps = self.steps()
+        end = (steps["start_ns"] + steps["step_ns"]).max()
+        until = end if isinstance(end, int) else 0
+        return RunFrames(self.run.root, between=(until - round(seconds * NS_PER_S), until))
+
+    def steps(self) -> pl.DataFrame:
+        """One row per rank and training step; columns in `haiprof.run_analysis.step_frame`.
+
+        Raises:
+            RunNotFoundError: There is no run.
+            RunFormatError: It is of another version, or nothing in it can be read.
+        """
+        return self._steps
+
+    def phases(self) -> pl.DataFrame:
+        """One row per span; columns in `haiprof.run_analysis.phases`."""
+        return self._phases
+
+    def pauses(self) -> pl.DataFrame:
+        """Collector pauses and checkpoint saves, in the columns of `phases()`."""
+        frames = [rows.pauses for rows in self._rows.values()]
+        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+
+    def loading(self) -> pl.DataFrame:
+        """What starts of epochs cost each rank; columns in `haiprof.run_analysis.epochs`."""
+        return loading_frame(rows.loading for rows in self._rows.values())
+
+    def backward_work(self) -> pl.DataFrame:
+        """What each rank itself does in backward; see `haiprof.run_analysis.backward_work`."""
+        return self._backward_work
+
+    def counters(self) -> pl.DataFrame:
+        """One row per sample and metric; columns in `haiprof.run_analysis.counters`."""
+        return self._counters[0]
+
+    def bursts(self) -> pl.DataFrame:
+        """GPU metrics of `--burst`, in the columns of `counters()`; see `run_analysis.burst`.
+
+        Raises:
+            RunFormatError: An export of Nsight Systems cannot be read; the message names it.
+        """
+        return burst_frame(self.files)
+
+    def ranks(self) -> pl.DataFrame:
+        """One row per rank and attempt; columns in `haiprof.run_analysis.ranks`."""
+        return self._ranks
+
+    def collectives(self) -> pl.DataFrame:
+        """The last collectives of each rank; columns in `haiprof.run_analysis.lateness`."""
+        return self._collectives[0]
+
+    def lateness(self) -> pl.DataFrame:
+        """How late each rank begins its collectives; see `run_analysis.lateness.lateness`."""
+        return self._lateness
+
+    def windows(self) -> pl.DataFrame:
+        """One row per rank and trace window; columns in `haiprof.run_analysis.windows`."""
+        offsets = {key: rows.wall_offset_ns for key, rows in self._rows.items()}
+        counts = {key: rows.step_count for key, rows in self._rows.items()}
+        windows = all_windows(self.files, self._recorded_windows, counts)
+        frame = window_frame(windows, offsets)
+        return self._within(frame) if self.between is not None else frame
+
+    def reactions(self) -> pl.DataFrame:
+        """What haiprof did by itself: hangs, slower steps; columns in `run_analysis.reactions`."""
+        frame = reaction_frame(reactions(self.files))
+        between = self.between
+        return frame if between is None else frame.filter(frame["noticed_ns"].is_between(*between))
+
+    def deaths(self) -> list[Death]:
+        """Why the job died, and each earlier start of its ranks; see `run_analysis.deaths`."""
+        return self._deaths
+
+    def memory_at_end(self) -> tuple[MemoryAtEnd, ...]:
+        """Memory of the ranks that the job's death began with."""
+        death = next((death for death in self._deaths if death.final), None)
+        return memory_at_end(self.files, death, self._evidence.ends)
+
+    def starts(self) -> list[Start]:
+        """Each start of the job's ranks: the first one, and restarts."""
+        return find_starts(self._evidence.ends, self._deaths, self.steps(), self._saves())
+
+    def goodput(self) -> Goodput:
+        """The share of the run's wall time in steps that counted."""
+        return goodput(self.files, self.starts())
+
+    def lines(self) -> pl.DataFrame:
+        """Lines of user code by rank, thread and phase; see `haiprof.run_analysis.lines`."""
+        return line_frame(self.code_samples())
+
+    def code_samples(self, ranks: Collection[int] | None = None) -> CodeSamples:
+        """Sampled stacks in their phases and steps.
+
+        Args:
+            ranks: Only of these; None takes all.
+        """
+        samples = load_code_samples(self._segments(ranks))
+        if self.between is None:
+            return samples
+        first, last = self.between
+        return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
+
+    def notes(self) -> list[str]:
+        """Everything that was cut, damaged or missing while reading."""
+        part = [] if self.between is None else [_part_text(self.between)]
+        return [
+            *part,
+            *self.files.notes,
+            *self._rank_notes,
+            *self._node_notes,
+            *self._counter_notes,
+            *self._collectives[1],
+        ]
+
+    def manifest(self) -> Manifest:
+        """What was run, with which options, and how it ended.
+
+        Raises:
+            RunNotFoundError: There is no run.
+            RunFormatError: run.json is damaged.
+        """
+        return self.files.manifest or read_manifest(self.files.paths)
+
+    @property
+    def run(self) -> RunPaths:
+        """The run directory's paths."""
+        return self.files.paths
+
+    @cached_property
+    def files(self) -> RunFiles:
+        """The run directory as it was found."""
+        return open_run(self.path)
+
+    @cached_property
+    def _loaded(self) -> _Loaded:
+        """Ranks are read one by one, and their spans let go of where they are many."""
+        rows, damaged, shared = {}, [], SharedColumns()
+        kept: dict[Key, RankSegments] | None = {}
+        left = _KEPT_RECORDS
+        for files in self.files.ranks:
+            rank = _load(files)
+            if isinstance(rank, str):
+                damaged.append(rank)
+                continue
+            key = (files.rank, files.attempt)
+            own = [w for w in self._recorded_windows if (w.rank, w.attempt) == key]
+            rows[key] = rank_rows(rank, own, between=self.between, shared=shared)
+            left -= rank.record_count
+            if left < 0:
+                kept = None
+            if kept is not None:
+                kept[key] = rank
+        return _Loaded(rows=rows, kept=kept, damaged=damaged)
+
+    @property
+    def _rows(self) -> Mapping[Key, RankRows]:
+        return self._loaded.rows
+
+    def _segments(self, ranks: Collection[int] | None = None) -> Iterator[RankSegments]:
+        """Ranks with their spans, one at a time: the same ones, read again where none are kept.
+
+        Args:
+            ranks: Only these; None takes all.
+        """
+        kept = self._loaded.kept
+        if kept is not None:
+            yield from (s for s in kept.values() if ranks is None or s.files.rank in ranks)
+            return
+        for files in self.files.ranks:
+            if ranks is not None and files.rank not in ranks:
+                continue
+            rows = self._rows.get((files.rank, files.attempt))
+            rank = _load(files, limit=rows.record_count) if rows else ""
+            if not isinstance(rank, str):
+                yield rank
+
+    def _within(self, frame: pl.DataFrame, length: str | None = None) -> pl.DataFrame:
+        """Rows that begin in the time asked for, and end in it where `length` names a column."""
+        if self.between is None:
+            return frame
+        first, last = self.between
+        end = frame["start_ns"] + frame[length] if length else frame["start_ns"]
+        return frame.filter((frame["start_ns"] >= first) & (end <= last))
+
+    @cached_property
+    def _steps(self) -> pl.DataFrame:
+        frames = [rows.steps for rows in self._rows.values()]
+        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
+
+    @cached_property
+    def _recorded_windows(self) -> list[Window]:
+        return recorded_windows(self.files)
+
+    @cached_property
+    def _phases(self) -> pl.DataFrame:
+        frames = [phase_frame(rank) for rank in self._segments()]
+        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+
+    @cached_property
+    def _backward_work(self) -> pl.DataFrame:
+        collectives, between = self.collectives(), self.between
+        if collectives.is_empty():
+            return backward_work([], collectives)
+        ranks = self._segments()
+        cut = ranks if between is None else (cut_segments(rank, between) for rank in ranks)
+        return backward_work(cast("Sequence[RankSegments]", cut), collectives)  # goes over it once
+
+    @cached_property
+    def _counters(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
+        return counter_frame(self.files, between=self.between)
+
+    @cached_property
+    def _counter_notes(self) -> tuple[str, ...]:
+        return counter_notes(self.files)
+
+    @cached_property
+    def _collectives(self) -> tuple[pl.DataFrame, tuple[str, ...]]:
+        frame, notes = collective_frame(self.files)
+        if self.between is not None:
+            frame = frame.filter(frame["created_ns"].is_between(*self.between))
+        return frame, notes
+
+    @cached_property
+    def _lateness(self) -> pl.DataFrame:
+        collectives = self.collectives()
+        return lateness(arrivals(collectives, host_clocks(collectives)), self.steps())
+
+    @cached_property
+    def _evidence(self) -> Evidence:
+        last = self.steps().group_by("rank", "attempt").agg(pl.col("step").max())
+        steps = {(rank, attempt): step for rank, attempt, step in last.rows()}
+        return gather_evidence(self.files, self.collectives, steps)
+
+    @cached_property
+    def _deaths(self) -> list[Death]:
+        return [] if self.between is not None else find_deaths(self._evidence)
+
+    def _saves(self) -> pl.DataFrame:
+        return self.pauses().filter(pl.col("phase") == SAVE_PHASE)
+
+    @cached_property
+    def _ranks(self) -> pl.DataFrame:
+        """Of all ranks, also those whose spans cannot be read."""
+        found = ((files, self._rows.get((files.rank, files.attempt))) for files in self.files.ranks)
+        return rank_frame(rank_row(f, None) if rows is None else rows.rank for f, rows in found)
+
+    @cached_property
+    def _rank_notes(self) -> list[str]:
+        rows = self._ranks.select("rank", "notes").rows()
+        own = [f"rank {rank}: {note}" for rank, notes in rows for note in notes]
+        return self._loaded.damaged + own
+
+    @cached_property
+    def _node_notes(self) -> list[str]:
+        return [f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)]
+
+
+def _part_text(between: tuple[int, int]) -> str:
+    first, last = (strftime("%H:%M:%S", localtime(time / NS_PER_S)) for time in between)
+    return f"only what was recorded from {first} to {last} was looked at"
+
+
+def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:
+    """The rank's steps, or why there are none."""
+    try:
+        return load_segments(rank, limit=limit)
+    except RunFormatError as error:
+        return f"rank {rank.rank}: {error}"

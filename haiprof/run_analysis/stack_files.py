@@ -1,0 +1,176 @@
+"""Sampled stacks as one process wrote them: its samples, its stacks, its frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from haiprof.base.arrays import Floats, Ints
+from haiprof.run_analysis.records import integer, text
+from haiprof.run_format.reader import read_lines
+from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
+
+_NS_PER_US = 1000
+_TIME_LIMIT_NS = 1 << 62
+_STACK_LIMIT = 1 << 16
+"""Stacks of one process that are read; a rank writes an eighth of that."""
+
+
+class Frame(NamedTuple):
+    """One line of code that was running."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledProcess:
+    """What was sampled of one process."""
+
+    pid: int
+    worker: int | None
+    """Number of the DataLoader worker; None for the training process."""
+    libraries: tuple[str, ...]
+    """Folders of installed code."""
+    frames: Sequence[Frame]
+    parents: Sequence[int]
+    """Of each stack from 1 on: its caller's; 0 has no frames."""
+    places: Sequence[int]
+    """Of each stack from 1 on: its frame."""
+    time_ns: Ints
+    """One per sample, on the clock of the spans."""
+    late_ns: Ints
+    stack: Ints
+    """0 where no Python code ran or the stack is not known."""
+    other_time_ns: Ints
+    """One per look at another Python thread of the process that was busy."""
+    other_stack: Ints
+    other_cores: Floats
+    """Share of a core that it used since the look before."""
+    unknown_count: int
+    """Samples whose stack was left out, or is damaged."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """One process while its lines are read."""
+
+    worker: int | None = None
+    libraries: tuple[str, ...] = ()
+    frames: dict[int, Frame] = field(default_factory=dict)
+    stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    parts: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
+    others: list[tuple[int, int, int]] = field(default_factory=list)
+    """Time, stack and thousandths of a core."""
+
+
+def read_stack_file(path: Path) -> tuple[list[SampledProcess], tuple[str, ...]]:
+    """The processes of one file, in order; and what was damaged.
+
+    Raises:
+        RunFormatError: The file exists and cannot be read. A missing file has no processes.
+    """
+    lines, notes = read_lines(path)
+    found: dict[int, _Read] = {}
+    for line in lines:
+        pid = integer(line.get("pid"))
+        if pid is None:
+            continue
+        if line.get("type") == HEADER and line.get("version") == STACKS_VERSION:
+            found[pid] = _begin(line)
+        elif line.get("type") == SAMPLES and pid in found:
+            _add(found[pid], line)
+    return [_process(pid, read) for pid, read in found.items()], notes
+
+
+def _begin(line: Mapping[str, Any]) -> _Read:
+    folders = line.get("libraries")
+    named = [text(folder) for folder in folders] if isinstance(folders, list) else []
+    return _Read(integer(line.get("worker")), tuple(name for name in named if name))
+
+
+def _add(read: _Read, line: Mapping[str, Any]) -> None:
+    """Takes in one line of samples; what does not fit in it is passed over."""
+    for number, frame in _numbered(line, "frames", "first_frame"):
+        if len(frame) >= 3:
+            file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
+            if file is not None and at is not None and name is not None:
+                read.frames[number] = Frame(file, at, name)
+    for number, entry in _numbered(line, "stacks", "first_stack"):
+        parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
+        known = parent is not None and 0 <= parent < number and place in read.frames
+        if known and (parent == 0 or parent in read.stacks):
+            read.stacks[number] = (int(parent or 0), int(place or 0))
+    begin = integer(line.get("time_ns"))
+    columns = [_integers(line.get(name)) for name in ("offset_us", "late_us", "stack")]
+    if (
+        begin is not None
+        and 0 <= begin < _TIME_LIMIT_NS
+        and len({len(column) for column in columns}) == 1
+    ):
+        offset, late, stack = columns
+        read.parts.append((begin + offset * _NS_PER_US, late * _NS_PER_US, stack))
+        others = line.get("others")
+        for entry in others if isinstance(others, list) else []:
+            values = _integers(entry).tolist()
+            if len(values) == 4:
+                read.others.append((begin + values[0] * _NS_PER_US, values[2], values[3]))
+
+
+def _numbered(line: Mapping[str, Any], name: str, first: str) -> Iterable[tuple[int, list[Any]]]:
+    """The entries of a list that counts on from a number."""
+    number, entries = integer(line.get(first)), line.get(name)
+    if number is None or not 0 <= number <= _STACK_LIMIT or not isinstance(entries, list):
+        return
+    for place, entry in enumerate(entries[: _STACK_LIMIT - number], start=number):
+        if isinstance(entry, list):
+            yield place, entry
+
+
+def _integers(values: object) -> Ints:
+    if not isinstance(values, list) or not all(type(v) is int and abs(v) < 1 << 50 for v in values):
+        return np.zeros(0, dtype=np.int64)
+    return np.array(values, dtype=np.int64)
+
+
+def _process(pid: int, read: _Read) -> SampledProcess:
+    """Numbers without gaps: frames in the order of the stacks, unknown stacks as none."""
+    order = sorted(read.stacks)
+    number = {stack: place for place, stack in enumerate(order, start=1)}
+    number[0] = 0
+    frame_number = {frame: place for place, frame in enumerate(sorted(read.frames))}
+    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(3)]
+    time_ns, late_ns, stack = columns
+    table = np.zeros(max(order, default=0) + 1, dtype=np.int64)
+    table[[0, *order]] = [0, *range(1, len(order) + 1)]
+    mapped = _renumber(stack, table)
+    others = np.array(read.others, dtype=np.int64).reshape(-1, 3).T
+    return SampledProcess(
+        pid=pid,
+        worker=read.worker,
+        libraries=read.libraries,
+        frames=[read.frames[frame] for frame in sorted(read.frames)],
+        parents=[number[read.stacks[stack][0]] for stack in order],
+        places=[frame_number[read.stacks[stack][1]] for stack in order],
+        time_ns=time_ns,
+        late_ns=late_ns,
+        stack=mapped,
+        other_time_ns=others[0],
+        other_stack=_renumber(others[1], table),
+        other_cores=others[2] / 1000,
+        unknown_count=int(((mapped == 0) & (stack != 0)).sum()),
+    )
+
+
+def _renumber(stack: Ints, table: Ints) -> Ints:
+    """Stacks by the table of their new numbers; 0 for those that are not in it."""
+    known = (stack >= 0) & (stack < len(table))
+    return np.where(known, table[np.where(known, stack, 0)], 0)
+
+
+_NONE = np.zeros(0, dtype=np.int64)

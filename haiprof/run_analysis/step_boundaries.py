@@ -1,0 +1,195 @@
+"""Where steps begin on the line of training tokens, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from haiprof.base.arrays import Ints
+from haiprof.run_analysis.nesting import Bools, Codes
+
+BOUNDARIES = ("dataloader", "optimizer", "backward")
+"""What marks a step: the batch it begins with, or the optimizer or backward it ends with."""
+BY_LOADER, BY_OPTIMIZER, BY_BACKWARD = 0, 1, 2
+
+# How sure a boundary is: an order of the rules below, not a measured frequency.
+CONFIDENCE_LOADER = 0.95  # a batch, then optimizer steps, the same number in nearly every segment
+CONFIDENCE_OPTIMIZER = 0.8  # no loader seen; the same number of optimizer runs in nearly every step
+CONFIDENCE_SPLIT = 0.5  # irregular: cut where an optimizer steps again
+CONFIDENCE_BACKWARD = 0.4  # no optimizer seen (compiled away, or fused into the backward)
+
+# From here on, several optimizer steps per batch are an inner loop (critic updates), not steps.
+REGULAR_RATIO = 0.8
+MIN_SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainTokens:
+    """The training part of the token line, one row per token."""
+
+    closing: Bools
+    """Optimizer or scaler step; backward where no optimizer is seen."""
+    tag: Codes
+    """Which optimizer, where closing."""
+    work: Bools
+    """Forward or backward that separates two closing tokens."""
+    holds_work: Bools
+    """Closing tokens with forward or backward inside (closures)."""
+    fetch: Bools
+    """Loader tokens that a step can begin with."""
+    by_backward: bool
+    """Whether backward stands in for the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """One row per step."""
+
+    first: Ints
+    """Its first token."""
+    last_closing: Ints
+    """Its last closing token."""
+    by_loader: Bools
+    """Whether it begins with a loader token."""
+    boundary: Codes
+    """Index into BOUNDARIES."""
+    confidence: npt.NDArray[np.float64]
+    """One of the constants above."""
+    rest: int
+    """First token after the last step; a loader token where `rest_by_loader`."""
+    rest_by_loader: bool
+    """Whether the next step had begun when the recording ended."""
+
+
+def find_boundaries(tokens: TrainTokens) -> Boundaries:
+    """Cuts the line into steps.
+
+    A segment begins with the first batch after an optimizer step. Inside a segment, and where
+    there is no loader, a step begins when an optimizer that has stepped steps again after more
+    forward or backward; unless nearly all segments hold the same number of those (an inner loop).
+    """
+    closing = np.flatnonzero(tokens.closing)
+    cuts = _segment_starts(tokens)
+    segment = np.searchsorted(cuts, closing, side="right")  # 0 is before the first cut
+    run = _runs(tokens, closing, segment)
+    head = _step_heads(tokens.tag[closing], run, segment)
+    counts = np.bincount(segment[head], minlength=len(cuts) + 1)
+    split = (counts > 1) & bool(len(cuts))
+    full = counts[counts > 0]
+    if len(cuts) and len(full) >= MIN_SEGMENTS and _is_regular(full):
+        head = np.flatnonzero(np.diff(segment, prepend=-1) > 0)
+        split[:] = False
+    return _assemble(
+        tokens, closing=closing, cuts=cuts, segment=segment, head=head, split=split, run=run
+    )
+
+
+def _segment_starts(tokens: TrainTokens) -> Ints:
+    """Loader tokens with a closing token since the previous loader token."""
+    fetch = np.flatnonzero(tokens.fetch)
+    closed = np.cumsum(tokens.closing)[fetch]
+    return fetch[np.diff(closed, prepend=0) > 0]
+
+
+def _runs(tokens: TrainTokens, closing: Ints, segment: Ints) -> Ints:
+    """Number of the run of each closing token: no work in between, same segment."""
+    if not len(closing):
+        return closing
+    work = np.cumsum(tokens.work)[closing]
+    new = tokens.holds_work[closing].copy()
+    new[1:] |= (np.diff(work) > 0) | (np.diff(segment) > 0)
+    if not tokens.work.any() and not tokens.holds_work.any():
+        new[:] = True  # forward and backward are invisible: only the optimizers tell
+    new[0] = True
+    runs: Ints = np.cumsum(new) - 1
+    return runs
+
+
+def _step_heads(tag: Codes, run: Ints, segment: Ints) -> Ints:
+    """Positions (among closing tokens) of the first of each step.
+
+    A run opens a step when one of its optimizers has already stepped in the step before it.
+    """
+    if not len(run):
+        return run
+    first = np.flatnonzero(np.diff(run, prepend=-1) > 0)
+    if (tag == tag[0]).all():
+        return first
+    following = _next_heads(tag, run, segment, first)
+    heads, at, end = [], 0, len(first)
+    while at < end:  # a chain of jumps, one per step: 60 ns each, doubling in numpy is slower
+        heads.append(at)
+        at = following[at]
+    return first[np.array(heads, dtype=np.int64)]
+
+
+def _next_heads(tag: Codes, run: Ints, segment: Ints, first: Ints) -> list[int]:
+    """For each run, if it opened a step: the run that would open the next one."""
+    count = len(first)
+    pair = np.unique(run * 64 + tag)
+    pair_run, pair_tag = pair >> 6, pair & 63
+    order = np.lexsort((pair_run, pair_tag))
+    same = np.flatnonzero(pair_tag[order][1:] == pair_tag[order][:-1])
+    earlier, later = pair_run[order][same], pair_run[order][same + 1]
+    latest = np.full(count, -1, dtype=np.int64)
+    np.maximum.at(latest, later, earlier)  # the last run before that shares an optimizer
+    seen = np.flatnonzero(latest >= 0)[::-1]
+    jump = np.full(count, count, dtype=np.int64)
+    jump[latest[seen]] = seen  # ascending order reversed: the smallest run is written last
+    jump = np.minimum.accumulate(jump[::-1])[::-1]
+    run_segment = segment[first]
+    edge = np.searchsorted(run_segment, run_segment, side="right")
+    following: list[int] = np.minimum(jump, edge).tolist()
+    return following
+
+
+def _is_regular(counts: Ints) -> bool:
+    """Whether nearly all are the same number."""
+    return len(counts) > 0 and np.bincount(counts).max() >= REGULAR_RATIO * len(counts)
+
+
+def _assemble(
+    tokens: TrainTokens, *, closing: Ints, cuts: Ints, segment: Ints, head: Ints, split: Bools,
+    run: Ints,
+) -> Boundaries:  # fmt: skip
+    """Steps from the closing tokens that head them."""
+    step_segment = segment[head]
+    opens = np.diff(step_segment, prepend=-1) > 0  # first step of its segment
+    before = np.where(head > 0, closing[head - 1] + 1, 0) if len(head) else head
+    by_loader = opens & (step_segment > 0)
+    first = np.where(by_loader, np.append(cuts, 0)[step_segment - 1], before)
+    last = closing[np.append(head[1:], len(closing)) - 1] if len(head) else head
+    if len(head):
+        by_loader[0] |= bool(tokens.fetch[: closing[0]].any())
+        first[0] = 0
+    rest = int(last[-1]) + 1 if len(head) else 0
+    pending = cuts[cuts >= rest]
+    rest_by_loader = len(pending) > 0 and len(head) > 0
+    boundary, confidence = _graded(tokens, by_loader, split[step_segment], run[head], run)
+    return Boundaries(
+        first=first,
+        last_closing=last,
+        by_loader=by_loader,
+        boundary=boundary,
+        confidence=confidence,
+        rest=int(pending[0]) if rest_by_loader else rest,
+        rest_by_loader=rest_by_loader,
+    )
+
+
+def _graded(
+    tokens: TrainTokens, by_loader: Bools, split: Bools, head_run: Ints, run: Ints
+) -> tuple[Codes, npt.NDArray[np.float64]]:
+    """What marks each step, and how sure that is."""
+    if tokens.by_backward:
+        count = len(by_loader)
+        return np.full(count, BY_BACKWARD, dtype=np.int8), np.full(count, CONFIDENCE_BACKWARD)
+    boundary = np.where(by_loader, BY_LOADER, BY_OPTIMIZER).astype(np.int8)
+    confidence = np.where(by_loader, CONFIDENCE_LOADER, CONFIDENCE_OPTIMIZER)
+    if len(run) and not by_loader[1:].any():
+        runs = np.diff(np.append(head_run, run[-1] + 1))
+        if not _is_regular(runs):
+            confidence[:] = CONFIDENCE_SPLIT
+    return boundary, np.where(split, CONFIDENCE_SPLIT, confidence)

@@ -1,0 +1,284 @@
+"""Training steps from the stream of spans: the period that a user would call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from haiprof.base.arrays import Ints
+from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table, nest
+from haiprof.run_analysis.step_boundaries import Boundaries, TrainTokens, find_boundaries
+from haiprof.run_analysis.training_tokens import TokenLine, resolve_eval_mode, token_line
+from haiprof.run_format import schema
+
+PHASES = ("dataloader", "forward", "backward", "optimizer")
+"""The measured phases of a step; what is left of it is `other`."""
+SPAN_PHASES = (*PHASES, "nograd_forward", "eval", "eval_dataloader")
+"""Phases of a span; those after PHASES count as other, or lie outside steps."""
+NOGRAD_PHASE, EVAL_PHASE, EVAL_LOADER_PHASE = 4, 5, 6
+
+_FETCH = kind_table(schema.DATA, schema.DATA_ITER)
+_LOADER = kind_table(schema.DATA, schema.DATA_ITER, schema.DATA_END)
+_CLOSING = kind_table(schema.OPTIMIZER, schema.SCALER)
+_WORK = kind_table(schema.FORWARD, schema.BACKWARD)
+
+_PHASE_OF_KIND = np.full(1 << schema.TAG_BITS, NOGRAD_PHASE, dtype=np.int8)
+_PHASE_OF_KIND[[schema.DATA, schema.DATA_END, schema.DATA_ITER]] = 0
+_PHASE_OF_KIND[schema.FORWARD] = 1
+_PHASE_OF_KIND[schema.BACKWARD] = 2
+_PHASE_OF_KIND[[schema.OPTIMIZER, schema.SCALER]] = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """One row per step, in order of time; times on the clock of the spans."""
+
+    start_ns: Ints
+    end_ns: Ints
+    """Not after the next step's start."""
+    step_ns: Ints
+    """End minus start, without evaluations in between."""
+    host_ns: Ints
+    """[phase of PHASES, step]: exclusive time in each phase."""
+    other_ns: Ints
+    """What is left of `step_ns`."""
+    micro_step_count: Ints
+    """Backward passes (forward passes where the rank has no backward)."""
+    optimizer_step_count: Ints
+    skipped: Bools
+    """Whether a scaler stepped and let no optimizer step."""
+    boundary: Codes
+    """Index into `boundaries.BOUNDARIES`."""
+    confidence: npt.NDArray[np.float64]
+    """How sure the boundary is, one of the constants in `boundaries`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segmentation:
+    """The spans of one thread, told apart."""
+
+    nested: Nested
+    phase: Codes
+    """Per nested span: index into SPAN_PHASES."""
+    step: Ints
+    """Per nested span: its step, -1 outside steps."""
+    steps: StepColumns
+    evaluation_start_ns: Ints
+    """One row per evaluation."""
+    evaluation_end_ns: Ints
+    unfinished_micro_step_count: int
+    """Micro-steps after the last step: the job or the recording ended in the middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """The training tokens of a line, with what surrounds them."""
+
+    row: Ints
+    """Row in the nested spans."""
+    eval_after: Ints
+    """Number of the evaluation that begins right after the token, -1 where none does."""
+    eval_start_ns: Ints
+    eval_end_ns: Ints
+    tokens: TrainTokens
+
+
+def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segmentation:
+    """Cuts the spans of one thread into training steps.
+
+    A step begins with the first batch after an optimizer step; several batches (accumulation),
+    several optimizers (GAN, parameter groups) and closures make one step. Without a loader it
+    ends with the optimizer, and without an optimizer with the backward. Evaluation is in no step.
+
+    Args:
+        spans: Spans of one thread, in any order.
+        families: Family by root tag; roots that share parameters share it.
+    """
+    nested = nest(spans)
+    kind = resolve_eval_mode(nested.spans.kind)
+    line = token_line(nested, kind, families or {})
+    training = _training(nested, kind, line)
+    found = find_boundaries(training.tokens)
+    start, end = _step_times(nested.spans, training, found)
+    step = _step_of_spans(nested, training, found)
+    phase = _phase_of_spans(nested, kind, line)
+    return Segmentation(
+        nested=nested,
+        phase=phase,
+        step=step,
+        steps=_columns(nested, kind, step, training, found, start, end),
+        evaluation_start_ns=training.eval_start_ns,
+        evaluation_end_ns=training.eval_end_ns,
+        unfinished_micro_step_count=_unfinished(kind, nested, training, found),
+    )
+
+
+def _training(nested: Nested, kind: Codes, line: TokenLine) -> _Training:
+    """Training tokens, evaluation runs, and what a token holds inside."""
+    evaluation = line.evaluation
+    begins = evaluation & ~np.append(False, evaluation[:-1])
+    ends = evaluation & ~np.append(evaluation[1:], False)
+    after = np.append(np.where(begins, np.cumsum(begins) - 1, -1)[1:], -1)
+    train = np.flatnonzero(~evaluation)
+    spans = nested.spans
+    return _Training(
+        row=line.row[train],
+        eval_after=after[train],
+        eval_start_ns=spans.start_ns[line.row[begins]],
+        eval_end_ns=spans.end_ns[line.row[ends]],
+        tokens=_train_tokens(nested, kind, line, train),
+    )
+
+
+def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> TrainTokens:
+    row, token = line.row[train], line.kind[train]
+    inner = np.flatnonzero(nested.parent >= 0)
+    holds_work = _holders(nested, inner[_WORK[kind[inner]]])[row]
+    holds_step = _holders(nested, inner[kind[inner] == schema.OPTIMIZER])[row]
+    closing, work = _CLOSING[token], _WORK[token]
+    by_backward = not bool(closing.any())
+    if by_backward:
+        work = token == schema.FORWARD
+        closing = token == schema.BACKWARD
+        if (closing & holds_step).any():
+            closing = closing & holds_step  # the optimizer steps inside the backward
+    at_work = np.append(~line.evaluation & ~_LOADER[line.kind], False)[1:]
+    early_end = (token == schema.DATA_END) & at_work[train]  # one batch was fetched ahead
+    return TrainTokens(
+        closing=closing,
+        tag=_optimizer_tags(nested, kind, inner)[row],
+        work=work & ~closing,
+        holds_work=closing & holds_work & (token != schema.BACKWARD),
+        fetch=_FETCH[token] | early_end,
+        by_backward=by_backward,
+    )
+
+
+def _holders(nested: Nested, inner: Ints) -> Bools:
+    """Rows of outermost spans around the given ones."""
+    mask = np.zeros(len(nested.top), dtype=np.bool_)
+    mask[nested.top[inner]] = True
+    return mask
+
+
+def _optimizer_tags(nested: Nested, kind: Codes, inner: Ints) -> Codes:
+    """Tags, where a scaler takes that of the optimizer inside it."""
+    tag = nested.spans.tag.copy()
+    steps = inner[kind[inner] == schema.OPTIMIZER]
+    held = steps[kind[nested.top[steps]] == schema.SCALER]
+    tag[nested.top[held]] = nested.spans.tag[held]
+    closing = np.flatnonzero(_CLOSING[kind] & (nested.parent < 0))
+    empty = (kind[closing] == schema.SCALER) & ~_holders(nested, held)[closing]
+    tag[closing] = _with_skipped(tag[closing], empty)
+    return tag
+
+
+def _with_skipped(tag: Codes, empty: Bools) -> Codes:
+    """Tags of optimizers, where one that a scaler skipped takes its usual place in the order."""
+    if not empty.any() or empty.all():
+        return tag
+    usual = np.zeros((schema.TAG_MASK + 1, schema.TAG_MASK + 1), dtype=np.int64)
+    pairs = np.flatnonzero(~empty[1:] & ~empty[:-1])
+    np.add.at(usual, (tag[pairs], tag[pairs + 1]), 1)
+    follower = np.where(usual.any(axis=1), usual.argmax(axis=1), tag[~empty][0])
+    filled = tag.copy()
+    for place in np.flatnonzero(empty).tolist():  # skipped steps are few
+        filled[place] = follower[filled[place - 1]] if place else tag[~empty][0]
+    return filled
+
+
+def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[Ints, Ints]:
+    """Start and end of each step.
+
+    A step ends where the next one's batch begins, or where an evaluation begins after its last
+    token, or with its last optimizer step; one that begins with no batch begins there too.
+    """
+    count = len(found.first)
+    if not count:
+        return found.first, found.first
+    row = training.row
+    end = spans.end_ns[row[found.last_closing]]
+    follower = np.append(found.first[1:], found.rest)
+    by_loader = np.append(found.by_loader[1:], found.rest_by_loader)
+    loader = np.flatnonzero(by_loader)
+    end[loader] = spans.start_ns[row[follower[loader]]]
+    last = np.where(by_loader | (np.arange(count) < count - 1), follower - 1, found.last_closing)
+    evaluation = training.eval_after[last]
+    begun = np.flatnonzero(evaluation >= 0)
+    end[begun] = training.eval_start_ns[evaluation[begun]]
+    start = np.append(spans.start_ns[row[found.first[:1]]], end[:-1])
+    begun = begun[begun < count - 1]
+    start[begun + 1] = training.eval_end_ns[evaluation[begun]]
+    own = np.flatnonzero(found.by_loader)
+    start[own] = spans.start_ns[row[found.first[own]]]
+    return start, end
+
+
+def _step_of_spans(nested: Nested, training: _Training, found: Boundaries) -> Ints:
+    position = np.arange(len(training.row))
+    of_token = np.searchsorted(found.first, position, side="right") - 1
+    of_token[found.rest :] = -1
+    by_row = np.full(len(nested.top), -1, dtype=np.int64)
+    by_row[training.row] = of_token
+    return by_row[nested.top]
+
+
+def _phase_of_spans(nested: Nested, kind: Codes, line: TokenLine) -> Codes:
+    phase = _PHASE_OF_KIND[kind]
+    evaluated = np.zeros(len(kind), dtype=np.bool_)
+    evaluated[line.row[line.evaluation]] = True
+    inside = np.flatnonzero(evaluated[nested.top])
+    phase[inside] = np.where(_LOADER[kind[inside]], EVAL_LOADER_PHASE, EVAL_PHASE)
+    return phase
+
+
+def _columns(
+    nested: Nested, kind: Codes, step: Ints, training: _Training, found: Boundaries,
+    start: Ints, end: Ints,
+) -> StepColumns:  # fmt: skip
+    count = len(start)
+    before = np.append(0, np.cumsum(training.eval_end_ns - training.eval_start_ns))
+    first, last = (np.searchsorted(training.eval_start_ns, edge) for edge in (start, end))
+    step_ns = end - start - (before[last] - before[first])
+    phase = _PHASE_OF_KIND[kind]
+    host = np.stack([_sums(nested.self_ns, step, phase == p, count) for p in range(len(PHASES))])
+    of_optimizer = np.append(kind, 0)[nested.parent] == schema.OPTIMIZER
+    optimizer = _counts(step, (kind == schema.OPTIMIZER) & ~of_optimizer, count)
+    micro_kind = schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD
+    return StepColumns(
+        start_ns=start,
+        end_ns=end,
+        step_ns=step_ns,
+        host_ns=host,
+        other_ns=step_ns - host.sum(axis=0),
+        micro_step_count=_counts(step, kind == micro_kind, count),
+        optimizer_step_count=optimizer,
+        skipped=(_counts(step, kind == schema.SCALER, count) > 0) & (optimizer == 0),
+        boundary=found.boundary,
+        confidence=found.confidence,
+    )
+
+
+def _sums(values: Ints, step: Ints, mask: Bools, count: int) -> Ints:
+    """Sum per step of the chosen rows; steps ascend with the rows, so that sums stay integer."""
+    rows = np.flatnonzero(mask & (step >= 0))
+    total = np.append(0, np.cumsum(values[rows]))
+    edges = np.searchsorted(step[rows], np.arange(count + 1))
+    return np.diff(total[edges])
+
+
+def _counts(step: Ints, mask: Bools, count: int) -> Ints:
+    return np.bincount(step[mask & (step >= 0)], minlength=count)
+
+
+def _unfinished(kind: Codes, nested: Nested, training: _Training, found: Boundaries) -> int:
+    """Backward passes after the last step, forward passes where the rank has none."""
+    if not training.tokens.closing.any():
+        return 0
+    left = np.zeros(len(kind), dtype=np.bool_)
+    left[training.row[int(found.last_closing[-1]) + 1 :]] = True
+    micro_kind = schema.BACKWARD if (kind == schema.BACKWARD).any() else schema.FORWARD
+    return int((left[nested.top] & (kind == micro_kind)).sum())

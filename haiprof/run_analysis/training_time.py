@@ -1,0 +1,47 @@
+"""When a job trained: what counters are averaged over, in the verdict and in every view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import polars as pl
+
+
+def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """From the first step's begin to the last one's end.
+
+    Args:
+        parts: Steps of one attempt of one rank each: those that count, the slow first ones left
+            out.
+
+    Returns:
+        `rank`, `attempt`, `begin`, `end` (Unix time); those without steps are left out.
+    """
+    rows = [
+        (
+            steps["rank"][0],
+            steps["attempt"][0],
+            steps["start_ns"].min(),
+            (steps["start_ns"] + steps["step_ns"]).max(),
+        )
+        for steps in parts
+        if steps.height
+    ]
+    return pl.DataFrame(
+        rows, schema=dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64), orient="row"
+    )
+
+
+def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """The same per host: from its ranks' first begin to their last end.
+
+    Args:
+        spans: From `training_spans`.
+        ranks: `Analyzer.ranks()`.
+
+    Returns:
+        `host`, `begin`, `end`.
+    """
+    hosts = ranks.select("rank", "attempt", "host").drop_nulls()
+    known = spans.join(hosts, on=["rank", "attempt"])
+    return known.group_by("host").agg(pl.col("begin").min(), pl.col("end").max()).sort("host")

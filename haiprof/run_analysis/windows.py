@@ -1,0 +1,320 @@
+"""Trace windows of a run: what was recorded, where it is, and why the rest was not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.segments import RankSegments
+from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
+
+TRIGGERS = ("option", "slow", "request")
+"""What a window was recorded for."""
+NOT_REACHED = "not reached"
+TRACED_RATIO = 0.01
+"""A step is traced where a window, with the stalls at its ends, takes this share of it: a window
+is cut at a step's end, and the two clock readings there differ by microseconds. Own choice."""
+LEAD_STEPS = 3
+"""`haiprof.in_job.windows.step_plan.LEAD_STEPS`."""
+Key = tuple[int, int]
+"""Rank and attempt."""
+_STALLS = ("setup_ns", "start_ns", "stop_ns", "export_ns")
+
+WINDOW_SCHEMA = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "window": pl.Int64,
+    "state": pl.String,
+    "trigger": pl.String,
+    "reason": pl.String,
+    "first_step": pl.Int64,
+    "end_step": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "stall_ns": pl.Int64,
+    "path": pl.String,
+    "bytes": pl.Int64,
+    "raw_bytes": pl.Int64,
+    "et_path": pl.String,
+    "et_bytes": pl.Int64,
+    "event_count": pl.Int64,
+    "stem": pl.String,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One window of one rank."""
+
+    rank: int
+    attempt: int
+    window: int | None = None
+    state: str
+    trigger: str | None = None
+    reason: str | None = None
+    first_step: int | None = None
+    end_step: int | None = None
+    start_mono_ns: int | None = None
+    end_mono_ns: int | None = None
+    lead_ns: int = 0
+    """What the training thread stood still for right before it began."""
+    tail_ns: int = 0
+    """The same right after it ended."""
+    stall_ns: int | None = None
+    path: Path | None = None
+    raw_bytes: int | None = None
+    et_path: Path | None = None
+    event_count: int | None = None
+    stem: str | None = None
+
+
+def recorded_windows(files: RunFiles) -> list[Window]:
+    """What ranks and agents said of windows, also of those that were refused or failed."""
+    said = _facts(files)
+    found = [
+        _window(files, line, said, rank=rank.rank, attempt=rank.attempt)
+        for rank in files.ranks
+        for line in rank.of_type("trace_window")
+    ]
+    seen = {window.stem for window in found}
+    for stem, line in said.items():
+        if stem not in seen:  # the rank was killed before it could say so
+            found += _silent(files, stem, line, said)
+    for line in _node_lines(files, "trace_dropped"):
+        stem = text(line.get("stem")) or ""
+        if stem not in seen and stem not in said:
+            found += _silent(files, stem, {**line, "state": "failed"}, said)
+    return found
+
+
+def all_windows(
+    files: RunFiles, recorded: Sequence[Window], step_counts: Mapping[Key, int]
+) -> list[Window]:
+    """Windows of all ranks, by rank, attempt and number; also those that were never reached.
+
+    Args:
+        files: The run directory.
+        recorded: From `recorded_windows`.
+        step_counts: Steps of the ranks whose spans could be read.
+    """
+    told = {(window.rank, window.attempt) for window in recorded}
+    found = [*recorded, *_not_reached(files, step_counts, told)]
+    return sorted(found, key=lambda w: (w.rank, w.attempt, w.window if w.window is not None else 0))
+
+
+def window_frame(windows: Iterable[Window], wall_offsets_ns: Mapping[Key, int]) -> pl.DataFrame:
+    """Trace windows of all ranks.
+
+    Args:
+        windows: From `all_windows`.
+        wall_offsets_ns: Unix time minus the clock of the spans, of each rank that could be read.
+
+    Returns:
+        One row per rank and window: `rank`, `attempt`, `window` (from 0 in that attempt), `state`
+        (`recorded`, `cut`: ended early and kept, `refused`, `failed`, `dropped`: not kept, `not
+        reached`), `trigger` (`option`, `slow`, `request`), `reason` (why it is not just
+        recorded), `first_step`, `end_step` (the one after the last), `start_ns`, `end_ns` (Unix
+        time), `stall_ns` (what the training thread stood still for, in all), `path` (null: there
+        is no file), `bytes` (of that file), `raw_bytes`, `et_path`, `et_bytes` (execution trace),
+        `event_count`, `stem` (of the file's name).
+    """
+    rows = []
+    for each in windows:
+        offset = wall_offsets_ns.get((each.rank, each.attempt))
+        row = {name: getattr(each, name, None) for name in WINDOW_SCHEMA}
+        row |= {
+            "start_ns": _sum(each.start_mono_ns, offset),
+            "end_ns": _sum(each.end_mono_ns, offset),
+            "bytes": _size(each.path),
+            "et_bytes": _size(each.et_path),
+            "path": None if each.path is None else str(each.path),
+            "et_path": None if each.et_path is None else str(each.et_path),
+        }
+        rows.append(row)
+    return pl.DataFrame(rows, schema=WINDOW_SCHEMA)
+
+
+def traced_steps(rank: RankSegments, windows: Sequence[Window]) -> Bools:
+    """Which steps of a rank a window touched, with what it made the training thread wait.
+
+    Of a window that was planned also the `LEAD_STEPS` before it, in which torch.profiler is
+    rehearsed and warmed up.
+
+    Args:
+        rank: The rank's steps.
+        windows: Of this rank and attempt.
+    """
+    steps = rank.found.steps
+    traced = np.zeros(len(steps.start_ns), dtype=np.bool_)
+    for each in windows:
+        if each.start_mono_ns is not None and each.end_mono_ns is not None:
+            begin, end = each.start_mono_ns - each.lead_ns, each.end_mono_ns + each.tail_ns
+            inside = np.minimum(steps.end_ns, end) - np.maximum(steps.start_ns, begin)
+            touched = inside > TRACED_RATIO * np.maximum(steps.end_ns - steps.start_ns, 1)
+            lead = LEAD_STEPS if each.trigger in ("option", "request") else 0
+            traced |= _with_lead(touched, lead)
+        elif each.first_step is not None and each.end_step is not None and _counts_all(rank.files):
+            first = max(each.first_step - LEAD_STEPS, 0)
+            traced[first : max(each.end_step + 1, 0)] = True  # and the one that waits
+    return traced
+
+
+def _with_lead(touched: Bools, count: int) -> Bools:
+    """With so many steps before the first one."""
+    found = np.flatnonzero(touched)
+    if not len(found):
+        return touched
+    lead = touched.copy()
+    lead[max(int(found[0]) - count, 0) : found[0]] = True
+    return lead
+
+
+def _facts(files: RunFiles) -> dict[str, Mapping[str, Any]]:
+    """What ranks said of their windows in sidecars, by stem; finished ones first."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for line in _node_lines(files, "trace_written"):
+        part = line.get("part")
+        if isinstance(part, dict):
+            found[text(line.get("stem")) or ""] = part
+    for waiting in complete_parts(files.paths):
+        with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
+            found.setdefault(waiting.stem.text, waiting.facts())
+    return {stem: facts for stem, facts in found.items() if parse_stem(stem)}
+
+
+def _node_lines(files: RunFiles, kind: str) -> Iterator[Mapping[str, Any]]:
+    for node in files.nodes:
+        yield from node.of_type(kind)
+
+
+def _window(
+    files: RunFiles,
+    line: Mapping[str, Any],
+    said: Mapping[str, Mapping[str, Any]],
+    *,
+    rank: int,
+    attempt: int,
+) -> Window:
+    """From a rank's line, and what its sidecar adds."""
+    stem = text(line.get("stem"))
+    facts = said.get(stem or "", {})
+    both = {**line, **facts}
+    reason, cut = text(line.get("reason")), text(facts.get("cut"))
+    trigger = next((r for r in (text(both.get("trigger")), text(facts.get("reason")), reason)
+                    if r in TRIGGERS), None)  # fmt: skip
+    steps = both.get("steps")
+    first, end = steps if isinstance(steps, list) and len(steps) == 2 else (None, None)
+    stalls = {name: integer(both.get(name)) for name in _STALLS}
+    known = [ns for ns in stalls.values() if ns is not None]
+    said_ns = integer(line.get("stall_ns"))  # with what the rehearsal before it took
+    window = Window(
+        rank=rank,
+        attempt=attempt,
+        window=integer(both.get("window")),
+        state=text(line.get("state")) or ("cut" if cut else "recorded"),
+        trigger=trigger,
+        reason=cut if reason in (None, *TRIGGERS) else reason,
+        first_step=integer(first),
+        end_step=integer(end),
+        start_mono_ns=integer(both.get("start_mono_ns")),
+        end_mono_ns=integer(both.get("end_mono_ns")),
+        lead_ns=stalls["start_ns"] or 0,
+        tail_ns=(stalls["stop_ns"] or 0) + (stalls["export_ns"] or 0),
+        stall_ns=sum(known) if said_ns is None and known else said_ns,
+        raw_bytes=integer(both.get("raw_bytes")),
+        event_count=integer(both.get("event_count")),
+        stem=stem,
+    )
+    return _with_files(files, window)
+
+
+def _with_files(files: RunFiles, window: Window) -> Window:
+    """With the files that there are: finished, or raw with a sidecar."""
+    stem = parse_stem(window.stem or "")
+    if stem is None or stem.text != window.stem:
+        return window
+    part = Part(files.paths, stem)
+    raw = part.raw if part.sidecar.exists() and part.raw.is_file() else None
+    et_raw = part.et_raw if part.sidecar.exists() and part.et_raw.is_file() else None
+    return replace(
+        window,
+        path=part.trace if part.trace.is_file() else raw,
+        et_path=part.et if part.et.is_file() else et_raw,
+    )
+
+
+def _silent(
+    files: RunFiles, stem: str, line: Mapping[str, Any], said: Mapping[str, Mapping[str, Any]]
+) -> list[Window]:
+    """A window that its rank has no line about."""
+    found = parse_stem(stem)
+    if found is None:
+        return []
+    attempts = [
+        rank.attempt
+        for rank in files.ranks
+        if rank.rank == found.rank and rank.report.get("pid") == found.pid
+    ]
+    attempt = attempts[-1] if attempts else integer(line.get("attempt")) or 0
+    return [_window(files, {**line, "stem": stem}, said, rank=found.rank, attempt=attempt)]
+
+
+def _not_reached(files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]) -> list[Window]:
+    """Ranks that ended before their window began, where one was asked for."""
+    manifest = files.manifest
+    if manifest is None or manifest.options.get("trace") is not True:
+        return []
+    first = parse_first(manifest.options.get("steps"))
+    found = []
+    for rank in files.ranks:
+        ended = manifest.end_wall_ns is not None or rank.of_type("record_end")
+        if (rank.rank, rank.attempt) in told or not ended:
+            continue
+        why = _why_not_reached(rank, step_counts.get((rank.rank, rank.attempt)), first)
+        found.append(Window(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why))
+    return found
+
+
+def parse_first(steps: object) -> int | None:
+    """The first step of `--steps A:B`, as the manifest has it."""
+    head = steps.partition(":")[0] if isinstance(steps, str) else ""
+    return int(head) if head.isdecimal() and len(head) < 10 else None
+
+
+def _why_not_reached(rank: RankFiles, step_count: int | None, first: int | None) -> str:
+    faults = [text(line.get("reason")) for line in rank.of_type("hook_error")]
+    if faults:
+        return f"a fault in the hook: {faults[0]}"
+    if step_count is None:
+        return "the rank ended, and its steps cannot be read"
+    start = rank.of_type("record_start")[:1]
+    before = integer(start[0].get("optimizer_steps_before")) or 0 if start else 0
+    where = f"step {first}" if first is not None else "the window began"
+    return f"the job ended at step {step_count + before}, before {where}"
+
+
+def _counts_all(files: RankFiles) -> bool:
+    """Whether steps were recorded from the first one on, so that their numbers are the window's."""
+    start = files.of_type("record_start")[:1]
+    return bool(start) and not integer(start[0].get("optimizer_steps_before"))
+
+
+def _sum(left: int | None, right: int | None) -> int | None:
+    return None if left is None or right is None else integer(left + right)
+
+
+def _size(path: Path | None) -> int | None:
+    try:
+        return None if path is None else path.stat().st_size
+    except OSError:
+        return None

@@ -1,0 +1,220 @@
+"""Requests to a running job, and its replies: files in the run directory, their owner's alone.
+
+Writing raises an OSError where the run directory is gone, read-only or full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.safe_files import PRIVATE, make_folder, make_private
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.messages import MEMBER, REPLY, REQUEST, Schema, conform, read_object
+from haiprof.run_format.reader import read_json
+from haiprof.run_format.writer import write_json
+
+MESSAGE_LIMIT_BYTES = 1 << 17
+"""Longest request or reply, in a file or in one packet of a socket; a longer one is not read."""
+ANSWERED = ("done", "refused", "failed")
+"""States after which nothing more comes from a rank; `accepted` is followed by one of them."""
+TOO_LATE = "the other ranks had begun to count before it heard of it"
+"""Reason of a rank that refuses because the steps asked for had begun; another try may succeed."""
+
+_NS_PER_S = 1_000_000_000
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request to the ranks of a running job."""
+
+    id: str
+    kind: str
+    """`status`, `trace` or `stacks`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    expires_wall_ns: int
+    """It is not carried out after this Unix time."""
+    ranks: tuple[int, ...] | None = None
+    """Which ranks are asked; None asks all."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The request as plain JSON values."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "arguments": dict(self.arguments),
+            "expires_wall_ns": self.expires_wall_ns,
+            "ranks": None if self.ranks is None else list(self.ranks),
+        }
+
+
+def new_request(
+    kind: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    valid_s: float,
+    ranks: tuple[int, ...] | None = None,
+) -> Request:
+    """A request with an id of its own, valid for so many seconds from now."""
+    now = time.time_ns()
+    return Request(
+        id=f"{now // 1_000_000:x}-{os.urandom(3).hex()}",
+        kind=kind,
+        arguments=arguments or {},
+        expires_wall_ns=now + round(valid_s * _NS_PER_S),
+        ranks=ranks,
+    )
+
+
+def post_request(run: RunPaths, request: Request) -> None:
+    """Puts a request where the agents of all nodes find it."""
+    make_control(run)
+    folder = run.control_reply(request.id)
+    make_folder(folder, below=run.root, mode=PRIVATE, new=True)
+    write_json(run.control_request(request.id), request.as_json(), below=run.root)
+
+
+def parse_request(content: object, origin: object) -> Request:
+    """Parses a request from untrusted JSON.
+
+    Raises:
+        RunFormatError: It is not a request; the message names `origin`.
+    """
+    fields = conform(content, REQUEST)
+    if fields is None:
+        raise RunFormatError(f"{origin}: not a request of haiprof's")
+    ranks = fields.pop("ranks")
+    return Request(**fields, ranks=None if ranks is None else tuple(ranks))
+
+
+def pending_requests(folder: int, seen: set[str]) -> list[Request]:
+    """Requests that are still valid and not among those seen, oldest first; `seen` gets them.
+
+    Anything else in the folder is ignored: files that are not requests, and files that somebody
+    other than the folder's owner wrote.
+
+    Args:
+        folder: A descriptor of `control/requests`, as `open_requests` gives it.
+        seen: Their names.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []  # the run directory is gone
+    found = []
+    for name in names:
+        stem, dot, suffix = name.partition(".")
+        if suffix != "json" or not dot or stem in seen:
+            continue
+        seen.add(stem)
+        request = _read_request(folder, name)
+        if request is not None and request.id == stem and request.expires_wall_ns > time.time_ns():
+            found.append(request)
+    return found
+
+
+def open_requests(run: RunPaths) -> int:
+    """A descriptor of the folder of requests: it stays that one if others rename the run directory.
+
+    Raises:
+        OSError: It does not exist, or is not this user's own.
+    """
+    make_control(run)
+    return os.open(run.control_requests, _FOLDER)
+
+
+def _read_request(folder: int, name: str) -> Request | None:
+    try:
+        number = os.open(name, _READ, dir_fd=folder)
+        with os.fdopen(number, "rb") as file:
+            state = os.fstat(number)
+            plain = stat.S_ISREG(state.st_mode) and state.st_size <= MESSAGE_LIMIT_BYTES
+            if not plain or state.st_uid != os.fstat(folder).st_uid:
+                return None
+            content = read_object(file.read())
+        return None if content is None else parse_request(content, name)
+    except (OSError, RunFormatError):
+        return None
+
+
+def post_reply(run: RunPaths, request_id: str, sender: str, reply: Mapping[str, Any]) -> None:
+    """Stores the reply of a rank (`3`, `3.1` for its second attempt) in place of an earlier one."""
+    write_json(run.control_reply(request_id) / f"{sender}.json", reply, below=run.root)
+
+
+def post_member(run: RunPaths, name: str, member: Mapping[str, Any]) -> None:
+    """Stores who a rank of another node is, where that node does not share the run directory."""
+    make_private(run.control_members, below=run.root)
+    write_json(run.control_members / f"{name}.json", member, below=run.root)
+
+
+def read_members(run: RunPaths) -> dict[str, dict[str, Any]]:
+    """Ranks that only an agent's TCP connection reaches, by the name with which they answer."""
+    return _read_folder(run.control_members, MEMBER)
+
+
+def read_replies(run: RunPaths, request_id: str) -> dict[str, dict[str, Any]]:
+    """The latest reply of every sender."""
+    return _read_folder(run.control_reply(request_id), REPLY)
+
+
+def _read_folder(folder: Path, schema: Schema) -> dict[str, dict[str, Any]]:
+    """The JSON files of a folder that are whole and conform, by name."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    found = {}
+    for name in names:
+        if name.startswith(".") or not name.endswith(".json"):
+            continue
+        try:
+            content = read_json(folder / name)
+        except RunFormatError:
+            continue  # not complete yet: the next look reads it
+        if conform(content, schema) is not None:
+            found[name.removesuffix(".json")] = content
+    return found
+
+
+def make_control(run: RunPaths) -> None:
+    """Creates the folders for requests and replies, which only their owner may enter.
+
+    Raises:
+        OSError: They cannot be created, are links, or belong to somebody else.
+    """
+    for folder in (run.control, run.control_requests, run.control_replies):
+        make_private(folder, below=run.root)
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """One packet of a control socket; a message that is too long is replaced by an error."""
+    data = json.dumps(message).encode()
+    if len(data) <= MESSAGE_LIMIT_BYTES:
+        return data
+    kept = {key: message[key] for key in ("id", "state") if key in message}
+    return json.dumps({**kept, "reason": "the answer was too long"}).encode()
+
+
+def control_socket(run: RunPaths, host: str) -> tuple[int, str]:
+    """The agent's socket on a host: an open folder, and a short path through it.
+
+    A Unix socket's path may have 107 bytes; one in /proc/self/fd always fits.
+
+    Returns:
+        A descriptor that the caller closes once it has bound or connected, and the path.
+
+    Raises:
+        OSError: The folder is not there.
+    """
+    folder = os.open(run.control, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return folder, f"/proc/self/fd/{folder}/{host[:60]}.sock"

@@ -1,0 +1,130 @@
+"""What is recorded of a job's environment: listed variables, installed packages, git's HEAD."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from haiprof.run_format.secrets import mask_variable
+
+# Variables that change how fast PyTorch runs. Values of no other variable are ever stored.
+_PREFIXES = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "CUDA_", "CUBLAS_", "CUDNN_", "NCCL_",
+    "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "GLOO_", "UCX_", "UCC_",
+    "FI_", "HSA_", "HIP_", "ROCR_", "MALLOC_",
+)  # fmt: skip
+_NAMES = (
+    "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "LD_PRELOAD", "PYTHONOPTIMIZE",
+    "PYTHONMALLOC", "PYTHONHASHSEED", "PYTHON_GIL",
+)  # fmt: skip
+_VALUE_LIMIT = 500
+_TEXT_LIMIT_BYTES = 1 << 22
+_HEX = frozenset("0123456789abcdef")
+_MAX_PACKAGES = 2000
+
+
+def named_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that affect speed, with credentials masked; others are left out."""
+    return {
+        name: mask_variable(name, value)[:_VALUE_LIMIT]
+        for name, value in sorted(environ.items())
+        if name in _NAMES or name.startswith(_PREFIXES)
+    }
+
+
+def installed_packages(paths: Iterable[str]) -> dict[str, str]:
+    """Version by name of what is installed on these import paths, by the names of folders alone.
+
+    The first path that has a package wins, as in imports. No file is opened: some ms.
+    """
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(paths):
+        try:
+            with os.scandir(path or ".") as entries:
+                names = sorted(entry.name for entry in entries)
+        except OSError:
+            continue
+        for name in names:
+            stem, dot, kind = name.rpartition(".")
+            package, _, version = stem.partition("-")
+            if dot and kind in ("dist-info", "egg-info") and version:
+                found.setdefault(package.lower().replace("_", "-"), version)
+    return dict(sorted(found.items())[:_MAX_PACKAGES])
+
+
+def git_head(folder: str) -> dict[str, Any]:
+    """The commit that is checked out there, read from git's files; git itself is not run.
+
+    Returns:
+        `root`, `branch` (null where HEAD is detached), `commit`; or `reason` alone.
+    """
+    root, git = _repository(folder)
+    if not git:
+        return {"reason": "no git repository here"}
+    head = _text(os.path.join(git, "HEAD"))
+    if head is None:
+        return {"reason": f"{git}: HEAD cannot be read"}
+    if not head.startswith("ref:"):
+        return {"root": root, "branch": None, "commit": _commit(head)}
+    ref = head[4:].strip()
+    if not _is_ref(ref):
+        return {"reason": f"{git}: HEAD names no branch"}
+    common = _text(os.path.join(git, "commondir"))
+    shared = os.path.normpath(os.path.join(git, common)) if common else git
+    commit = next(filter(None, (_commit(_text(os.path.join(g, ref))) for g in (git, shared))), None)
+    found: dict[str, Any] = {
+        "root": root,
+        "branch": ref.removeprefix("refs/heads/")[:_VALUE_LIMIT],
+        "commit": commit or _read_packed_ref(shared, ref),
+    }
+    if found["commit"] is None:
+        found["reason"] = "no commit yet, or kept in a form that only git reads"
+    return found
+
+
+def _repository(folder: str) -> tuple[str, str]:
+    """Root of the working tree and the folder of git's files; empty where there are none."""
+    while True:
+        dot = os.path.join(folder, ".git")
+        if os.path.isdir(dot):
+            return folder, dot
+        if os.path.isfile(dot):  # a worktree or a submodule
+            line = _text(dot) or ""
+            target = line[7:].strip() if line.startswith("gitdir:") else ""
+            return (folder, os.path.normpath(os.path.join(folder, target))) if target else ("", "")
+        above = os.path.dirname(folder)
+        if above == folder:
+            return "", ""
+        folder = above
+
+
+def _is_ref(ref: str) -> bool:
+    """Whether it is a name below refs/ that cannot leave git's folder."""
+    parts = ref.split("/")
+    return parts[0] == "refs" and not {"", ".", ".."} & set(parts) and "\0" not in ref
+
+
+def _commit(text: str | None) -> str | None:
+    word = (text or "").strip()
+    return word if len(word) in (40, 64) and set(word) <= _HEX else None
+
+
+def _read_packed_ref(git: str, ref: str) -> str | None:
+    for line in (_text(os.path.join(git, "packed-refs")) or "").splitlines():
+        commit, _, name = line.partition(" ")
+        if name == ref:
+            return _commit(commit)
+    return None
+
+
+def _text(path: str) -> str | None:
+    """A regular file's text without its last line end; None where there is none."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            return file.read(_TEXT_LIMIT_BYTES).decode("utf-8", "replace").rstrip("\n")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,131 @@
+"""Answers kept in a run that has ended, used again while neither its files nor haiprof change."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.safe_files import list_folder, make_folder, remove_file, whole_file
+from haiprof.base.version import PACKAGE, __version__
+from haiprof.run_format.layout import RunPaths
+
+_LIMIT_BYTES = 4 << 20
+_FILE_LIMIT = 48
+"""Answers of one run; a run that is asked in more ways begins anew."""
+_DEPTH = 4
+_ENTRY_LIMIT = 100_000
+_OWN = "answers"
+
+
+def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None:
+    """What answers of a run depend on: its files, its path, and haiprof's own code.
+
+    Files count by inode, size and times; the time of the last change of an inode cannot be set, so
+    that answers within a run that was copied or unpacked from elsewhere are never believed.
+
+    Args:
+        run: A run that has ended; one that still runs changes its files.
+        of: The files and folders that the answer is made from; None takes all of the run.
+
+    Returns:
+        None where a file cannot be looked at, or there are very many.
+    """
+    entries: list[object] = [__version__, _code_stamp(), os.path.abspath(run.root)]
+    try:
+        _add_entries(entries, os.fspath(run.root), _DEPTH, of)
+    except OSError:
+        return None
+    if len(entries) >= _ENTRY_LIMIT:
+        return None
+    text = repr(entries).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] | None:
+    """A kept answer; None where there is none, it is not this user's, or the run has changed.
+
+    Args:
+        run: The run.
+        name: Which answer.
+        valid_for: `fingerprint(run)`.
+    """
+    path = run.answer(name)
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            text = file.read(_LIMIT_BYTES + 1) if own else b""
+        content = json.loads(text) if len(text) <= _LIMIT_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or content.get("fingerprint") != valid_for:
+        return None
+    answer = content.get("answer")
+    return answer if isinstance(answer, dict) else None
+
+
+def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_for: str) -> None:
+    """Keeps an answer where the run is this user's and can be written to; else does nothing.
+
+    Args:
+        run: The run.
+        name: Which answer.
+        content: Its JSON values.
+        valid_for: `fingerprint(run)` from before the answer was made.
+    """
+    text = json.dumps({"fingerprint": valid_for, "answer": content}).encode()
+    if len(text) > _LIMIT_BYTES:
+        return
+    with contextlib.suppress(OSError):
+        if os.stat(run.root).st_uid != os.geteuid():
+            return
+        make_folder(run.answers, below=run.root)
+        _make_room(run)
+        with whole_file(run.answer(name), below=run.root, own=True) as file:
+            file.write(text)
+
+
+def _make_room(run: RunPaths) -> None:
+    names = list_folder(run.answers, below=run.root)
+    for name in names if len(names) >= _FILE_LIMIT else ():
+        remove_file(run.answers / name, below=run.root)
+
+
+def _add_entries(
+    found: list[object], folder: str, depth: int, only: Sequence[str] | None = None
+) -> None:
+    """Adds what is known of each file below a folder, in order of names; follows no link."""
+    with os.scandir(folder) as listed:
+        entries = sorted(listed, key=lambda entry: entry.name)
+    for entry in entries:
+        name = entry.name
+        if name == _OWN or (only is not None and name not in only):
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            s = entry.stat(follow_symlinks=False)
+            found.append((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
+        elif depth:
+            found.append(name)
+            _add_entries(found, entry.path, depth - 1)
+            if found[-1] is name:  # an empty folder says nothing: `report` is made for the answers
+                found.pop()
+
+
+@functools.cache
+def _code_stamp() -> str:
+    """Changes with haiprof's own code, also where that is edited under one version."""
+    newest = 0
+    count = 0
+    for folder, _, names in os.walk(PACKAGE):
+        for name in names:
+            if name.endswith((".py", ".so")):
+                count += 1
+                newest = max(newest, Path(folder, name).stat().st_mtime_ns)
+    return f"{count} {newest}"

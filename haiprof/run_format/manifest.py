@@ -1,0 +1,170 @@
+"""run.json: what was run, with which options, when, and how it ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import HaiprofError, RunFormatError, RunNotFoundError
+from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
+from haiprof.run_format.reader import check_version, read_json
+from haiprof.run_format.schema import SCHEMA_VERSION
+from haiprof.run_format.writer import write_json
+
+_INTEGERS = ("version", "launcher_pid", "start_wall_ns")
+_INTEGERS_OR_NULL = ("end_wall_ns", "exit_status", "job_pid")
+_INTEGER_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What run.json holds."""
+
+    version: int = SCHEMA_VERSION
+    """Format version of the whole run directory."""
+    haiprof_version: str
+    """Release that recorded it."""
+    name: str
+    """The job's name."""
+    command: list[str]
+    """The job's command line."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options in force, by name."""
+    cwd: str = ""
+    """Where the job was started."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
+    `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
+    runs."""
+    host: str = ""
+    """Host of the launcher that created the run."""
+    launcher_pid: int = 0
+    """Its process id."""
+    job_pid: int | None = None
+    """Process id of the job's first process, on the same host; null before it has started."""
+    start_wall_ns: int = 0
+    """Unix time at which the job was started."""
+    end_wall_ns: int | None = None
+    """Unix time at which it ended; null while it runs, and after a kill of everything."""
+    exit_status: int | None = None
+    """The job's exit status; null while it runs or when a signal ended it."""
+    signal: str | None = None
+    """Name of the signal that ended the job."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Who reported in: `rank`, `attempt`, `host`, `pid`; written when the job has ended."""
+    unreported: list[dict[str, Any]] = field(default_factory=list)
+    """Who should have and did not: `pid`, `command`, `reason`, `remedy`."""
+    hook_failures: list[str] = field(default_factory=list)
+    """Processes in which haiprof's hook could not be loaded, with the error."""
+
+
+def write_manifest(run: RunPaths, manifest: Manifest) -> None:
+    """Writes run.json, replacing it at once.
+
+    Raises:
+        OSError: The run directory is gone, read-only or full.
+    """
+    write_json(run.manifest, asdict(manifest), below=run.root)
+
+
+def read_manifest(run: RunPaths) -> Manifest:
+    """Reads run.json; fields that a later minor release added are ignored.
+
+    Raises:
+        RunNotFoundError: There is none.
+        RunFormatError: It is damaged or of another version.
+    """
+    if not os.path.lexists(run.manifest):
+        raise RunNotFoundError(
+            f"{run.root}: no haiprof run here (it has no {MANIFEST_NAME})",
+            hint="haiprof list DIR shows the runs below a log directory",
+        )
+    content = read_json(run.manifest)
+    check_version(run.manifest, content.get("version"))
+    known = {k: v for k, v in content.items() if k in Manifest.__dataclass_fields__}
+    for name, value in known.items():
+        if not _fits(name, value):
+            raise RunFormatError(
+                f"{run.manifest}: {name!r} holds a {type(value).__name__} that does not fit"
+            )
+    try:
+        return Manifest(**known)
+    except TypeError as error:
+        raise RunFormatError(f"{run.manifest}: {error}") from None
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value from JSON is what the field of that name holds."""
+    if name == "command":
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
+    if name in ("ranks", "unreported"):
+        return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+    if name == "hook_failures":
+        return isinstance(value, list) and all(isinstance(row, str) for row in value)
+    if name in ("options", "environment"):
+        return isinstance(value, dict)
+    if name in _INTEGERS:
+        return type(value) is int and abs(value) < _INTEGER_LIMIT
+    if name in _INTEGERS_OR_NULL:
+        return value is None or (type(value) is int and abs(value) < _INTEGER_LIMIT)
+    return isinstance(value, str) or (name == "signal" and value is None)
+
+
+def has_ended(run: RunPaths) -> bool:
+    """Whether a run is over, or is not a run at all; a requeued job starts a new one."""
+    try:
+        return read_manifest(run).end_wall_ns is not None
+    except HaiprofError:
+        return True
+
+
+def find_runs(log_dir: Path) -> list[Path]:
+    """Run directories directly below a log directory, oldest first; links are not followed.
+
+    Raises:
+        RunNotFoundError: The directory does not exist or cannot be listed.
+    """
+    return sorted(run_folders(log_dir), key=start_order)
+
+
+def run_folders(log_dir: Path) -> list[Path]:
+    """The same in no order, without a look into them.
+
+    Raises:
+        RunNotFoundError: The directory does not exist or cannot be listed.
+    """
+    try:
+        with os.scandir(log_dir) as entries:
+            folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise RunNotFoundError(f"{log_dir}: {error.strerror or error}") from None
+    except ValueError as error:  # a zero byte in the path
+        raise RunNotFoundError(f"{log_dir}: {error}") from None
+    return [folder for folder in folders if os.path.lexists(folder / MANIFEST_NAME)]
+
+
+def newest_run(path: Path) -> Path:
+    """The run directory itself, or the newest run of a log directory.
+
+    Raises:
+        RunNotFoundError: Neither.
+    """
+    if os.path.lexists(path / MANIFEST_NAME):
+        return path
+    runs = find_runs(path)
+    if not runs:
+        raise RunNotFoundError(
+            f"{path}: neither a run directory nor a log directory with runs",
+            hint="record one: haiprof train.py",
+        )
+    return runs[-1]
+
+
+def start_order(run: Path) -> tuple[int, str]:
+    """Start in the manifest, or the folder's own time where that cannot be read."""
+    try:
+        return (read_manifest(RunPaths(run)).start_wall_ns, run.name)
+    except (RunFormatError, RunNotFoundError):
+        return (run.lstat().st_mtime_ns if os.path.lexists(run) else 0, run.name)

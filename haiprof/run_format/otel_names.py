@@ -1,0 +1,302 @@
+"""Names of counters elsewhere: OpenTelemetry's where the meaning is the same; Prometheus' form."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from haiprof.run_format.entities import Key
+from haiprof.run_format.schema import Column, Table, counter_end
+from haiprof.run_format.tables import COUNTER_TABLES
+
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+"""The semantic conventions that the names below were compared with."""
+
+InstrumentKind = Literal["counter", "updown", "gauge"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instrument:
+    """One column of a table as other systems know it."""
+
+    name: str
+    """In OpenTelemetry's form."""
+    unit: str
+    """In UCUM's form: `s`, `By`, `1`, `{packet}`."""
+    kind: InstrumentKind
+    """`counter` only grows; `updown` adds up over its attributes; `gauge` does not."""
+    divisor: int
+    """From stored values to values in `unit`."""
+    attributes: Mapping[str, str]
+    """What tells it from other columns of the same name."""
+    description: str
+    """What all columns of that name are read from."""
+
+    @property
+    def prometheus_name(self) -> str:
+        """With the unit as suffix; without `_total`, which only a counter's samples have."""
+        stem = re.sub(r"[^a-zA-Z0-9_]", "_", self.name)
+        suffix = (
+            _PROMETHEUS_UNITS.get(self.unit, "") if self.unit != "1" or self.kind == "gauge" else ""
+        )
+        return stem if not suffix or stem.endswith(f"_{suffix}") else f"{stem}_{suffix}"
+
+    @property
+    def prometheus_sample_name(self) -> str:
+        """The name of a sample, as a query has it."""
+        return self.prometheus_name + ("_total" if self.kind == "counter" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A name that is not `haiprof.SOURCE.COLUMN`."""
+
+    name: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    unit: str = ""
+    """In place of the column's own."""
+
+
+# Stored unit -> (UCUM, divisor); other units are counts of what they name.
+_UNITS = {
+    "ns": ("s", 1_000_000_000),
+    "bytes": ("By", 1),
+    "ratio": ("1", 1),
+    "hz": ("Hz", 1),
+    "watts": ("W", 1),
+    "joules": ("J", 1),
+    "celsius": ("Cel", 1),
+    "cores": ("{cpu}", 1),
+    "packed": ("{bits}", 1),
+    "bytes/s": ("By/s", 1),
+}
+_PROMETHEUS_UNITS = {
+    "s": "seconds", "By": "bytes", "1": "ratio", "Hz": "hertz", "W": "watts", "J": "joules",
+    "Cel": "celsius", "By/s": "bytes_per_second",
+}  # fmt: skip
+
+_READ = {"disk.io.direction": "read"}
+_WRITE = {"disk.io.direction": "write"}
+_RECEIVE = {"network.io.direction": "receive"}
+_TRANSMIT = {"network.io.direction": "transmit"}
+_IN_USE = {"system.paging.state": "used"}
+
+# (source, column) -> name. Names outside haiprof.* are those of the semantic conventions, and stand
+# here only where a reader who knows the convention would read the right thing. Left out on purpose:
+# process.* (ours are sums over a rank and its descendants), system.memory.limit (virtual memory),
+# hw.power for a mean over a second, aggregate ECC errors (they hold the volatile ones again).
+_NAMES = {
+    ("host", "cpu_user_ns"): _Name("system.cpu.time", {"cpu.mode": "user"}),
+    ("host", "cpu_nice_ns"): _Name("system.cpu.time", {"cpu.mode": "nice"}),
+    ("host", "cpu_system_ns"): _Name("system.cpu.time", {"cpu.mode": "system"}),
+    ("host", "cpu_idle_ns"): _Name("system.cpu.time", {"cpu.mode": "idle"}),
+    ("host", "cpu_iowait_ns"): _Name("system.cpu.time", {"cpu.mode": "iowait"}),
+    ("host", "cpu_irq_ns"): _Name("system.cpu.time", {"cpu.mode": "interrupt"}),
+    ("host", "cpu_softirq_ns"): _Name("system.cpu.time", {"cpu.mode": "softirq"}),
+    ("host", "cpu_steal_ns"): _Name("system.cpu.time", {"cpu.mode": "steal"}),
+    ("host", "memory_available_bytes"): _Name("system.memory.linux.available"),
+    ("host", "memory_shared_bytes"): _Name("system.memory.linux.shared"),
+    ("host", "page_fault_count"): _Name("system.paging.faults", unit="{fault}"),
+    ("host", "swap_used_bytes"): _Name("system.paging.usage", _IN_USE),
+    ("host", "disk_read_bytes"): _Name("system.disk.io", _READ),
+    ("host", "disk_write_bytes"): _Name("system.disk.io", _WRITE),
+    ("host", "disk_read_count"): _Name("system.disk.operations", _READ, "{operation}"),
+    ("host", "disk_write_count"): _Name("system.disk.operations", _WRITE, "{operation}"),
+    ("host", "disk_busy_ns"): _Name("system.disk.io_time"),
+    ("host", "network_receive_bytes"): _Name("system.network.io", _RECEIVE),
+    ("host", "network_transmit_bytes"): _Name("system.network.io", _TRANSMIT),
+    ("host", "network_receive_packet_count"): _Name(
+        "system.network.packet.count", _RECEIVE, "{packet}"
+    ),
+    ("host", "network_transmit_packet_count"): _Name(
+        "system.network.packet.count", _TRANSMIT, "{packet}"
+    ),
+    ("host", "network_receive_error_count"): _Name("system.network.errors", _RECEIVE, "{error}"),
+    ("host", "network_transmit_error_count"): _Name("system.network.errors", _TRANSMIT, "{error}"),
+    ("host", "network_receive_drop_count"): _Name(
+        "system.network.packet.dropped", _RECEIVE, "{packet}"
+    ),
+    ("host", "network_transmit_drop_count"): _Name(
+        "system.network.packet.dropped", _TRANSMIT, "{packet}"
+    ),
+    ("process", "read_bytes"): _Name("haiprof.process.syscall.io", _READ),
+    ("process", "write_bytes"): _Name("haiprof.process.syscall.io", _WRITE),
+    ("process", "storage_read_bytes"): _Name("haiprof.process.storage.io", _READ),
+    ("process", "storage_write_bytes"): _Name("haiprof.process.storage.io", _WRITE),
+    ("gpu", "utilization_ratio"): _Name("hw.gpu.utilization", {"hw.gpu.task": "general"}),
+    ("gpu", "memory_used_bytes"): _Name("hw.gpu.memory.usage"),
+    ("gpu", "memory_total_bytes"): _Name("hw.gpu.memory.limit"),
+    ("gpu", "power_instant_watts"): _Name("hw.power", {"hw.type": "gpu"}),
+    ("gpu", "energy_joules"): _Name("hw.energy", {"hw.type": "gpu"}),
+    ("gpu", "temperature_celsius"): _Name("hw.temperature", {"hw.sensor_location": "gpu"}),
+    ("gpu", "memory_temperature_celsius"): _Name(
+        "hw.temperature", {"hw.sensor_location": "memory"}
+    ),
+    ("gpu_health", "ecc_volatile_corrected_count"): _Name(
+        "hw.errors", {"hw.type": "gpu", "error.type": "ecc_corrected"}, "{error}"
+    ),
+    ("gpu_health", "ecc_volatile_uncorrected_count"): _Name(
+        "hw.errors", {"hw.type": "gpu", "error.type": "ecc_uncorrected"}, "{error}"
+    ),
+    ("infiniband_health", "link_up_ratio"): _Name("hw.network.up"),
+    ("infiniband_health", "link_rate_bytes_per_s"): _Name("hw.network.bandwidth.limit"),
+}
+
+# Columns that come in families: the groups of the pattern become values of attributes.
+_FAMILIES: tuple[tuple[str, str, _Name, tuple[str, ...]], ...] = (
+    ("host", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.psi.stall"),
+     ("haiprof.psi.resource", "haiprof.psi.kind")),
+    ("cgroup", r"pressure_(cpu|memory|io)_(some|full)_ns", _Name("haiprof.cgroup.psi.stall"),
+     ("haiprof.psi.resource", "haiprof.psi.kind")),
+    ("gpu", r"throttle_(.+)_ns", _Name("haiprof.gpu.throttle.time"),
+     ("haiprof.gpu.throttle.reason",)),
+    ("gpu", r"(sm|memory)_clock_hz", _Name("haiprof.gpu.clock"), ("haiprof.gpu.clock.domain",)),
+    ("gpu", r"(pcie|nvlink)_(transmit|receive)_bytes", _Name("hw.gpu.io"),
+     ("haiprof.link.type", "network.io.direction")),
+    ("gpu_health", r"(pcie_replay)_count", _Name("hw.errors", {"hw.type": "gpu"}, "{error}"),
+     ("error.type",)),
+    ("infiniband", r"(transmit|receive)_bytes", _Name("hw.network.io"),
+     ("network.io.direction",)),
+    ("infiniband_health", r"(transmit|receive)_packet_count",
+     _Name("hw.network.packets", unit="{packet}"), ("network.io.direction",)),
+    ("infiniband_health", r"(symbol_error|link_down|link_recovery|link_integrity|buffer_overrun)"
+     "_count", _Name("hw.errors", {"hw.type": "network"}, "{error}"), ("error.type",)),
+    ("numa", r"(hit|miss|foreign|local|other)_page_count", _Name("haiprof.numa.pages"),
+     ("haiprof.numa.placement",)),
+)  # fmt: skip
+
+# Sources whose haiprof.* names are not their own.
+_NAMESPACES = {"gpu_health": "gpu", "infiniband": "rdma", "infiniband_health": "rdma"}
+
+# Those of the semantic conventions that are UpDownCounters; all other gauges are gauges.
+_UP_DOWN = frozenset(
+    {
+        "system.memory.linux.available",
+        "system.memory.linux.shared",
+        "system.paging.usage",
+        "hw.gpu.memory.usage",
+        "hw.gpu.memory.limit",
+        "hw.network.up",
+        "hw.network.bandwidth.limit",
+    }
+)
+
+# What a source's entities are to OpenTelemetry: attribute -> detail of the entity.
+_GPU = {"hw.id": "uuid", "hw.name": "name", "hw.model": "model", "hw.driver_version": "driver"}
+_PORT = {"hw.id": "name", "hw.name": "name", "haiprof.rdma.link_layer": "link_layer"}
+_ENTITY_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "gpu": _GPU,
+    "gpu_health": _GPU,
+    "dcgm": _GPU,
+    "infiniband": _PORT,
+    "infiniband_health": _PORT,
+    "ethernet": {"network.interface.name": "name"},
+    "filesystem": {"system.filesystem.mountpoint": "name"},
+}
+_OTHER_ENTITIES = {"haiprof.entity": "name"}
+_NVIDIA = {"hw.type": "gpu", "hw.vendor": "NVIDIA"}
+_FIXED_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "gpu": _NVIDIA,
+    "gpu_health": _NVIDIA,
+    "dcgm": _NVIDIA,
+    "infiniband": {"hw.type": "network"},
+    "infiniband_health": {"hw.type": "network"},
+}
+
+
+def instrument(source: str, column: str) -> Instrument:
+    """What one column of one table is called.
+
+    Raises:
+        KeyError: There is no such column, or it measures nothing.
+    """
+    return instruments()[source, column]
+
+
+@functools.cache
+def instruments() -> Mapping[tuple[str, str], Instrument]:
+    """Every metric of every table, by (source, column)."""
+    found = {
+        (table.name, column.name): _instrument(table, column)
+        for table in COUNTER_TABLES
+        for column in table.metrics
+    }
+    parts: dict[str, list[Instrument]] = {}
+    for each in found.values():
+        parts.setdefault(each.name, []).append(each)
+    return {
+        key: replace(each, description=_meaning(parts[each.name])) for key, each in found.items()
+    }
+
+
+def entity_attributes(
+    source: str, keys: tuple[str, ...], key: Key, entity: Mapping[str, object]
+) -> dict[str, str | int]:
+    """OpenTelemetry's attributes of an entity.
+
+    Args:
+        source: The table.
+        keys: Names of its key columns.
+        key: Their values.
+        entity: As a header or an `entity` line describes it.
+    """
+    if not entity.get("name"):
+        return {f"haiprof.{source}.{word}": value for word, value in zip(keys, key, strict=False)}
+    words = _ENTITY_ATTRIBUTES.get(source, _OTHER_ENTITIES)
+    found = {name: entity.get(detail) for name, detail in words.items()}
+    texts = {
+        name: str(value).encode("utf-8", "replace").decode()
+        for name, value in found.items()
+        if value not in (None, "")
+    }
+    return {**texts, **_FIXED_ATTRIBUTES.get(source, {})}
+
+
+def _meaning(parts: list[Instrument]) -> str:
+    """The sources of all columns of one name."""
+    if len(parts) == 1:
+        return parts[0].description
+    return "; ".join(f"{' '.join(p.attributes.values())}: {p.description}" for p in parts)
+
+
+def _instrument(table: Table, column: Column) -> Instrument:
+    name = _name(table.name, column)
+    unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
+    counts = counter_end(column.kind) is not None
+    return Instrument(
+        name=name.name,
+        unit=name.unit or unit,
+        kind="counter" if counts else "updown" if name.name in _UP_DOWN else "gauge",
+        divisor=divisor,
+        attributes=name.attributes,
+        description=column.meaning + _ending(column.kind),
+    )
+
+
+def _name(source: str, column: Column) -> _Name:
+    if (source, column.name) in _NAMES:
+        return _NAMES[source, column.name]
+    for of_source, pattern, name, attributes in _FAMILIES:
+        match = re.fullmatch(pattern, column.name)
+        if match and of_source == source:
+            own = dict(zip(attributes, match.groups(), strict=True))
+            return replace(name, attributes={**name.attributes, **own})
+    suffix = f"_{column.unit.replace('/', '_per_')}"
+    stem = column.name.removesuffix(suffix)
+    counts = counter_end(column.kind) is not None
+    if counts:
+        stem += {"ns": ".time", "bytes": ".io"}.get(column.unit, "")
+    elif column.unit == "count" and stem != column.name:
+        stem += ".count"
+    return _Name(f"haiprof.{_NAMESPACES.get(source, source)}.{stem}")
+
+
+def _ending(kind: str) -> str:
+    """The note on a counter narrower than 64 bits: Prometheus takes a wrap for a reset."""
+    end = counter_end(kind)
+    if end is None or (end[0] >= 64 and not end[1]):
+        return ""
+    return f" (stops after {end[0]} bits)" if end[1] else f" (goes on at 0 after {end[0]} bits)"

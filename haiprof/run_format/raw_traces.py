@@ -1,0 +1,156 @@
+"""Raw traces of the ranks: complete once their sidecar exists, then compressed beside the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import RunFormatError
+from haiprof.base.options import safe_name
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import has_ended
+from haiprof.run_format.reader import read_json
+
+SIDECAR_SUFFIX = ".part.json"
+RAW_SUFFIX = ".trace.json"
+ET_RAW_SUFFIX = ".et.json"
+TRACE_SUFFIX = ".pt.trace.json.gz"
+"""As torch.profiler's own handler for TensorBoard ends a file's name."""
+ET_SUFFIX = ".et.json.gz"
+_SIDECAR_LIMIT_BYTES = 1 << 20
+_ABANDONED_S = 600.0  # a part of that age is no longer being finished
+_STEM = re.compile(
+    r"(?P<stem>rank(?P<rank>\d{1,7})_(?P<host>[A-Za-z0-9._-]{1,80})_(?P<pid>\d{1,10})"
+    r"\.(?P<start>\d{1,19}))(?![\d])"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stem:
+    """The name of one window's files, `rank{rank}_{host}_{pid}.{start_wall_ns}`, parsed."""
+
+    text: str
+    rank: int
+    host: str
+    """As `safe_name` writes it."""
+    pid: int
+    start_wall_ns: int
+
+    def is_of(self, host: str) -> bool:
+        """Whether a process of this host wrote it."""
+        return safe_name(self.host) == safe_name(host)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's window: its raw files in `traces/.parts`, and the finished ones."""
+
+    run: RunPaths
+    stem: Stem
+
+    @property
+    def sidecar(self) -> Path:
+        """The rank's description of the window; written last."""
+        return self.run.trace_parts / f"{self.stem.text}{SIDECAR_SUFFIX}"
+
+    @property
+    def raw(self) -> Path:
+        """The trace, as Kineto wrote it."""
+        return self.run.trace_parts / f"{self.stem.text}{RAW_SUFFIX}"
+
+    @property
+    def et_raw(self) -> Path:
+        """The execution trace of the same window."""
+        return self.run.trace_parts / f"{self.stem.text}{ET_RAW_SUFFIX}"
+
+    @property
+    def trace(self) -> Path:
+        """The trace, finished."""
+        return self.run.traces / f"{self.stem.text}{TRACE_SUFFIX}"
+
+    @property
+    def et(self) -> Path:
+        """The execution trace, finished."""
+        return self.run.traces / f"{self.stem.text}{ET_SUFFIX}"
+
+    def facts(self) -> Mapping[str, Any]:
+        """The sidecar.
+
+        Raises:
+            RunFormatError: It is missing, too large, not JSON, or belongs to another part.
+        """
+        path = self.sidecar
+        try:
+            size, mode = path.lstat().st_size, path.lstat().st_mode
+        except OSError as error:
+            raise RunFormatError(f"{path}: {error.strerror or error}") from None
+        if not stat.S_ISREG(mode) or size > _SIDECAR_LIMIT_BYTES:
+            raise RunFormatError(f"{path}: not a sidecar of a trace ({size} bytes)")
+        facts = read_json(path)
+        said = (facts.get("stem"), facts.get("rank"))
+        if said != (self.stem.text, self.stem.rank):
+            raise RunFormatError(f"{path}: says that it belongs to stem and rank {said!r}")
+        return facts
+
+
+def parse_stem(name: str) -> Stem | None:
+    """The stem in a file's name, also in a temporary one (`.rank...`); None where there is none."""
+    found = _STEM.match(name.lstrip("."))
+    if found is None:
+        return None
+    return Stem(
+        text=found["stem"],
+        rank=int(found["rank"]),
+        host=found["host"],
+        pid=int(found["pid"]),
+        start_wall_ns=int(found["start"]),
+    )
+
+
+def complete_parts(run: RunPaths, host: str | None = None) -> list[Part]:
+    """Windows whose sidecar is there, by name.
+
+    Args:
+        run: The run directory.
+        host: Only those that ranks of this host wrote.
+    """
+    found = []
+    for name in list_names(run.trace_parts):
+        stem = parse_stem(name)
+        if stem is None or name != f"{stem.text}{SIDECAR_SUFFIX}":
+            continue
+        if host is None or stem.is_of(host):
+            found.append(Part(run, stem))
+    return found
+
+
+def readable_parts(run: RunPaths) -> list[Part]:
+    """Complete windows that will not be finished any more, so that their raw traces are read.
+
+    They are of a run that has ended, or older than ten minutes.
+    """
+    parts = [part for part in complete_parts(run) if part.raw.is_file()]
+    if not parts or has_ended(run):
+        return parts
+    return [part for part in parts if _age_s(part.sidecar) > _ABANDONED_S]
+
+
+def list_names(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none where it does not exist."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,203 @@
+"""Reads the whole records and lines of a run directory's files, and notes what was damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import RunFormatError
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION
+
+_HEADER_LIMIT_BYTES = 1 << 20
+_TYPE_BYTES = {"i64": 8, "f64": 8, "f32": 4, "u32": 4}
+_CLOCK_LIMIT_NS = 1 << 62  # sums and differences of two clocks stay within 64 bits
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The whole records of one file."""
+
+    path: Path
+    table: str
+    columns: tuple[tuple[str, str, str, str], ...]
+    """(name, type, unit, kind) of each column, as the writer had them."""
+    header: dict[str, Any]
+    data: bytes
+    """Whole records only."""
+    notes: tuple[str, ...]
+    """Notes on what had to be left out, for people."""
+    first: int = 0
+    """Place in the file of the first record that was read."""
+    torn_bytes: int = 0
+    """What follows the last whole record."""
+
+    @property
+    def clock(self) -> ClockAnchor:
+        """The anchor of the records' monotonic times."""
+        return ClockAnchor(self.header["clock"]["wall_ns"], self.header["clock"]["mono_ns"])
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of one record."""
+        return int(self.header["record_bytes"])
+
+    @property
+    def count(self) -> int:
+        """Number of whole records."""
+        return len(self.data) // self.record_bytes
+
+
+def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
+    """Reads a `.rec` file; a torn tail is cut at the last whole record and noted.
+
+    Args:
+        path: The file.
+        first: Index of the first record to read; negative counts from the end. Earlier records
+            are not read from the disk.
+        limit: Maximum number of records from there on. None reads all.
+
+    Raises:
+        RunFormatError: The file is missing, unreadable, not haiprof's or of another version.
+    """
+    try:
+        with _open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.readline(_HEADER_LIMIT_BYTES)
+            if not start.endswith(b"\n"):
+                raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
+            header = _parse_header(path, start[:-1])
+            length = header["record_bytes"]
+            count, torn = divmod(max(size - len(start), 0), length)
+            place = min(max(count + first, 0) if first < 0 else first, count)
+            wanted = count - place if limit is None else min(limit, count - place)
+            file.seek(len(start) + place * length)
+            body = file.read(wanted * length)
+    except OSError as error:
+        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
+    body = body[: len(body) - len(body) % length]
+    notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn and not first else ()
+    return RecordFile(path, header["table"], columns, header, body, notes, place, torn)
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others.
+
+    Raises:
+        RunFormatError: The file exists but cannot be read. A missing file is no lines.
+    """
+    if not os.path.lexists(path):
+        return [], ()
+    lines, bad = [], 0
+    for text in _read_bytes(path).split(b"\n"):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict):
+            lines.append(line)
+        else:
+            bad += 1
+    return lines, (f"{path}: {bad} damaged lines left out",) if bad else ()
+
+
+def read_failures(path: Path) -> list[str]:
+    """Lines of a text log; a missing or unreadable one has none."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        return _read_bytes(path).decode("utf-8", "replace").splitlines()
+    except RunFormatError as error:
+        return [str(error)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds one object.
+
+    Raises:
+        RunFormatError: It is missing, unreadable or something else.
+    """
+    content = _read_bytes(path)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RunFormatError(f"{path}: not JSON ({error}): {_shape(content)}") from None
+    if not isinstance(value, dict):
+        raise RunFormatError(f"{path}: holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def check_version(path: Path, version: object) -> None:
+    """Refuses a file of another version.
+
+    Raises:
+        RunFormatError: It is not this version's.
+    """
+    if version != SCHEMA_VERSION:
+        raise RunFormatError(
+            f"{path}: written in format version {version!r}, this haiprof reads {SCHEMA_VERSION}",
+            hint="open it with the haiprof that recorded it",
+        )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with _open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+
+
+def _open_regular(path: Path) -> BufferedReader:
+    # Not blocking: a pipe or a device in a file's place must not block the reader.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunFormatError(f"{path}: not a regular file")
+    return file
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
+        raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
+    check_version(path, header.get("version"))
+    if not _consistent(header):
+        raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
+    return header
+
+
+def _consistent(header: dict[str, Any]) -> bool:
+    try:
+        words = [tuple(column) for column in header["columns"]]
+        names = [name for name, _, _, _ in words]
+        sizes = [_TYPE_BYTES[column_type] for _, column_type, _, _ in words]
+        clock = (header["clock"]["wall_ns"], header["clock"]["mono_ns"])
+        return bool(
+            isinstance(header["table"], str)
+            and sizes
+            and all(isinstance(word, str) and word for column in words for word in column)
+            and len(set(names)) == len(names)
+            and type(header["record_bytes"]) is int
+            and header["record_bytes"] == sum(sizes)
+            and all(type(time) is int and 0 <= time < _CLOCK_LIMIT_NS for time in clock)
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _shape(content: bytes, size: int | None = None) -> str:
+    """The file's length and beginning, for people to recognize it."""
+    length = len(content) if size is None else size
+    return f"{length} bytes, begins {content[:24]!r}" if content else "it is empty"

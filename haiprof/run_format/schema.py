@@ -1,0 +1,161 @@
+"""The record tables of a run directory: every column's type, unit and meaning, as a literal."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SCHEMA_VERSION = 2
+# History
+# 1: phases (two packed words per span), device, host, process, gpu
+# 2: counters by entity with their width; tables of InfiniBand, NUMA and file systems
+
+FORMAT_NAME = "haiprof.rec"
+READ_NS = "read_ns"  # in every table of counters: what the read itself took
+NULL_I64 = -(1 << 63)  # "missing" in an i64 column; f64 and f32 use NaN; readers turn both to null
+
+_STRUCT_CODE = {"i64": "q", "f64": "d", "f32": "f", "u32": "I"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a record."""
+
+    name: str
+    """Field word with the unit as suffix."""
+    type: str
+    """`i64`, `f64`, `f32` or `u32`, little-endian."""
+    unit: str
+    """Base unit: ns, bytes, count, ratio, watts, hz, celsius; `packed` for bit fields."""
+    kind: str
+    """`gauge`, `time`, `key`, `span`, or a counter: it only grows, and ends as `counter_end` says.
+
+    `counter` has 64 bits, `counter32` goes on at 0 after 32 bits, `sticky16` stops at 16 bits;
+    `sticky32x4` is one of 32 bits that is stored times 4.
+    """
+    meaning: str
+    """Where it comes from and what it says, in one sentence."""
+
+
+def is_metric(kind: str) -> bool:
+    """Whether a column of that kind holds something measured."""
+    return kind == "gauge" or counter_end(kind) is not None
+
+
+class CounterEnd(NamedTuple):
+    """How a counter ends."""
+
+    bits: int
+    sticks: bool
+    """Whether it stays at its highest value; else it wraps to 0."""
+    scale: int = 1
+    """The factor that the source's own count was multiplied by."""
+
+
+_COUNTER_KIND = re.compile(r"(counter|sticky)([1-9]\d?)?(?:x([1-9]\d{0,3}))?\Z", re.ASCII)
+
+
+def counter_end(kind: str) -> CounterEnd | None:
+    """The end of a counter kind; null for other kinds."""
+    match = _COUNTER_KIND.match(kind)
+    if match is None:
+        return None
+    word, bits, scale = match.groups()
+    return CounterEnd(int(bits or 64), word == "sticky", int(scale or 1))
+
+
+@dataclass(frozen=True)
+class Table:
+    """One kind of record file."""
+
+    name: str
+    columns: tuple[Column, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Columns that say whose record it is."""
+        return tuple(c.name for c in self.columns if c.kind == "key")
+
+    @property
+    def metrics(self) -> tuple[Column, ...]:
+        """Columns that hold what was measured, after the times and keys."""
+        return tuple(c for c in self.columns if c.name != READ_NS and is_metric(c.kind))
+
+    @property
+    def struct(self) -> struct.Struct:
+        """Packs one record: little-endian, without padding."""
+        return struct.Struct("<" + "".join(_STRUCT_CODE[c.type] for c in self.columns))
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of one record."""
+        return self.struct.size
+
+
+# Kinds of a phase span. They are numbers in a file: never renumber, only add.
+DATA = 1  # DataLoader iterator's __next__ gave a batch
+DATA_END = 2  # ... raised StopIteration: the end of an epoch
+DATA_ITER = 3  # DataLoader.__iter__: workers started, sampler reset
+FORWARD = 4  # outermost module call that owns parameters, gradients on, module in training mode
+EVAL = 5  # the same, gradients off, module in eval mode
+NOGRAD = 6  # the same, gradients off, module in training mode
+BACKWARD = 7  # autograd engine entered
+OPTIMIZER = 8  # Optimizer.step
+SCALER = 9  # GradScaler.step: holds the optimizer, or nothing when the step is skipped
+GC = 10  # garbage collector pause; tag = generation
+SAVE = 11  # checkpoint save (torch.save, distributed checkpoint, safetensors)
+FORWARD_EVAL = 12  # as FORWARD with the module in eval mode: fine-tuning, or no no_grad
+
+KIND_NAMES = {
+    DATA: "dataloader",
+    DATA_END: "dataloader_end",
+    DATA_ITER: "dataloader_iter",
+    FORWARD: "forward",
+    EVAL: "eval",
+    NOGRAD: "nograd_forward",
+    BACKWARD: "backward",
+    OPTIMIZER: "optimizer",
+    SCALER: "scaler",
+    GC: "gc",
+    SAVE: "save",
+    FORWARD_EVAL: "forward_eval_mode",
+}
+
+TAG_BITS = 6
+TAG_MASK = (1 << TAG_BITS) - 1  # the last tag stands for "one of the many that had no room"
+
+PHASES = Table(
+    "phases",
+    (
+        Column("start", "i64", "packed", "span", "start_ns << 6 | kind; CLOCK_MONOTONIC ns"),
+        Column("end", "i64", "packed", "span", "end_ns << 6 | tag (root, optimizer, generation)"),
+    ),
+)
+
+DEVICE = Table(
+    "device",
+    (
+        Column("end_ns", "i64", "ns", "key", "end of the optimizer span that closed the interval"),
+        Column("dataloader_ns", "f32", "ns", "span", "stream time between the marks, CUDA events"),
+        Column("forward_ns", "f32", "ns", "span", "the same around forward calls"),
+        Column("backward_ns", "f32", "ns", "span", "the same around the autograd engine"),
+        Column("optimizer_ns", "f32", "ns", "span", "the same around optimizer steps"),
+        Column("interval_ns", "f32", "ns", "span", "previous optimizer end to this one, on stream"),
+        Column("missing_count", "u32", "count", "gauge", "spans of the interval without a time"),
+    ),
+)
+
+HEARTBEAT = Table(
+    "heartbeat",
+    (
+        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC ns of the read, about 1 Hz"),
+        Column("group", "i64", "count", "key", "process group, as the Flight Recorder numbers it"),
+        Column("enqueued", "i64", "count", "gauge", "sequence number of the last collective begun"),
+        Column("started", "i64", "count", "gauge", "... started on the device (null: not known)"),
+        Column("completed", "i64", "count", "gauge", "... completed; with gloo the last enqueued"),
+    ),
+)
+
+TABLES = (PHASES, DEVICE, HEARTBEAT)  # of a rank; those of nodes are in run_format/tables

@@ -1,0 +1,241 @@
+"""One rule set for credentials: what is masked before a command line or a variable is recorded.
+
+A name decides first (`--api-key X`, `WANDB_API_KEY=x`, `?token=x`), then the form of a value:
+tokens of well-known services, user and password in a URL, `Authorization:` headers. In doubt a
+value is masked, except where training scripts use the same words: `--pad-token`, `--max-tokens`.
+What cannot be told apart from other text stays: `-pPASSWORD`, a bare 40-digit hexadecimal key.
+
+Source: the keyword and prefix rules of gitleaks (config/gitleaks.toml) and detect-secrets
+(plugins/keyword.py and one plugin per service), without their entropy search over all text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+MASK = "***"
+
+# Parts of names, in lower case. A value under one of these is masked whatever it is.
+_SECRET = frozenset((
+    "password", "passwd", "passphrase", "passcode", "pw", "userpwd", "secret", "secrets",
+    "credential", "credentials", "creds", "cookie", "apikey", "authorization", "bearer",
+))  # fmt: skip
+_SECRET_ENDS = (
+    "password", "passwd", "passphrase", "apikey", "secret", "secretkey", "accesskey", "privatekey",
+    "accountkey", "sharedkey", "accesstoken", "authtoken", "bottoken", "userpw",
+)  # fmt: skip
+# Names with these endings hold a secret, unless the value is plainly a number, a switch, a path.
+_LIKELY = frozenset(("token", "pass", "pat", "auth", "jwt", "pwd", "sas"))
+_KEY_OF = frozenset((
+    "access", "account", "admin", "anthropic", "api", "app", "auth", "aws", "azure", "client",
+    "comet", "consumer", "deploy", "encryption", "hf", "huggingface", "ingest", "license", "master",
+    "neptune", "openai", "private", "service", "session", "shared", "signing", "ssh", "storage",
+    "subscription", "wandb", "webhook", "write",
+))  # fmt: skip
+# Names with these endings may hold a secret: only values that look random are masked.
+_POSSIBLE = frozenset(("key", "keys", "sig", "signature", "nonce", "session", "code", "credential"))
+# A token or a pass of a model, not of a service.
+_OF_MODELS = frozenset((
+    "add", "additional", "answer", "backward", "begin", "bos", "boundary", "byte", "char", "class",
+    "cls", "context", "decoder", "encoder", "end", "eos", "eot", "first", "forced", "forward",
+    "image", "img", "init", "initializer", "lang", "language", "last", "latent", "mask", "max",
+    "memory", "min", "multi", "new", "next", "num", "pad", "padding", "patch", "per", "placeholder",
+    "prefix", "prompt", "query", "reasoning", "register", "sep", "separator", "single", "space",
+    "special", "speech", "split", "src", "start", "stop", "style", "suffix", "target", "task",
+    "text", "tgt", "think", "thinking", "time", "tool", "two", "unk", "unknown", "video", "vocab",
+    "word", "audio", "n", "by",
+))  # fmt: skip
+# Last parts that make a name speak about a secret without holding it.
+_ABOUT = frozenset((
+    "algorithm", "class", "column", "count", "dim", "dims", "dir", "enabled", "env", "expiry",
+    "field", "file", "folder", "format", "header", "host", "id", "idx", "index", "kind", "len",
+    "length", "limit", "manager", "mode", "name", "names", "num", "path", "policy", "port",
+    "prefix", "provider", "size", "store", "suffix", "timeout", "ttl", "type", "uri", "url",
+    "usage", "var",
+))  # fmt: skip
+_SWITCHES = frozenset((
+    "allow", "ask", "disable", "enable", "has", "is", "no", "require", "skip", "trust", "use",
+    "with", "without",
+))  # fmt: skip
+_PLAIN = frozenset((
+    "", "true", "false", "yes", "no", "on", "off", "none", "null", "auto", "basic", "digest",
+    "munge", "oauth", "oauth2", "kerberos", "ntlm", "default", "required", "optional",
+))  # fmt: skip
+_TOKENS: tuple[tuple[str, int], ...] = (
+    ("ghp_", 20), ("gho_", 20), ("ghu_", 20), ("ghs_", 20), ("ghr_", 20), ("github_pat_", 20),
+    ("glpat-", 16), ("gldt-", 16), ("glrt-", 16), ("glptt-", 16), ("glcbt-", 16), ("glft-", 16),
+    ("hf_", 20), ("api_org_", 20), ("sk-ant-", 16), ("sk-proj-", 16), ("sk-svcacct-", 16),
+    ("sk_live_", 16), ("sk_test_", 16), ("rk_live_", 16), ("gsk_", 20), ("nvapi-", 20),
+    ("wandb_v1_", 20), ("r8_", 20), ("AKIA", 16), ("ASIA", 16), ("ABIA", 16), ("ACCA", 16),
+    ("xoxa-", 10), ("xoxb-", 10), ("xoxe-", 10), ("xoxe.", 10), ("xoxo-", 10), ("xoxp-", 10),
+    ("xoxr-", 10), ("xoxs-", 10), ("xapp-", 10), ("AIza", 30), ("ya29.", 20), ("eyJ", 17),
+    ("npm_", 30), ("pypi-AgE", 20), ("dckr_pat_", 20), ("dop_v1_", 30), ("glsa_", 20),
+    ("hvs.", 20), ("hvb.", 20), ("tskey-", 16), ("shpat_", 20), ("SG.", 40), ("dapi", 32),
+    ("LTAI", 12), ("AGE-SECRET-KEY-", 20), ("lin_api_", 20), ("pul-", 30), ("sq0atp-", 20),
+)  # fmt: skip
+"""How tokens of services begin, and how many characters follow at least."""
+
+_PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|[\d_\-.]|\Z)|[A-Z]?[a-z]+|[A-Z]+")
+_RANDOM = re.compile(r"[A-Za-z0-9]{16,}")
+_RUN = re.compile(r"[A-Za-z0-9][\w.\-]{13,}")
+_NUMBER = re.compile(r"[-+]?[0-9.]{1,8}(?:[eE][-+]?\d{1,3})?")
+_OPTION = re.compile(r"[-+]+([A-Za-z][\w.\-]*)")
+# Names are tried from their beginning alone, so that no long word is gone through again and again.
+_ASSIGNED = re.compile(
+    r"""(?<![\w.\-])(?P<option>[-+]{1,2})?(?P<name>[A-Za-z_][\w.\-]*)["']?"""
+    r"""(?:\s*[=:]\s*|(?(option)(?:\s+(?!-))|(?!)))"""
+)
+_SCHEMES = r"(?:(?:bearer|basic|token|digest|negotiate|apikey)\s+)?"
+_VALUE = re.compile(
+    _SCHEMES + r"""(?:"(?:[^"\\]|\\.){0,4096}"|'[^']{0,4096}'|\\?["']?[^\s"'&,;}\])]+)""",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=\-]{8,}", re.IGNORECASE)
+_USER_AT = re.compile(
+    r"""(?P<scheme>\b[A-Za-z][A-Za-z0-9+.\-]{0,30}://)"""
+    r"""(?:(?P<user>[^\s/:@"'?#]*):(?:[^\s/"']{0,512}|(?!\d+[/?#])[^\s"']{0,512}?)"""
+    r"""|(?P<alone>[^\s/:@"'?#]+))@"""
+)
+_BARE_USER_AT = re.compile(r"(?<![\w/@.\-:])([\w.\-]+):(?!\d+@)[^\s:@/\"']+@(?!sha\d+:)(?=[\w\[])")
+_PEM = re.compile(r"-----BEGIN[A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
+_QUOTES = "\\\"'"
+_JUDGED = 256
+"""Characters of a value by which it is judged."""
+_USER_OPTIONS = ("-u", "--user", "--proxy-user")
+
+
+def mask_command(words: Iterable[str]) -> list[str]:
+    """A command line that can be recorded or shown: its words, with credentials masked."""
+    found: list[str] = []
+    option = ""
+    for word in words:
+        name = _OPTION.fullmatch(word)
+        if option and _is_value(option, word):
+            found.append(MASK)
+        elif name is None and found and found[-1] in _USER_OPTIONS:
+            found.append(_mask_user(word))
+        else:
+            found.append(mask_text(word))
+        option = name[1] if name else ""
+    return found
+
+
+def mask_variable(name: str, value: str) -> str:
+    """The value of a variable (or of any other name) that can be recorded or shown."""
+    return MASK if _is_secret(name, value) else mask_text(value)
+
+
+def mask_text(text: str) -> str:
+    """Text of any kind, such as a word of a command line, an address or an error message."""
+    if "=" in text and (" " not in text or text.startswith("-")):
+        name, _, value = text.partition("=")
+        if _OPTION.fullmatch(f"-{name.lstrip('-+')}") and _is_secret(name, value):
+            return f"{name}={MASK}"  # the whole of it, whatever characters it holds
+    if "@" in text:
+        text = _USER_AT.sub(_mask_address, text)
+        text = _BARE_USER_AT.sub(rf"\1:{MASK}@", text)
+    if "=" in text or ":" in text or "-" in text:
+        text = _mask_assignments(text)
+    if "earer" in text or "EARER" in text:
+        text = _BEARER.sub(rf"\g<1>{MASK}", text)
+    if "PRIVATE KEY-----" in text:
+        text = _PEM.sub(MASK, text)
+    return _RUN.sub(_mask_token, text)
+
+
+def _is_value(option: str, word: str) -> bool:
+    """Whether a word is the secret of the option before it."""
+    parts = _parts(option)
+    is_switch = bool(parts) and parts[0] in _SWITCHES
+    if word.startswith("-") or is_switch:
+        return _is_secret(option, word) and _is_random(word)
+    return _is_secret(option, word)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a name says that its value is a secret, and the value may be one."""
+    if not value or value == MASK:
+        return False
+    parts = _parts(name)
+    if not parts or parts[-1] in _ABOUT:
+        return False
+    if not _SECRET.isdisjoint(parts) or parts[-1].endswith(_SECRET_ENDS):
+        return value.lower() not in _PLAIN
+    last, before = parts[-1], set(parts[:-1])
+    if last in _LIKELY or (last == "key" and not before.isdisjoint(_KEY_OF)):
+        of_model = last in ("token", "pass") and not before.isdisjoint(_OF_MODELS)
+        return not (of_model or _is_plain(value))
+    return last in _POSSIBLE and _is_random(value)
+
+
+@lru_cache(maxsize=512)
+def _parts(name: str) -> tuple[str, ...]:
+    """The words of a name: `WANDB_API_KEY`, `--apiKey` and `logger.api-key` end in the same two."""
+    return tuple(part.lower() for part in _PARTS.findall(name[-200:]))
+
+
+def _is_plain(value: str) -> bool:
+    """A number, a switch, a path, a special token such as <pad>: no secret."""
+    return (
+        value.lower() in _PLAIN
+        or _NUMBER.fullmatch(value) is not None
+        or value.startswith(("/", "./", "../", "~", "<", "[", "$", "{", "%"))
+    )
+
+
+def _is_random(value: str) -> bool:
+    """Whether a long part of it mixes letters and digits, as no word or number does."""
+    runs = _RANDOM.findall(value)
+    return any(not run.isalpha() and not run.isdigit() for run in runs)
+
+
+def _mask_assignments(text: str) -> str:
+    """`NAME=VALUE`, `NAME: VALUE`, `"NAME": "VALUE"` and `--NAME VALUE` wherever they stand."""
+    kept: list[str] = []
+    at = 0
+    for found in _ASSIGNED.finditer(text):
+        if found.start() < at:
+            continue  # within a value that is masked
+        start = found.end()
+        value = _VALUE.match(text, start, start + _JUDGED)
+        if value is None or value[0].startswith("//"):
+            continue
+        is_word = found["option"] and text[start - 1].isspace()
+        bare = value[0].strip(_QUOTES)
+        if (_is_value if is_word else _is_secret)(found["name"], bare):
+            value = _VALUE.match(text, start) or value  # now all of it
+            whole = value[0]
+            quotes = whole[: len(whole) - len(whole.lstrip(_QUOTES))]
+            closing = quotes if quotes and whole.endswith(quotes) else ""
+            kept += [text[at:start], quotes, MASK, closing]
+            at = value.end()
+    return "".join([*kept, text[at:]])
+
+
+def _mask_address(found: re.Match[str]) -> str:
+    """`scheme://user:password@` without the password; a user alone only where it is a token."""
+    if found["alone"] is None:
+        return f"{found['scheme']}{found['user']}:{MASK}@"
+    alone = found["alone"]
+    is_token = _is_random(alone) or _RUN.sub(_mask_token, alone) != alone
+    return f"{found['scheme']}{MASK if is_token else alone}@"
+
+
+def _mask_user(word: str) -> str:
+    """`name:password` as curl takes it; `uid:gid` is none."""
+    name, colon, value = word.partition(":")
+    return f"{name}:{MASK}" if colon and value and not value.isdigit() else mask_text(word)
+
+
+def _mask_token(found: re.Match[str]) -> str:
+    run = found[0]
+    for prefix, least in _TOKENS:
+        if run.startswith(prefix):
+            rest = run[len(prefix) :]
+            is_jwt = prefix != "eyJ" or "." in rest
+            return MASK if len(rest) >= least and is_jwt else run
+    if run.startswith("sk-") and _RANDOM.search(run):
+        return MASK
+    return run

@@ -1,0 +1,43 @@
+"""Frames of Python stacks: which one is the user's own code, and how it is written for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from haiprof.base.code_places import is_library
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+Stack = tuple[Frame, ...]
+"""From the outermost to the innermost frame."""
+_FRAME_LIMIT = 200
+_HOOK = "/haiprof/in_job/"
+
+
+def own_frame(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code: not of Python's library, nor of a package.
+
+    Where there is none, the innermost of all.
+    """
+    own = [f for f in stack if not is_library(f[0], f[2]) and _HOOK not in f[0]]
+    return own[-1] if own else (stack[-1] if stack else None)
+
+
+def frame_text(frame: Frame) -> str:
+    """`train.py:42 in step`."""
+    return f"{frame[0].rpartition('/')[2]}:{frame[1]} in {frame[2]}"
+
+
+def parse_frames(frames: object) -> Stack | None:
+    """Frames from JSON that may hold anything; None if they are none."""
+    if not isinstance(frames, list):
+        return None
+    found = []
+    for frame in frames[:_FRAME_LIMIT]:
+        if not isinstance(frame, list) or len(frame) != 3:
+            return None
+        file, line, function = frame
+        if not isinstance(file, str) or type(line) is not int or not isinstance(function, str):
+            return None
+        found.append((file, line, function))
+    return tuple(found)

@@ -1,0 +1,40 @@
+"""Sampled stacks on disk: what each field of a line in stacks.jsonl and workers/N.jsonl means."""
+
+from __future__ import annotations
+
+STACKS_VERSION = 1
+# History
+# 1: frames and stacks by number, samples as arrays beside each other
+
+HEADER, SAMPLES, END = "stacks", "samples", "end"
+"""What a line is, in its field `type`: the first line of a process, its samples, its last line."""
+
+HEADER_FIELDS = {
+    "version": "of this format",
+    "pid": "the process; one file holds several DataLoader workers of the same number in turn",
+    "worker": "number of the DataLoader worker; null for the training process",
+    "time_ns": "CLOCK_MONOTONIC ns",
+    "hz": "samples per second at the start",
+    "libraries": "folders that hold installed code: the standard library, torch",
+}
+"""The fields of a header line."""
+SAMPLE_FIELDS = {
+    "pid": "the process",
+    "time_ns": "CLOCK_MONOTONIC ns that the offsets count from",
+    "first_frame": "number of the first frame in `frames`: those of a process count from 0",
+    "frames": "[file, line, function, first line of the function], each written once",
+    "first_stack": "number of the first stack in `stacks`: those of a process count from 1",
+    "stacks": "[parent, frame]: a stack is its caller's stack and one frame; 0 has no frames",
+    "offset_us": "when each sample was taken",
+    "late_us": "how long each sample came after its time: it waited for the interpreter or a core",
+    "stack": "the stack of each sample; 0: no Python code ran; -1: left out, there were too many",
+    "others": "[offset_us, thread, stack, share of a core in 1/1000]: other threads that were busy",
+    "threads": "[number, name] of the threads in `others`, each written once",
+    "cpu_ns": "CPU time of the sampling thread so far",
+}  # fmt: skip
+"""The fields of a line of samples."""
+
+LEFT_OUT = -1
+"""Number of the stack of samples whose stacks were too many to be told apart."""
+FILE_LIMIT_BYTES = 4 << 20
+"""A worker's file grows no further: a job that starts workers each minute goes on for days."""

@@ -1,0 +1,154 @@
+"""Appends records and lines; a full disk loses records, but never the job or the alignment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from haiprof.base.descriptors import OwnFile
+from haiprof.base.safe_files import create_file, open_to_append, write_file
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.reader import read_records
+from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, Table
+
+_HEADER_ALIGN_BYTES = 64
+_DEPTH = 2
+"""Records and lines are in RUN/ranks/RANK and RUN/nodes/HOST: neither folder may be a link."""
+
+
+def header_line(table: Table, extra: Mapping[str, object]) -> bytes:
+    """The first line of a record file, padded so that records start on a 64-byte boundary."""
+    header = {
+        "format": FORMAT_NAME,
+        "version": SCHEMA_VERSION,
+        "table": table.name,
+        "record_bytes": table.record_bytes,
+        "columns": [[c.name, c.type, c.unit, c.kind] for c in table.columns],
+        **extra,
+    }
+    text = json.dumps(header).encode()
+    return text + b" " * (-(len(text) + 1) % _HEADER_ALIGN_BYTES) + b"\n"
+
+
+class RecordWriter:
+    """Appends whole records of one table to one file.
+
+    Args:
+        path: The file; it must not exist yet.
+        table: What a record holds.
+        clock: Anchors the records' monotonic times.
+        extra: More for the header, such as `host` and `pid`.
+
+    Raises:
+        OSError: The file cannot be created. Later failures only count in `dropped_bytes`.
+    """
+
+    def __init__(
+        self, path: Path, table: Table, *, clock: ClockAnchor, extra: Mapping[str, object]
+    ) -> None:
+        self.record_bytes = table.record_bytes
+        self.written_bytes = 0
+        self.dropped_bytes = 0
+        self.file = OwnFile(path, partial(create_file, below=path.parents[_DEPTH], append=True))
+        clock_pair = {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns}
+        header = header_line(table, {"clock": clock_pair, **extra})
+        if self.file.write(header) != len(header):
+            self.file.close()
+            raise OSError(28, "no space for the header", str(path))
+        self._size = len(header)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Writes whole records; what does not fit on the disk is counted and dropped."""
+        if not self.file.is_open:
+            self.dropped_bytes += len(data)
+            return
+        try:
+            written = self.file.write(data)
+        except OSError:
+            written = 0
+        whole = written - written % self.record_bytes
+        if whole != written and not self._cut(self._size + whole):
+            whole = 0
+        self._size += whole
+        self.written_bytes += whole
+        self.dropped_bytes += len(data) - whole
+
+    def close(self) -> None:
+        """Closes the file; further records count as dropped."""
+        self.file.close()
+
+    def _cut(self, size: int) -> bool:
+        """Truncates a torn record so that later ones stay aligned; gives up where that fails."""
+        try:
+            self.file.cut(size)
+        except OSError:
+            self.file.close()
+            return False
+        return True
+
+
+def add_records(path: Path, table: Table, data: bytes) -> int:
+    """Adds records to a file whose writer has ended; a torn record at its end makes room.
+
+    Returns:
+        Bytes of the whole records that went in.
+
+    Raises:
+        OSError: The file cannot be written to.
+        RunFormatError: It is no file of records.
+    """
+    torn = read_records(path, first=-1).torn_bytes
+    file = OwnFile(path, partial(open_to_append, below=path.parents[_DEPTH]))
+    try:
+        size = os.stat(path).st_size - torn
+        if torn:
+            file.cut(size)
+        written = file.write(data)
+        whole = written - written % table.record_bytes
+        if whole != written:
+            file.cut(size + whole)
+        return whole
+    finally:
+        file.close()
+
+
+class LineWriter:
+    """Appends JSON lines to one file, each in one write.
+
+    Raises:
+        OSError: The file cannot be created. Later failures only count in `dropped_count`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.dropped_count = 0
+        self.file = OwnFile(path, partial(open_to_append, below=path.parents[_DEPTH]))
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Writes one line."""
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            if self.file.write(data) != len(data):
+                self.dropped_count += 1
+        except OSError:
+            self.dropped_count += 1
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.file.close()
+
+
+def write_json(path: Path, content: Mapping[str, object], *, below: Path) -> None:
+    """Replaces a JSON file at once: a reader sees the old one or the new one.
+
+    Args:
+        path: The file.
+        content: The object.
+        below: The run directory, as `safe_files` has it: no link within it is followed.
+
+    Raises:
+        OSError: The folder is gone, read-only or full.
+    """
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode(), below=below)

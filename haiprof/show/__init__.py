@@ -1,0 +1,1 @@
+"""Presentation of results: terminal views, the verdict card, web pages, TensorBoard scalars."""

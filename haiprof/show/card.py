@@ -1,0 +1,242 @@
+"""The verdict card: the cause, the numbers that prove it, what to do, and the confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.show.death_block import death_block
+from haiprof.show.figures.style import PHASES
+from haiprof.show.run_header import RunHeader
+from haiprof.show.split_bar import SplitBar
+from haiprof.show.split_legend import PhaseName
+from haiprof.show.text import count_text, fine_ratio_text, printable, share_text, value_text
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.finding import Finding
+    from haiprof.diagnosis.verdict import Cost, Verdict
+
+MAX_WIDTH = 100
+_NOTE_LIMIT = 4
+_BRIEF_EVIDENCE = 3
+_BRIEF_OTHERS = 3
+_BRIEF_LINES = 2
+_ROOM_FOR_BOTH = 100
+_EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
+_DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.gaps` has them
+_NEVER = ("one rank", "torch.compile was not used")
+_GPU_RULES = (
+    "slow_kernels", "slow_link", "exposed_communication", "synchronising_calls", "pageable_copies",
+    "launch_bound", "tensor_cores_unused", "small_batches",
+)  # fmt: skip
+_SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+
+
+def verdict_card(
+    verdict: Verdict, run: RunHeader, *, width: int = MAX_WIDTH, everything: bool = False
+) -> RenderableType:
+    """The card as the terminal shows it at the end of a run.
+
+    Args:
+        verdict: What was found.
+        run: Name, state and outcome of the run.
+        width: Columns of the terminal; the card takes at most 100.
+        everything: Whether all numbers and further findings are shown whole, and what could not be
+            measured or judged, and what haiprof itself cost.
+    """
+    parts: list[RenderableType] = [_headline(verdict)]
+    if verdict.death is not None:
+        parts += [Text(), death_block(verdict)]
+    if verdict.step_count:
+        parts += [Text(), *_split(verdict, width)]
+    if everything:
+        for place, finding in enumerate(verdict.findings):
+            titled = place > 0 or verdict.death is not None
+            parts += [Text(), _finding(finding, titled=titled)]
+        parts += [Text(), *_closing(verdict)]
+    else:
+        parts += _brief_findings(verdict)
+        parts += _brief_closing(verdict)
+    title = Text.assemble((" haiprof ", "bold"), (f" {run.name} ", ""), (f" {run.outcome} ", "dim"))
+    title.truncate(min(width, MAX_WIDTH) - 8, overflow="ellipsis")
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        border_style="bright_black",
+        padding=(1 if everything else 0, 2),
+        width=min(width, MAX_WIDTH),
+    )
+
+
+def _brief_findings(verdict: Verdict) -> Iterator[RenderableType]:
+    """The first finding with its proof, line and remedy; of the others their titles."""
+    if not verdict.findings:
+        return
+    first, *others = verdict.findings
+    yield Text()
+    yield _finding(first, titled=verdict.death is not None, limit=_BRIEF_EVIDENCE)
+    for finding in others[:_BRIEF_OTHERS]:
+        style = _SEVERITY_STYLES[finding.severity]
+        yield Text.assemble(("also  ", "dim"), (printable(finding.title), style))
+    if len(others) > _BRIEF_OTHERS:
+        yield Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'more finding')}", style="dim")
+
+
+def _brief_closing(verdict: Verdict) -> Iterator[RenderableType]:
+    """What was noticed and traced, what was damaged, and where the rest is."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold", style="dim")
+    rows = [("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", verdict.notes)]
+    for label, lines in rows:
+        for place, line in enumerate(lines[:_BRIEF_LINES]):
+            grid.add_row("" if place else label, line)
+    yield Text()
+    if grid.row_count:
+        yield grid
+    yield Text.assemble(("next  ", "dim"), (verdict.next_command, "bold"), overflow="fold")
+    yield Text("more  haiprof verdict with --all", style="dim")
+
+
+def _headline(verdict: Verdict) -> Text:
+    if verdict.death is not None:
+        return Text(printable(verdict.headline), style=_SEVERITY_STYLES["critical"])
+    if verdict.findings:
+        first = verdict.findings[0]
+        return Text(verdict.headline, style=_SEVERITY_STYLES[first.severity])
+    return Text(verdict.headline, style="bold green" if verdict.step_count else "bold yellow")
+
+
+def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+    yield SplitBar(verdict.split)
+    yield _split_numbers(verdict.split, width)
+    ranks = count_text(len(verdict.ranks), "rank")
+    steps = count_text(verdict.step_count, "step")
+    together = " together" if len(verdict.ranks) > 1 else ""
+    facts = [f"usual step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}{together}"]
+    if verdict.evaluation_ns:
+        facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
+    facts += [
+        f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
+        for kind, e in verdict.events.items()
+    ]
+    yield Text(" · ".join(facts), style="dim")
+
+
+def _split_numbers(split: Mapping[str, float | None], width: int) -> RenderableType:
+    """Mark, name, time and share of each phase, one column each."""
+    total = sum(ns or 0.0 for ns in split.values())
+    gap = 3 if width >= MAX_WIDTH else 1
+    grid = Table.grid(padding=(0, gap, 0, 0))
+    for _ in PHASES:
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_row(*(PhaseName(phase, width=width) for phase in PHASES))
+    times = [Text(f"  {duration_text(split[p])}", style="bold") for p in PHASES]
+    shares = [Text(share_text(split[p], total), style="dim") for p in PHASES]
+    if width >= _ROOM_FOR_BOTH:
+        grid.add_row(*(Text.assemble(t, "  ", s) for t, s in zip(times, shares, strict=True)))
+    else:
+        grid.add_row(*times)
+        grid.add_row(*(Text.assemble("  ", share) for share in shares))
+    return grid
+
+
+def _finding(finding: Finding, *, titled: bool, limit: int | None = None) -> RenderableType:
+    """Its severity and numbers; the first one's title is the headline.
+
+    Args:
+        finding: The finding.
+        titled: Whether its title is shown.
+        limit: How many of its numbers, and one line of code; None shows all that is known of it.
+    """
+    head = Text()
+    head.append(finding.severity, style=_SEVERITY_STYLES[finding.severity])
+    if titled:
+        head.append(f"  {finding.title}", style="bold")
+    sure = f"confidence {ratio_text(finding.confidence)}".replace(" ", "\N{NO-BREAK SPACE}")
+    head.append(f"  {sure}", style="dim")
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(overflow="fold")
+    rows.add_column(justify="right", no_wrap=True)
+    for evidence in finding.evidence[:limit]:
+        rows.add_row(Text(evidence.name, style="dim"), value_text(evidence.value, evidence.unit))
+    parts: list[RenderableType] = [
+        head,
+        Padding(rows, (0, 0, 0, 2)),
+        *(
+            _labelled("at", printable(line.describe()), style="bold")
+            for line in finding.code_lines[: limit and 1]
+        ),
+        _labelled("do", finding.remedy),
+    ]
+    if finding.missing and limit is None:
+        parts.append(_labelled("not known", ", ".join(finding.missing), style="dim"))
+    return Group(*parts)
+
+
+def _labelled(label: str, text: str, *, style: str = "") -> RenderableType:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(
+        Text(f"  {label}:", style="bold green" if label == "do" else "dim"), Text(text, style=style)
+    )
+    return grid
+
+
+def _closing(verdict: Verdict) -> Iterator[RenderableType]:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold", style="dim")
+    for place, line in enumerate(verdict.reactions):
+        grid.add_row("" if place else "noticed", line)
+    for place, line in enumerate(verdict.traces):
+        grid.add_row("" if place else "traced", line)
+    for label, what, why in _unknowns(verdict):
+        grid.add_row(label, f"{what}: {why}" if what else why)
+    grid.add_row("own cost", cost_text(verdict.cost))
+    yield grid
+    yield Text()
+    yield Text.assemble(("next  ", "dim"), (verdict.next_command, "bold"), overflow="fold")
+
+
+def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
+    """(label, what, why), the label only where it changes."""
+    measurable = [row for row in verdict.not_measured if not _is_foreign(verdict, *row)]
+    for place, (what, why) in enumerate(measurable):
+        yield "" if place else "not measured", what, why
+    rules: dict[str, list[str]] = {}
+    for rule, why in verdict.abstained:
+        if not _is_foreign(verdict, rule, why):
+            rules.setdefault(why, []).append(rule.replace("_", " "))
+    for place, (why, names) in enumerate(rules.items()):
+        yield "" if place else "not judged", ", ".join(names), why
+    for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
+        yield "" if place else "notes", "", note
+    if len(verdict.notes) > _NOTE_LIMIT:
+        yield "", "", f"and {len(verdict.notes) - _NOTE_LIMIT} more, in --json"
+
+
+def _is_foreign(verdict: Verdict, what: str, why: str) -> bool:
+    """Whether a job of this kind cannot have it: a GPU's numbers on CPUs, others of one rank."""
+    if why in _NEVER:
+        return True
+    no_gpu = (_DEVICE, _NO_GPU) in verdict.not_measured
+    return no_gpu and (what == _DEVICE or "GPU" in what or "GPU" in why or what in _GPU_RULES)
+
+
+def cost_text(cost: Cost) -> str:
+    """The cost of haiprof itself, in the job and beside it."""
+    inside = "in the job not recorded"
+    if cost.hook_ns_per_step is not None:
+        share = f" ({fine_ratio_text(cost.hook_ratio)})" if cost.hook_ratio is not None else ""
+        inside = f"{duration_text(cost.hook_ns_per_step)} per step in the job{share}"
+    if cost.agent_cpu_ratio is None:
+        return f"{inside}; beside it not recorded"
+    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside it"

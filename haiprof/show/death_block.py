@@ -1,0 +1,145 @@
+"""How a job died, for people: in the terminal, in a list, and as Markdown for a ticket."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.base.units import MISSING, duration_text, ranks_text, ratio_text
+from haiprof.show.run_header import RunHeader
+from haiprof.show.text import moment_text, printable
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.verdict import Verdict
+    from haiprof.run_analysis.deaths import Death, Fate
+    from haiprof.run_analysis.restarts import Start
+
+SHOWN_FATES = 12
+_FRAMES = 12
+WORDS = {
+    "exception": "exception", "out_of_memory": "out of memory", "killed": "killed",
+    "crash": "crash", "exit": "exit", "early_exit": "early exit", "hang": "hang",
+    "mismatch": "collective mismatch", "node_lost": "node lost", "never_started": "not started",
+    "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
+    "cancelled": "cancelled", "signal": "signal", "interrupted": "interrupted",
+    "launcher": "launcher", "gone": "gone", "unknown": "not known",
+}  # fmt: skip
+"""Causes in a word, by their slugs."""
+
+
+def death_block(verdict: Verdict) -> RenderableType:
+    """What stands below the headline of a run that died."""
+    death = verdict.death
+    assert death is not None
+    head = Text("critical", style="bold red")
+    head.append(f"  {WORDS.get(death.cause, death.cause)}", style="bold")
+    head.append("" if death.certain else "  likely, not proved", style="dim")
+    parts: list[RenderableType] = [head]
+    if death.source:
+        place = f"{death.line}:  " if death.line else ""
+        parts.append(Text(f"  {printable(place + death.source)}", style="bold"))
+    parts.append(Padding(_fate_table(death), (0, 0, 0, 2)))
+    parts += [Text(f"  {line}", style="dim") for line in _facts(verdict)]
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
+    return Group(*parts, grid)
+
+
+def _fate_table(death: Death) -> Table:
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    for style in ("bold", "dim", ""):
+        rows.add_column(style=style, no_wrap=style == "bold", overflow="fold")
+    shown = list(grouped_fates(death))
+    for who, role, text in shown[:SHOWN_FATES]:
+        rows.add_row(who, role, printable(text))
+    if len(shown) > SHOWN_FATES:
+        rows.add_row("", "", f"and {len(shown) - SHOWN_FATES} more, in --json")
+    return rows
+
+
+def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
+    """(ranks, role, what became of them): ranks that ended alike in one line, the cause first."""
+    order = ("cause", "victim", "stopped", "absent", "unknown", "clean")
+    found: dict[tuple[str, str], list[Fate]] = {}
+    for fate in sorted(death.fates, key=lambda f: (order.index(f.role), f.ended_ns or 0)):
+        found.setdefault((fate.role, _what(fate)), []).append(fate)
+    for (role, what), fates in found.items():
+        times = [f.ended_ns - death.died_ns for f in fates if f.ended_ns and death.died_ns]
+        later = max(times, default=0)
+        when = f", {duration_text(later)} later" if later > 0 and role != "cause" else ""
+        yield ranks_text([f.rank for f in fates]), role, what + when
+
+
+def _what(fate: Fate) -> str:
+    text = fate.what
+    if fate.waited_in and fate.role != "cause":
+        text = f"waited in {fate.waited_in}, {text}"
+    if fate.role == "cause" and fate.step is not None:
+        text += f", last step recorded {fate.step}"
+    return text
+
+
+def _facts(verdict: Verdict) -> Iterator[str]:
+    death = verdict.death
+    assert death is not None
+    if death.died_ns:
+        yield f"at {moment_text(death.died_ns)} · order: {death.clock}"
+    yield from (each.text for each in verdict.memory_at_end)
+    yield from start_lines(verdict.starts)
+    goodput = verdict.goodput
+    if goodput is not None and goodput.ratio is not None:
+        lost = f", {duration_text(goodput.lost_ns)} of steps lost" if goodput.lost_ns else ""
+        yield f"goodput {ratio_text(goodput.ratio)} of {duration_text(goodput.wall_ns)}{lost}"
+
+
+def start_lines(starts: Sequence[Start]) -> Iterator[str]:
+    """One line for each start of the ranks, where there were several."""
+    for start in starts if len(starts) > 1 else ():
+        why = start.why or "no death"
+        gap = start.until_next_ns
+        until = f"; the next step came {duration_text(gap)} later" if gap is not None else ""
+        yield printable(f"start {start.generation + 1}: {start.step_count} steps, {why}{until}")
+
+
+def exit_report(verdict: Verdict, run: RunHeader) -> str:
+    """How the job ended, as Markdown for a ticket."""
+    lines = [f"## {_plain(run.name)}: {_plain(verdict.headline)}", ""]
+    lines += [f"- run: `{_code(run.path)}`", f"- command: `{_code(shlex.join(run.command))}`",
+              f"- host: `{_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
+              f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
+    death = verdict.death
+    if death is None:
+        return "\n".join([*lines, "", "No rank died."]) + "\n"
+    lines += [f"- cause: **{WORDS.get(death.cause, death.cause)}**"
+              f"{'' if death.certain else ' (likely, not proved)'}"]  # fmt: skip
+    if death.line:
+        source = f" `{_code(death.source)}`" if death.source else ""
+        lines.append(f"- line: `{_code(death.line)}`{source}")
+    if death.step is not None:
+        lines.append(f"- last step recorded: {death.step}")
+    lines += [f"- {_plain(line)}" for line in _facts(verdict)]
+    lines += ["", "| ranks | | what became of them |", "|---|---|---|"]
+    lines += [f"| {who} | {role} | {_plain(text)} |" for who, role, text in grouped_fates(death)]
+    if death.traceback:
+        frames = [_code(frame) for frame in death.traceback[-_FRAMES:]]
+        said = [_code(line) for line in (death.message or "").splitlines()[:20]]
+        lines += ["", "```", *frames, *said, "```"]
+    return "\n".join([*lines, "", f"**Do:** {_plain(death.remedy)}"]) + "\n"
+
+
+def _plain(text: str | None) -> str:
+    """Text in Markdown: no markup, no new line."""
+    kept = printable(text or MISSING)
+    for mark in "\\`*_[]<>|#":
+        kept = kept.replace(mark, f"\\{mark}")
+    return kept
+
+
+def _code(text: str | None) -> str:
+    return printable(text or "").replace("`", "'")

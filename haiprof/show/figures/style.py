@@ -1,0 +1,81 @@
+"""Colours and layout: a phase has the same colour in the terminal and in figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour blindness.
+ORANGE, SKY, PURPLE, GREEN = "#E69F00", "#56B4E9", "#CC79A7", "#009E73"
+BLUE, VERMILLION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
+DARK_GREY, BROWN = "#555555", "#8C6D31"
+
+PHASE_COLORS = {
+    "dataloader": ORANGE,
+    "forward": SKY,
+    "backward": PURPLE,
+    "optimizer": GREEN,
+    "other": GREY,
+}
+SERIES_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK_GREY, BROWN)
+
+FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
+INK, GRID = "#222222", "#E8E8E8"
+LEGEND_TOP_PX = 54
+
+
+def series_color(index: int) -> str:
+    """The colour of the n-th rank, host or GPU; they repeat after eight."""
+    return SERIES_COLORS[index % len(SERIES_COLORS)]
+
+
+def figure_layout(title: str, *, height: int) -> dict[str, Any]:
+    """Layout that every figure shares.
+
+    Args:
+        title: First line, bold; further lines after `<br>` are smaller.
+        height: Pixels.
+
+    Returns:
+        Keyword arguments of `plotly.graph_objects.Figure.update_layout`.
+    """
+    return {
+        "title": {
+            "text": title,
+            "x": 0,
+            "xref": "paper",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 14},
+            "font": {"size": 16},
+        },
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1 - LEGEND_TOP_PX / height,
+            "yref": "container",
+            "yanchor": "top",
+            "font": {"size": 11},
+            "traceorder": "normal",
+        },
+        "height": height,
+        "margin": {"l": 64, "r": 24, "t": 112, "b": 36},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "hoverlabel": {"font": {"family": FONT, "size": 12}},
+        "barmode": "stack",
+    }
+
+
+AXIS = {
+    "gridcolor": GRID,
+    "zerolinecolor": GRID,
+    "linecolor": "#BBBBBB",
+    "ticks": "outside",
+    "exponentformat": "none",
+}
+TIME_AXIS = {**AXIS, "ticksuffix": " s"}

@@ -1,0 +1,87 @@
+"""Counters of a run, averaged over the training window, by rank, GPU or host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import polars as pl
+
+PROCESS, HOST, GPU = "process", "host", "gpu"
+_KEYS = ["source", "host", "rank", "gpu", "metric"]
+
+Owner = tuple[str, str | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricStat:
+    """One metric of one owner, over the samples of the training window."""
+
+    mean: float
+    min: float
+    max: float
+
+
+Metrics = Mapping[Owner, Mapping[str, MetricStat]]
+
+
+def training_window(counters: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
+    """Samples of each host from when its ranks trained, as the verdict averages them.
+
+    Args:
+        counters: `Analyzer.counters()`.
+        windows: From `host_windows`, of the steps that count.
+
+    Returns:
+        The same columns. All samples where there is no step, or no sample between steps: a
+        start-up of minutes must not dilute an average, but a short run must not lose all samples.
+    """
+    if windows.is_empty():
+        return counters
+    of_host = counters.join(windows, on="host", how="left").with_columns(
+        pl.col("begin").fill_null(windows["begin"].min()),
+        pl.col("end").fill_null(windows["end"].max()),
+    )
+    inside = of_host.filter(pl.col("time_ns").is_between(pl.col("begin"), pl.col("end")))
+    return counters if inside.is_empty() else inside.select(counters.columns)
+
+
+def metric_stats(counters: pl.DataFrame) -> Metrics:
+    """Mean, lowest and highest value of each metric.
+
+    Args:
+        counters: `Analyzer.counters()`, possibly a window of it.
+
+    Returns:
+        By owner (source, host, rank, gpu), then by metric; what has no value is not there.
+    """
+    valid = counters.filter(pl.col("value").is_finite())
+    rows = valid.group_by(_KEYS).agg(
+        pl.col("value").mean().alias("mean"),
+        pl.col("value").min().alias("min"),
+        pl.col("value").max().alias("max"),
+    )
+    found: dict[Owner, dict[str, MetricStat]] = {}
+    for source, host, rank, gpu, metric, mean, low, high in rows.iter_rows():
+        stat = MetricStat(mean=mean, min=low, max=high)
+        found.setdefault((source, host, rank, gpu), {})[metric] = stat
+    return found
+
+
+def metrics_of_rank(metrics: Metrics, source: str, *, rank: int | None) -> dict[str, MetricStat]:
+    """Metrics of one rank's process or GPU; of the last one if it has several GPUs."""
+    merged: dict[str, MetricStat] = {}
+    for (of_source, _, of_rank, _), stats in metrics.items():
+        if of_source == source and of_rank == rank:
+            merged.update(stats)
+    return merged
+
+
+def mean_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
+    """Its mean; None where it was not measured."""
+    return stats[metric].mean if metric in stats else None
+
+
+def max_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
+    """Its highest value; None where it was not measured."""
+    return stats[metric].max if metric in stats else None

@@ -1,0 +1,157 @@
+"""The content of a run's page: words and tables for its text, numbers for its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.rank_grid import RankGrid, rank_grid
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.show.figures.labels import by_reason
+from haiprof.show.figures.late_ranks import late_ranks_figure
+from haiprof.show.figures.over_time import over_time_figure
+from haiprof.show.figures.rank_map import PARTS, heat_style
+from haiprof.show.figures.style import FONT, PHASE_COLORS
+from haiprof.show.page import run_sections as parts
+from haiprof.show.page.comparison import ComparisonSection, comparison_section
+from haiprof.show.page.counter_data import counter_data
+from haiprof.show.page.death_part import DeathPart, death_part
+from haiprof.show.page.step_data import map_data, step_data
+from haiprof.show.page.tables import PageTable
+from haiprof.show.page.trace_sections import TraceSections, trace_sections
+from haiprof.show.run_header import RunHeader
+from haiprof.show.split import settled
+from haiprof.show.summary import OverviewSummary, overview_summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """A run as the page shows it."""
+
+    header: RunHeader
+    verdict: Verdict
+    summary: OverviewSummary
+    ranks: PageTable
+    nodes: PageTable
+    phases: PageTable
+    slowest: PageTable
+    late: PageTable
+    collectives: PageTable
+    death: DeathPart | None
+    traces: TraceSections
+    windows: tuple[tuple[Path, ...], ...]
+    """Trace files by window."""
+    no_windows: str
+    """Why there is none."""
+    snapshots: PageTable | None
+    environment: PageTable
+    comparison: ComparisonSection | None
+    """With the run that was asked for."""
+    not_measured: tuple[tuple[str, str], ...]
+    """Rows of counters that have no sample, with the reason."""
+    data: Mapping[str, Any]
+    """What the figures are drawn of, as plain JSON values."""
+
+
+def page_content(
+    analyzer: RunFrames, *, read_traces: bool = True, baseline: str | None = None
+) -> PageContent:
+    """Reads a run for its page, also one that still runs.
+
+    Args:
+        analyzer: Of the run.
+        read_traces: Whether its traces are read; large ones take long.
+        baseline: The run it is compared with: a directory, or `last-good`.
+
+    Raises:
+        RunNotFoundError: There is no run, or no baseline.
+        UsageError: The baseline is the run itself.
+        RunFormatError: It is of another version, or nothing in it can be read.
+    """
+    verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
+    summary = overview_summary(analyzer, with_series=False)
+    steps, late = analyzer.steps(), analyzer.lateness()
+    judged = _judged(steps)
+    windows, no_windows = parts.trace_files(analyzer.run)
+    compared = baseline and comparison_section(analyzer, baseline, read_traces=read_traces)
+    return PageContent(
+        header=summary.run,
+        verdict=verdict,
+        summary=summary,
+        ranks=parts.rank_table(summary),
+        nodes=parts.node_table(summary),
+        phases=parts.phase_table(judged),
+        slowest=parts.slow_table(judged),
+        late=parts.late_table(late),
+        collectives=parts.collective_table(analyzer.collectives()),
+        death=death_part(analyzer.files, verdict),
+        traces=trace_sections(analyzer.run, read=read_traces),
+        windows=tuple(map(tuple, windows)),
+        no_windows=no_windows,
+        snapshots=parts.snapshot_table(analyzer.run),
+        environment=parts.environment_table(
+            analyzer.run, analyzer.files.manifest, analyzer.ranks()
+        ),
+        not_measured=tuple(by_reason(summary.missing)),
+        comparison=compared or None,
+        data=_data(analyzer, summary, late, compared or None),
+    )
+
+
+def time_start_ns(summary: OverviewSummary) -> int:
+    """Unix time of the first step or sample, from which the figures count seconds."""
+    return summary.span.start_ns if summary.span else 0
+
+
+def _judged(steps: pl.DataFrame) -> pl.DataFrame:
+    """Steps of all ranks and attempts that count: warm and not traced."""
+    frames = steps.partition_by("rank", "attempt", maintain_order=True)
+    return pl.concat([steps.clear(), *map(settled, frames)])
+
+
+def _data(
+    analyzer: RunFrames,
+    summary: OverviewSummary,
+    late: pl.DataFrame,
+    compared: ComparisonSection | None,
+) -> dict[str, Any]:
+    """What the figures are drawn of."""
+    steps, counters = analyzer.steps(), analyzer.counters()
+    start_ns = time_start_ns(summary)
+    grid = rank_grid(steps)
+    return {
+        "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
+        "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
+        "map": map_data(grid, start_ns) if grid else None,
+        "steps": step_data(steps, start_ns) if grid else None,
+        "counters": counter_data(counters, start_ns),
+        "hosts": {str(row.rank): row.host for row in summary.ranks},
+        "figures": dict(_figures(grid, late, compared, start_ns)),
+    }
+
+
+def _figures(
+    grid: RankGrid | None, late: pl.DataFrame, compared: ComparisonSection | None, start_ns: int
+) -> Iterator[tuple[str, Any]]:
+    """The figures that do not depend on the reader's choices, as plain JSON values."""
+    if grid is not None:
+        yield "over-time", _plain(over_time_figure(grid, title="", start_ns=start_ns))
+    if late["late_ns_per_step"].is_finite().any():
+        yield "late", _plain(late_ranks_figure(late, title=""))
+    if compared is not None and compared.figure is not None:
+        yield "comparison", _plain(compared.figure)
+
+
+def _plain(figure: go.Figure) -> Any:  # noqa: ANN401 - any JSON value
+    """A figure without plotly's own colours: the page has its own."""
+    figure.update_layout(template=None)
+    return json.loads(figure.to_json())

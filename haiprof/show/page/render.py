@@ -1,0 +1,229 @@
+"""The page as HTML: one self-contained file, or with its parts beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from haiprof.base.units import SPACES, bytes_text, duration_text, visible
+from haiprof.base.version import __version__
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.show import text
+from haiprof.show.card import cost_text
+from haiprof.show.figures.html_file import write_text
+from haiprof.show.figures.style import PHASES
+from haiprof.show.page.content import PageContent
+from haiprof.show.page.death_part import MARKS
+from haiprof.show.page.packed_numbers import json_for_script, squeezed
+from haiprof.show.page.run_sections import file_size
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+STATIC = Path(__file__).parent / "static"
+_ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 14, 60, 220, 720
+# Plotly sets styles on its elements; scripts are those of the page, by their hash.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'; script-src {}"
+)
+
+_UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
+
+Link = Callable[[Path], str]
+"""Address at which a trace opens in Perfetto; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One phase in the split bar."""
+
+    phase: str
+    ns: float | None
+    share: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One trace in the list."""
+
+    name: str
+    size: int | None
+    link: str
+
+
+def write_report(content: PageContent, path: Path, *, below: Path | None = None) -> Path:
+    """Writes the page as one file that opens anywhere; returns its path.
+
+    Args:
+        content: Of the page.
+        path: The file.
+        below: The run directory that it is part of; None of a file that the user named.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    return write_text(path, report_html(content), below=below)
+
+
+def report_html(content: PageContent) -> str:
+    """The page with plotly, its own script and all numbers inside; it needs no network."""
+    script, plotly = static_text("page.js"), plotly_js()
+    data = squeezed(data_json(content))
+    policy = _POLICY.format(f"'sha256-{_sha256(script)}' 'sha256-{_sha256(plotly)}'")
+    packed = _squeezed_plotly()
+    return _rendered(
+        content,
+        live=False,
+        policy=policy,
+        style=_unescaped(static_text("page.css")),
+        script=_unescaped(script),
+        plotly=_unescaped(packed),
+        data=_unescaped(data),
+        size=bytes_text(len(packed) + len(data)),
+    )
+
+
+def served_html(content: PageContent, link: Link) -> str:
+    """The page whose parts the server has beside it.
+
+    Args:
+        content: The run.
+        link: Address at which a trace opens in Perfetto; empty for none.
+    """
+    return _rendered(content, live=True, link=link)
+
+
+def data_json(content: PageContent) -> str:
+    """The numbers of the figures."""
+    return json_for_script(content.data)
+
+
+def static_text(name: str) -> str:
+    """A file that came with haiprof."""
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+@cache
+def plotly_js() -> str:
+    """Plotly's script, from its package."""
+    spec = find_spec("plotly")
+    folder = Path(str(spec.origin)).parent if spec else Path()
+    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+@cache
+def _squeezed_plotly() -> str:
+    return squeezed(plotly_js())
+
+
+def _rendered(content: PageContent, *, link: Link = lambda _: "", **parts: Any) -> str:  # noqa: ANN401
+    windows = [
+        [_File(name=path.name, size=file_size(path), link=link(path)) for path in files]
+        for files in content.windows
+    ]
+    verdict = content.verdict
+    known = content.data["map"]
+    rank_count = len(known["ranks"]) if known else 0
+    return _template().render(
+        c=content,
+        windows=windows,
+        sections=list(_sections(content)),
+        split=list(_split(verdict)),
+        abstained=_abstained(verdict),
+        cost=cost_text(verdict.cost),
+        marks=MARKS,
+        parts=[name for name, ms in known["typical_ms"].items() if ms is not None] if known else [],
+        map_height=min(_MOST_PX, max(_LEAST_PX, _ROW_PX * rank_count + _FRAME_PX)),
+        version=__version__,
+        **parts,
+    )
+
+
+@cache
+def _template() -> Template:
+    """The page; everything put into it is escaped, but for the page's own files."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(STATIC),
+        autoescape=True,
+        finalize=_seen,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        printable=text.printable,
+        unbroken=_unbroken,
+        value_text=text.value_text,
+        moment_text=text.moment_text,
+        count_text=text.count_text,
+        duration_text=duration_text,
+        bytes_text=bytes_text,
+    )
+    return environment.get_template("page.html")
+
+
+def _seen(value: object) -> object:
+    """Escapes a value for the page; its own files are marked as such and stay unchanged."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return visible(str(value), keep=SPACES) if is_text else value
+
+
+def _unbroken(line: str) -> str:
+    """Text with no line break between numbers and units."""
+    return _UNIT.sub("\N{NO-BREAK SPACE}", line)
+
+
+def _unescaped(own: str) -> str:
+    """Text of haiprof's own files and base64, which stand in the page as they are."""
+    from markupsafe import Markup
+
+    return Markup(own)
+
+
+def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
+    yield "verdict", "Verdict"
+    if content.death:
+        yield "death", "The end"
+    if content.comparison:
+        yield "comparison", "Comparison"
+    yield from (
+        ("overview", "Overview"), ("ranks", "Ranks over time"),
+        ("rank", "One rank"), ("phases", "Phases"), ("counters", "Counters"),
+        ("collectives", "Collectives"), ("kernels", "Kernels"),
+    )  # fmt: skip
+    if content.traces.functions:
+        yield "functions", "Functions"
+    if content.traces.memory:
+        yield "memory", "Memory"
+    yield "traces", "Traces"
+    if content.snapshots:
+        yield "snapshots", "Snapshots"
+    yield "environment", "Environment"
+
+
+def _split(verdict: Verdict) -> Iterator[_Part]:
+    whole = sum(ns or 0.0 for ns in verdict.split.values())
+    for phase in PHASES:
+        ns = verdict.split.get(phase)
+        yield _Part(phase=phase, ns=ns, share=text.share_text(ns, whole))
+
+
+def _abstained(verdict: Verdict) -> list[tuple[str, str]]:
+    """(rules, why), the rules that abstain for one reason together."""
+    rules: dict[str, list[str]] = {}
+    for rule, why in verdict.abstained:
+        rules.setdefault(text.printable(why), []).append(rule.replace("_", " "))
+    return [(", ".join(names), why) for why, names in rules.items()]
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,184 @@
+"""Tables of the page about the run itself: ranks, phases, slow steps, files, environment."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+
+from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.units import MISSING, bytes_text, duration_text, rate_text, ratio_text
+from haiprof.live.snapshot import snapshot_folders
+from haiprof.run_analysis.records import number
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest
+from haiprof.run_format.reader import read_json
+from haiprof.show.figures.style import PHASES
+from haiprof.show.page.tables import PageTable, page_table, text_table
+from haiprof.show.summary import OverviewSummary, rank_name
+from haiprof.show.text import moment_text, number_text, printable, share_text
+from haiprof.trace_analysis.worker_files import files_by_window
+
+_SLOW_LIMIT, _LATE_LIMIT = 10, 16
+_UNSET: tuple[object, ...] = (None, False, "", [], {})
+
+
+def rank_table(summary: OverviewSummary) -> PageTable:
+    """A row per rank and attempt."""
+    head = ("rank", "host", "device", "steps", "median step", *PHASES, "CPU cores", "memory",
+            "read", "GPU", "GPU memory")  # fmt: skip
+    rows = [
+        (
+            rank_name(r), printable(r.host or MISSING), printable(r.device or MISSING),
+            str(r.step_count), duration_text(r.median_step_ns),
+            *(duration_text(r.split_ns.get(p)) for p in PHASES),
+            number_text(r.cpu_cores), bytes_text(r.memory_rss_bytes),
+            rate_text(r.read_bytes_per_s), ratio_text(r.gpu_utilization_ratio),
+            bytes_text(r.gpu_memory_used_bytes),
+        )
+        for r in summary.ranks
+    ]  # fmt: skip
+    return text_table("", head, rows, left=("host", "device"))
+
+
+def node_table(summary: OverviewSummary) -> PageTable:
+    """A row per host."""
+    head = ("host", "CPUs", "CPU", "memory used", "of", "disk read", "disk write", "received",
+            "sent")  # fmt: skip
+    rows = [
+        (
+            printable(n.host or MISSING), number_text(n.cpu_count),
+            ratio_text(n.cpu_utilization_ratio), bytes_text(n.memory_used_bytes),
+            bytes_text(n.memory_total_bytes), rate_text(n.disk_read_bytes_per_s),
+            rate_text(n.disk_write_bytes_per_s), rate_text(n.network_receive_bytes_per_s),
+            rate_text(n.network_transmit_bytes_per_s),
+        )
+        for n in summary.nodes
+    ]  # fmt: skip
+    return text_table("", head, rows, left=("host",))
+
+
+def phase_table(steps: pl.DataFrame) -> PageTable:
+    """Each phase over the steps given: of all ranks, warm and not traced."""
+    whole = float(steps["step_ns"].sum() or 0)
+    rows = []
+    for phase in PHASES:
+        times, device = steps[f"{phase}_host_ns"], steps[f"{phase}_device_ns"]
+        spread = [number(times.quantile(q)) for q in (0.05, 0.5, 0.95)]
+        total = number(times.sum()) if times.count() else None
+        rows.append((
+            phase, share_text(total, whole), *map(duration_text, spread),
+            duration_text(number(times.max())), duration_text(number(device.median())),
+        ))  # fmt: skip
+    head = ("phase", "share of time", "5 %", "median", "95 %", "longest", "median on the GPU")
+    return text_table("", head, rows, left=("phase",))
+
+
+def slow_table(steps: pl.DataFrame) -> PageTable:
+    """The slowest steps of all ranks, and what each consists of."""
+    slowest = steps.sort("step_ns", "rank", "step", descending=[True, False, False])
+    columns = [("rank", "rank"), ("step", "step"), ("step_ns", "took"),
+               *((f"{phase}_host_ns", phase) for phase in PHASES)]  # fmt: skip
+    return page_table("Slowest steps", slowest.head(_SLOW_LIMIT), columns, limit=_SLOW_LIMIT)
+
+
+def late_table(late: pl.DataFrame) -> PageTable:
+    """The latest ranks of all groups."""
+    columns = [
+        ("rank", "rank"), ("group_name", "group"), ("late_per_step_ns", "late per step"),
+        ("late_ns", "in all"), ("last_ratio", "alone last"), ("kind", "mostly at"),
+        ("collective_count", "collectives"), ("step_count", "steps"),
+    ]  # fmt: skip
+    named = late.rename({"late_ns_per_step": "late_per_step_ns"})
+    return page_table("", named, columns, limit=_LATE_LIMIT)
+
+
+def collective_table(collectives: pl.DataFrame) -> PageTable:
+    """Collectives of the ranks' Flight Recorders, by group and kind."""
+    found = (
+        collectives.group_by("group_name", "kind")
+        .agg(
+            rank_count=pl.col("rank").n_unique(),
+            count=pl.len(),
+            median_ns=(pl.col("completed_ns") - pl.col("created_ns")).median(),
+        )
+        .sort("count", "group_name", "kind", descending=[True, False, False])
+    )
+    columns = [("group_name", "group"), ("kind", "kind"), ("rank_count", "ranks"),
+               ("count", "in the record"), ("median_ns", "from call to end")]  # fmt: skip
+    return page_table("Recorded", found, columns, limit=_LATE_LIMIT)
+
+
+def trace_files(run: RunPaths) -> tuple[list[list[Path]], str]:
+    """Traces by window, ranks in order; or why there are none."""
+    if not run.traces.is_dir():
+        return [], "no traces in this run: `--trace` records a window"
+    try:
+        return [[member.path for member in found] for found in files_by_window(run.root)], ""
+    except (HaiprofError, OSError) as error:
+        return [], printable(str(error))
+
+
+def file_size(path: Path) -> int | None:
+    """Bytes; None where it is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def snapshot_table(run: RunPaths) -> PageTable | None:
+    """The run's snapshots; None without any."""
+    rows = list(_snapshots(run))
+    head = ("taken", "who holds the job up", "why", "kept in snapshots/")
+    return text_table("", head, rows, left=head) if rows else None
+
+
+def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
+    for folder in snapshot_folders(run):
+        try:
+            found = read_json(folder / "snapshot.json")
+        except RunFormatError:
+            yield MISSING, MISSING, "cannot be read", printable(folder.name)
+            continue
+        wall, listed = found.get("wall_ns"), found.get("suspects")
+        suspects = [s for s in listed if isinstance(s, dict)] if isinstance(listed, list) else []
+        yield (
+            moment_text(wall if isinstance(wall, int) else None),
+            ", ".join(f"rank {printable(str(s.get('rank')))}" for s in suspects) or "nobody",
+            "; ".join(printable(str(s.get("reason"))) for s in suspects[:3]) or MISSING,
+            printable(folder.name),
+        )
+
+
+def environment_table(run: RunPaths, manifest: Manifest | None, ranks: pl.DataFrame) -> PageTable:
+    """What was run, where, with which versions and options."""
+    known = manifest or Manifest(haiprof_version="", name=run.root.name, command=[])
+    versions = [
+        (name, ", ".join(sorted(printable(v) for v in ranks[column].drop_nulls().unique())))
+        for name, column in (("Python", "python"), ("torch", "torch"), ("device", "device"))
+    ]
+    hosts = sorted(printable(host) for host in ranks["host"].drop_nulls().unique())
+    shown = ", ".join(hosts[:_LATE_LIMIT])
+    shown += f" and {len(hosts) - _LATE_LIMIT} more" if len(hosts) > _LATE_LIMIT else ""
+    rows = [
+        ("command", printable(shlex.join(map(str, known.command)))),
+        ("folder", printable(known.cwd) or MISSING),
+        ("started", moment_text(known.start_wall_ns or None)),
+        ("hosts", shown or MISSING),
+        *((name, text or MISSING) for name, text in versions),
+        ("haiprof", printable(known.haiprof_version) or MISSING),
+        ("run directory", printable(str(run.root))),
+        *((f"--{printable(name).replace('_', '-')}", printable(_option(value)))
+          for name, value in known.options.items() if value not in _UNSET),
+    ]  # fmt: skip
+    return text_table("", ("", ""), rows, left=("",))
+
+
+def _option(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return ",".join(value)  # as on the command line
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,149 @@
+"""The traces of a run as tables for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.base.errors import HaiprofError
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
+from haiprof.run_format.layout import RunPaths
+from haiprof.show.page.tables import PageTable, page_table
+from haiprof.show.text import printable
+from haiprof.show.views.functions import TITLES
+from haiprof.show.views.functions import shown_tables as function_tables
+from haiprof.show.views.memory_timeline import MemoryAnswers, memory_answers
+from haiprof.show.views.trace_report import shown_tables
+from haiprof.trace_analysis.report import standard_report
+from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+_FUNCTION_LIMIT, _MEMORY_LIMIT = 12, 10
+_OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSection:
+    """One of the five reports on functions."""
+
+    title: str
+    meaning: tuple[str, ...]
+    tables: tuple[PageTable, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSections:
+    """Sections of the page that need traces; each empty with its reason in `missing`."""
+
+    kernels: tuple[PageTable, ...] = ()
+    functions: tuple[FunctionSection, ...] = ()
+    memory: tuple[PageTable, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
+    """Reads the last window of a run's traces; failures are noted, never raised.
+
+    Args:
+        run: The run.
+        read: Whether traces are to be read at all: that takes long where they are large.
+    """
+    wanted = ("kernels", "Python functions", "memory")
+    if not read:
+        return TraceSections(missing=tuple((what, "left out by --no-traces") for what in wanted))
+    if not run.traces.is_dir() or not any(run.traces.glob("*.json*")):
+        why = "no traces in this run: `--trace` records a window"
+        return TraceSections(missing=tuple((what, why) for what in wanted))
+    missing: list[tuple[str, str]] = []
+    kernels, notes = _kernels(run, missing)
+    functions, memory = _functions(run, missing), _memory(run, missing)
+    return TraceSections(
+        kernels=kernels,
+        functions=functions,
+        memory=memory,
+        missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
+        notes=tuple(_short(note, run) for note in notes),
+    )
+
+
+def _short(text: str, run: RunPaths) -> str:
+    """An error on one line, with file names relative to the run directory."""
+    return printable(text.replace(f"{run.root}/", ""))
+
+
+def _kernels(
+    run: RunPaths, missing: list[tuple[str, str]]
+) -> tuple[tuple[PageTable, ...], tuple[str, ...]]:
+    try:
+        report = standard_report(run.root)
+    except (HaiprofError, OSError) as error:
+        missing.append(("kernels", str(error)))
+        return (), ()
+    missing += report.missing.items()
+    tables = tuple(
+        page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
+        for each in shown_tables(report)
+    )
+    return tables, report.notes
+
+
+def _functions(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[FunctionSection, ...]:
+    try:
+        found = function_reports(TraceQuestions(run.root).patterns())
+    except (HaiprofError, OSError) as error:
+        missing.append(("functions", str(error)))
+        return ()
+    return tuple(_parts(found))
+
+
+def _parts(found: FunctionReports) -> Iterator[FunctionSection]:
+    for report in found.reports:
+        share = report.facts["bottleneck"]["median"]
+        of = "" if share is None else f": {ratio_text(share)} of the time"
+        yield FunctionSection(
+            title=f"{report.title}{of}",
+            meaning=tuple(map(printable, report.meaning)),
+            tables=tuple(
+                page_table(TITLES[name], rows, columns, limit=_FUNCTION_LIMIT)
+                for name, rows, columns in function_tables(report)
+            ),
+            missing=tuple(map(printable, report.missing)),
+        )
+
+
+def _memory(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable, ...]:
+    try:
+        answers = memory_answers(TraceQuestions(run.root), None)
+    except (HaiprofError, OSError) as error:
+        missing.append(("memory", str(error)))
+        return ()
+    missing += [(f"memory, {what}", why) for what, why in answers.missing.items()]
+    return tuple(_memory_tables(answers))
+
+
+def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
+    device = ["rank", "device_type", "device"]
+    levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
+    peaks = answers.timeline.group_by(device, maintain_order=True).agg(pl.col(levels).max())
+    names = [(name, name.removesuffix("_bytes").replace("_", " ")) for name in levels]
+    heads = [("rank", "rank"), ("device_type", "of"), *names]
+    yield page_table("Highest in the window", peaks, heads, limit=_FUNCTION_LIMIT)
+    if answers.at_peak is not None:
+        origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+        named = answers.at_peak.with_columns(
+            name=pl.coalesce(origin, "operator", pl.lit(_OUTSIDE)), share_ratio=pl.col("ratio")
+        )
+        columns = [("rank", "rank"), ("name", "allocated by"), ("block_count", "blocks"),
+                   ("size_bytes", "size"), ("share_ratio", "share")]  # fmt: skip
+        largest = named.sort("size_bytes", descending=True)
+        yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
+    columns = [("rank", "rank"), ("name", "operator"), ("allocation_count", "allocations"),
+               ("allocated_bytes", "allocated"), ("freed_bytes", "freed"),
+               ("kept_bytes", "kept")]  # fmt: skip
+    ordered = operators.sort("allocated_bytes", descending=True, nulls_last=True)
+    yield page_table("By operator", ordered, columns, limit=_MEMORY_LIMIT)

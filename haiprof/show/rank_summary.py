@@ -1,0 +1,235 @@
+"""The numbers of one rank over time, computed once for the terminal, figures and `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.run_analysis.records import number
+from haiprof.show.figures.style import PHASES
+from haiprof.show.missing import missing_sources
+from haiprof.show.overview_series import counters_over_time, lasting_values, step_series
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.series import Series, TimeRange, make_series, time_range
+from haiprof.show.source import RunData
+from haiprof.show.split import phase_split, settled
+from haiprof.show.summary import rank_steps
+
+SLOWEST_COUNT = 5
+# Spans that are not phases of a step, in the order shown.
+EVENT_PHASES = ("gc", "save", "eval", "dataloader_iter", "nograd_forward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStat:
+    """One phase over all steps of the rank; times on the host clock unless named otherwise."""
+
+    phase: str
+    median_ns: float | None
+    p95_ns: float | None
+    max_ns: float | None
+    share_ratio: float | None
+    """Of the middle step, as in the split."""
+    device_median_ns: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStep:
+    """One of the slowest steps."""
+
+    step: int
+    start_ns: int
+    step_ns: int
+    over_median_ratio: float
+    """Its time over the median step."""
+    split_ns: Mapping[str, float | None]
+    longest_excess: str | None
+    """The phase that exceeds its own median most."""
+    longest_excess_ns: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventStat:
+    """Spans of one kind that are not a phase: pauses, saves, evaluation."""
+
+    phase: str
+    count: int
+    total_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneRankSummary:
+    """One attempt of one rank."""
+
+    run: RunHeader
+    span: TimeRange | None
+    rank: int
+    attempt: int
+    other_attempts: tuple[int, ...]
+    about: Mapping[str, Any]
+    """The rank's row of `Analyzer.ranks()`."""
+    step_count: int
+    median_step_ns: float | None
+    """Without the first, slower steps, as in the verdict; so is the split."""
+    split_ns: Mapping[str, float | None]
+    boundary: str | None
+    """The most frequent kind of step boundary."""
+    confidence: float | None
+    """Mean confidence in the boundaries of steps."""
+    skipped_step_count: int
+    phases: tuple[PhaseStat, ...]
+    slowest: tuple[SlowStep, ...]
+    events: tuple[EventStat, ...]
+    phase_series: tuple[Series, ...]
+    counter_series: tuple[Series, ...]
+    missing: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; times in ns, sizes in bytes, ratios in [0, 1]."""
+        return asdict(self)
+
+
+def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
+    """The numbers of a rank's last attempt, also while it runs.
+
+    Raises:
+        MissingDataError: The run has no such rank.
+    """
+    ranks = data.ranks()
+    about = _last_attempt(ranks, rank)
+    attempt = about["attempt"]
+    steps = rank_steps(data.steps(), rank, attempt)
+    counters = rank_counters(data.counters(), rank, about["host"])
+    manifest = manifest_or_none(data.run)
+    span = time_range(steps, counters)
+    split = phase_split(steps)
+    return OneRankSummary(
+        run=run_header(data.run, manifest),
+        span=span,
+        rank=rank,
+        attempt=attempt,
+        other_attempts=tuple(
+            sorted(a for a in ranks.filter(pl.col("rank") == rank)["attempt"] if a != attempt)
+        ),
+        about=about,
+        step_count=steps.height,
+        median_step_ns=number(settled(steps)["step_ns"].median()),
+        split_ns=split,
+        boundary=_most_common(steps["boundary"]),
+        confidence=number(steps["confidence"].mean()),
+        skipped_step_count=int(steps["skipped"].sum() or 0),
+        phases=tuple(_phase_stat(steps, phase, split) for phase in PHASES),
+        slowest=slowest_steps(steps),
+        events=event_stats(rank_steps(data.phases(), rank, attempt)),
+        phase_series=_phase_series(steps, span) if span else (),
+        counter_series=tuple(counters_over_time(counters, span)) if span else (),
+        missing=missing_sources(data.run, manifest, counters),
+        notes=tuple(data.notes()),
+    )
+
+
+def rank_counters(counters: pl.DataFrame, rank: int, host: str | None) -> pl.DataFrame:
+    """Counters of the rank itself and those of its host, without other ranks and GPUs."""
+    own = pl.col("rank") == rank
+    nobodys = pl.col("rank").is_null() & pl.col("gpu").is_null() & (pl.col("source") != "process")
+    return counters.filter(own | (nobodys & (pl.col("host") == host)))
+
+
+def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
+    """The slowest steps, slowest first, each with the phase that exceeds its median most.
+
+    Args:
+        steps: The steps of one rank.
+    """
+    usual = settled(steps)
+    median = number(usual["step_ns"].median())
+    if not median:
+        return ()
+    medians = {phase: number(usual[f"{phase}_host_ns"].median()) for phase in PHASES}
+    rows = steps.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
+    return tuple(_slow_step(row, median, medians) for row in rows)
+
+
+def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
+    """Count, total and longest of the spans that are not phases of a step.
+
+    Args:
+        phases: The spans of one rank.
+    """
+    found = []
+    for phase in EVENT_PHASES:
+        durations = phases.filter(pl.col("phase") == phase)["duration_ns"]
+        if not durations.is_empty():
+            total, longest = int(durations.sum()), durations.max()
+            found.append(
+                EventStat(
+                    phase=phase,
+                    count=len(durations),
+                    total_ns=total,
+                    max_ns=longest if isinstance(longest, int) else total,
+                )
+            )
+    return tuple(found)
+
+
+def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
+    rows = ranks.filter(pl.col("rank") == rank).sort("attempt")
+    if rows.is_empty():
+        known = ", ".join(str(r) for r in sorted(ranks["rank"].unique()))
+        raise MissingDataError(
+            f"the run has no rank {rank}",
+            hint=f"it has {known}" if known else "no process of the job has reported in (yet)",
+        )
+    return rows.row(-1, named=True)
+
+
+def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | None]) -> PhaseStat:
+    times = steps[f"{phase}_host_ns"]
+    total = sum(ns or 0.0 for ns in split.values())
+    mine = split[phase]
+    return PhaseStat(
+        phase=phase,
+        median_ns=number(times.median()),
+        p95_ns=number(times.quantile(0.95)),
+        max_ns=number(times.max()),
+        share_ratio=mine / total if mine is not None and total else None,
+        device_median_ns=number(steps[f"{phase}_device_ns"].median()),
+    )
+
+
+def _slow_step(
+    row: Mapping[str, Any], median_ns: float, medians: Mapping[str, float | None]
+) -> SlowStep:
+    split = {phase: row[f"{phase}_host_ns"] for phase in PHASES}
+    excess = {p: ns - (medians[p] or 0.0) for p, ns in split.items() if ns is not None}
+    worst = max(excess, key=lambda p: excess[p]) if excess else None
+    return SlowStep(
+        step=row["step"],
+        start_ns=row["start_ns"],
+        step_ns=row["step_ns"],
+        over_median_ratio=row["step_ns"] / median_ns,
+        split_ns=split,
+        longest_excess=worst,
+        longest_excess_ns=excess[worst] if worst else None,
+    )
+
+
+def _phase_series(steps: pl.DataFrame, span: TimeRange) -> tuple[Series, ...]:
+    found = list(step_series(steps, span))
+    for phase in PHASES:
+        frame = lasting_values(steps, f"{phase}_host_ns")
+        series = make_series(frame, title=phase, label=phase, unit="ns", span=span)
+        if series:
+            found.append(series)
+    return tuple(found)
+
+
+def _most_common(values: pl.Series) -> str | None:
+    modes = values.drop_nulls().mode().sort()
+    return str(modes[0]) if len(modes) else None

@@ -1,0 +1,107 @@
+"""The header of every view: the run's name, command, times, state and outcome."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from haiprof.base.errors import RunFormatError
+from haiprof.live.find import is_running, write_times_ns
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, read_manifest
+
+RUNNING, ENDED, KILLED = "running", "ended", "killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """The run as a whole."""
+
+    name: str
+    """The job's name."""
+    path: str
+    """The run directory."""
+    command: tuple[str, ...]
+    """The job's command line."""
+    host: str
+    """Host of the launcher."""
+    start_wall_ns: int | None
+    """Unix time of the start; None where run.json is damaged."""
+    duration_ns: int | None
+    """From start to end, or until now while it runs; None where the end is not known."""
+    state: str
+    """`running`, `ended`, or `killed` when no end was written."""
+    exit_status: int | None
+    """The job's exit status."""
+    signal: str | None
+    """The signal that ended the job."""
+
+    @property
+    def outcome(self) -> str:
+        """State and exit for people: `running`, `ended, exit 0`, `ended by SIGKILL`."""
+        if self.state != ENDED or (self.exit_status is None and self.signal is None):
+            return self.state
+        return f"ended by {self.signal}" if self.signal else f"ended, exit {self.exit_status}"
+
+
+def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
+    """The header of a run, also of one that still runs or whose run.json is damaged.
+
+    Args:
+        run: Its paths; file times tell whether a run of another host is alive.
+        manifest: Its run.json, None where that cannot be read.
+    """
+    if manifest is None:
+        manifest = Manifest(haiprof_version="", name=run.root.name, command=[])
+    state = run_state(run, manifest)
+    start_ns = manifest.start_wall_ns or None
+    end_ns = manifest.end_wall_ns
+    if end_ns is None:
+        end_ns = time.time_ns() if state == RUNNING else last_write_ns(run)
+    return RunHeader(
+        name=manifest.name,
+        path=str(run.root),
+        command=tuple(map(str, manifest.command)),
+        host=manifest.host,
+        start_wall_ns=start_ns,
+        duration_ns=max(0, end_ns - start_ns) if start_ns and end_ns else None,
+        state=state,
+        exit_status=manifest.exit_status,
+        signal=manifest.signal,
+    )
+
+
+def manifest_or_none(run: RunPaths) -> Manifest | None:
+    """Its run.json; None where it is damaged, which the Analyzer's notes tell.
+
+    Raises:
+        RunNotFoundError: There is none.
+    """
+    try:
+        return read_manifest(run)
+    except RunFormatError:
+        return None
+
+
+def run_state(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> str:
+    """`running`, `ended` or `killed`.
+
+    Args:
+        run: Its paths.
+        manifest: Its run.json; an end in it settles the question.
+        proc: Where processes of this host are listed.
+
+    Returns:
+        `killed` where no end was written, and it does not run; see `live.find.is_running`.
+    """
+    if manifest.end_wall_ns is not None:
+        return ENDED
+    return RUNNING if is_running(run, manifest, proc=proc) else KILLED
+
+
+def last_write_ns(run: RunPaths) -> int | None:
+    """Unix time of the newest change to a file of a rank or node; None where there is no file."""
+    folders = [paths.root for _, _, paths in run.rank_folders()]
+    folders += [paths.root for _, paths in run.node_folders()]
+    return max(write_times_ns(folders), default=None)

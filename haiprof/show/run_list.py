@@ -1,0 +1,209 @@
+"""The runs of a log directory, with the progress and outcome of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
+from haiprof.base.errors import HaiprofError
+from haiprof.base.units import MISSING, duration_text
+from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
+from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
+from haiprof.run_format.manifest import run_folders, start_order
+from haiprof.show.death_block import WORDS
+from haiprof.show.run_header import ENDED, manifest_or_none, run_header
+from haiprof.show.text import moment_text
+
+if TYPE_CHECKING:
+    from haiprof.run_analysis.deaths import Death
+
+_KEPT_NAME = "list"
+_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "flight", "control")
+"""What the entry of a run is made from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """One run of the list."""
+
+    name: str
+    path: str
+    start_wall_ns: int | None
+    duration_ns: int | None
+    state: str
+    exit_status: int | None
+    signal: str | None
+    rank_count: int
+    step_count: int | None
+    """Steps of the rank that has most; None where the ranks cannot be read."""
+    died_of: str | None
+    """Why it died, in a word: `exception`, `out of memory`; null where it did not."""
+    died_rank: int | None
+    """The rank that it began with; null where it is not known, or were several."""
+    problem: str | None
+    """Why something of it cannot be read."""
+
+
+def run_list(log_dir: Path) -> list[RunEntry]:
+    """The runs directly below a log directory, newest last.
+
+    What is known of a run that is over is kept in it, so that a long list is read, not computed.
+
+    Raises:
+        RunNotFoundError: The directory does not exist or cannot be listed.
+    """
+    runs = [RunPaths(path) for path in run_folders(log_dir)]
+    entries = [_kept_entry(run) for run in runs]
+    return sorted(entries, key=_order)
+
+
+def _order(entry: RunEntry) -> tuple[int, str]:
+    path = Path(entry.path)
+    return (entry.start_wall_ns, path.name) if entry.start_wall_ns else start_order(path)
+
+
+def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
+    """The runs as a table for people."""
+    if not runs:
+        return Group(
+            Text(f"no runs in {log_dir}"), Text("record one: haiprof train.py", style="dim")
+        )
+    return RunTable(log_dir, runs)
+
+
+class RunTable:
+    """The table of runs: as many columns as fit beside their names; fast for thousands of runs.
+
+    Args:
+        log_dir: Where they are.
+        runs: The runs.
+    """
+
+    def __init__(self, log_dir: Path, runs: Sequence[RunEntry]) -> None:
+        self._log_dir = log_dir
+        self._runs = runs
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lines as plain segments: rich's own tables take a millisecond for each run."""
+        columns = [[title, *map(cell, self._runs)] for title, cell, _ in _COLUMNS]
+        widths = [max(map(cell_len, column)) for column in columns]
+        shown = _fitting(columns, widths, options.max_width)
+        room = options.max_width - sum(widths[i] + _GAP for i in shown)
+        dim, bold = console.get_style("dim"), console.get_style("bold")
+        yield from _line(_cut(str(self._log_dir), options.max_width), bold)
+        names = ["run", *(Path(run.path).name for run in self._runs)]
+        for place, name in enumerate(names):
+            cells = (_pad(columns[i][place], widths[i], left=_COLUMNS[i][2]) for i in shown)
+            yield from _line("".join(cells) + _cut(name, room), None if place else dim)
+        for run in self._runs:
+            if run.problem:
+                yield from _line(f"{run.name}: {run.problem}", dim)
+
+
+_GAP = 2
+_LEAST_NAME = 24
+_COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
+    ("start", lambda run: moment_text(run.start_wall_ns), True),
+    ("lasted", lambda run: duration_text(run.duration_ns), False),
+    ("ranks", lambda run: str(run.rank_count), False),
+    ("steps", lambda run: MISSING if run.step_count is None else str(run.step_count), False),
+    ("state", lambda run: run.state, True),
+    ("exit", lambda run: _exit_text(run), False),
+    ("why", lambda run: _why_text(run), True),
+)
+"""Title, what it shows of a run, and whether it begins at the left."""
+_FIRST_TO_GO = ("lasted", "exit", "ranks", "why", "steps")
+
+
+def _fitting(columns: list[list[str]], widths: list[int], width: int) -> list[int]:
+    """The columns that are shown: none that is empty, and fewer where the names find no room."""
+    titles = [title for title, _, _ in _COLUMNS]
+    shown = [i for i, column in enumerate(columns) if any(column[1:])]
+    for title in _FIRST_TO_GO:
+        if sum(widths[i] + _GAP for i in shown) + _LEAST_NAME > width:
+            shown = [i for i in shown if titles[i] != title]
+    return shown
+
+
+def _pad(text: str, width: int, *, left: bool) -> str:
+    space = " " * (width - cell_len(text))
+    return f"{text}{space}{' ' * _GAP}" if left else f"{space}{text}{' ' * _GAP}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, max(1, width - 1)) + "…"
+
+
+def _line(text: str, style: Style | None = None) -> Iterator[Segment]:
+    yield Segment(text, style)
+    yield Segment.line()
+
+
+def _kept_entry(run: RunPaths) -> RunEntry:
+    """What is known of a run: kept in it once it is over."""
+    stamp = fingerprint(run, of=_SOURCES)
+    kept = read_answer(run, _KEPT_NAME, valid_for=stamp) if stamp else None
+    if kept is not None and kept.keys() == RunEntry.__dataclass_fields__.keys():
+        entry = RunEntry(**kept)
+        if entry.state == ENDED:
+            return entry
+    entry = _entry(run)
+    if stamp and entry.state == ENDED:
+        keep_answer(run, _KEPT_NAME, asdict(entry), valid_for=stamp)
+    return entry
+
+
+def _entry(run: RunPaths) -> RunEntry:
+    problem = None
+    try:
+        header = run_header(run, manifest_or_none(run))
+    except HaiprofError as error:
+        header, problem = run_header(run, None), str(error)
+    steps, death, unread = _steps_and_death(run)
+    return RunEntry(
+        name=header.name,
+        path=header.path,
+        start_wall_ns=header.start_wall_ns,
+        duration_ns=header.duration_ns,
+        state=header.state,
+        exit_status=header.exit_status,
+        signal=header.signal,
+        rank_count=len({rank for rank, _, _ in run.rank_folders()}),
+        step_count=steps,
+        died_of=None if death is None else WORDS.get(death.cause, death.cause),
+        died_rank=death.ranks[0] if death is not None and len(death.ranks) == 1 else None,
+        problem=problem or unread,
+    )
+
+
+def _steps_and_death(run: RunPaths) -> tuple[int | None, Death | None, str | None]:
+    """Steps of the rank that has most, how the job died, and why that cannot be told."""
+    from haiprof.run_analysis.run_frames import RunFrames
+
+    try:
+        frames = RunFrames(run.root)
+        most = frames.steps()["rank"].value_counts()["count"].max()
+        death = next((death for death in frames.deaths() if death.final), None)
+    except HaiprofError as error:
+        return None, None, str(error)
+    return (most if isinstance(most, int) else 0), death, None
+
+
+def _why_text(run: RunEntry) -> str:
+    if run.died_of is None:
+        return ""
+    return run.died_of if run.died_rank is None else f"rank {run.died_rank}: {run.died_of}"
+
+
+def _exit_text(run: RunEntry) -> str:
+    if run.signal:
+        return run.signal
+    return MISSING if run.exit_status is None else str(run.exit_status)

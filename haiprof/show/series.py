@@ -1,0 +1,153 @@
+"""A series over the run's time axis, in equal buckets; buckets without a sample stay empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+BUCKET_COUNT = 120
+# A bucket this many times the usual distance of two samples holds one even when samples jitter.
+_BUCKET_PER_INTERVAL = 1.5
+_LONE_SAMPLE_BUCKETS = 10
+_FOLD_ABOVE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRange:
+    """Unix times in ns that a time axis spans."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """Its length, at least 1."""
+        return max(1, self.end_ns - self.start_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a time picture."""
+
+    title: str
+    """What is shown, such as `step time`."""
+    label: str
+    """The series' label, such as `rank 0`."""
+    unit: str
+    """Base unit of the values."""
+    mean: float | None
+    """Of all samples, not of buckets."""
+    max: float | None
+    """Of all samples."""
+    values: tuple[float | None, ...]
+    """Mean per bucket; None where no sample fell."""
+
+
+def time_range(steps: pl.DataFrame, counters: pl.DataFrame) -> TimeRange | None:
+    """From the first to the last step or sample; None where there is neither."""
+    ends = steps["start_ns"] + steps["step_ns"]
+    times = pl.concat([steps["start_ns"], ends, counters["time_ns"].rename("start_ns")])
+    first, last = times.min(), times.max()
+    if not isinstance(first, int) or not isinstance(last, int):
+        return None
+    return TimeRange(start_ns=first, end_ns=last)
+
+
+def bucketed(
+    frame: pl.DataFrame, *, span: TimeRange, bucket_count: int = BUCKET_COUNT
+) -> tuple[float | None, ...]:
+    """Mean of the values in equal buckets of the time axis.
+
+    Args:
+        frame: `time_ns` in order, `value`, and where values last (as a step does) `end_ns`.
+        span: The axis.
+        bucket_count: At most this many; fewer where samples are further apart than buckets.
+
+    Returns:
+        One mean per bucket over the values that touch it, None for a bucket without one.
+    """
+    valid = frame.filter(pl.col("value").is_finite())
+    if valid.is_empty():
+        return ()
+    times = valid["time_ns"].to_numpy()
+    lasting = "end_ns" in valid.columns
+    count = bucket_count if lasting else _usable_count(times, span, bucket_count)
+    first = _bucket_of(times, span, count)
+    last = _bucket_of(valid["end_ns"].to_numpy() - 1, span, count) if lasting else first
+    sums = _running(first, last, valid["value"].to_numpy(), count)
+    touched = np.round(_running(first, last, np.ones(len(first)), count))
+    return tuple(float(s / n) if n else None for s, n in zip(sums, touched, strict=True))
+
+
+def _bucket_of(times: npt.NDArray[np.int64], span: TimeRange, count: int) -> npt.NDArray[np.int64]:
+    index = (times - span.start_ns) / span.duration_ns * count
+    return np.clip(index.astype(np.int64), 0, count - 1)
+
+
+def _running(
+    first: npt.NDArray[np.int64],
+    last: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float64],
+    count: int,
+) -> npt.NDArray[np.float64]:
+    """Sum of the values over each bucket, where a value lies on its first to last one."""
+    rises = np.bincount(first, weights=values, minlength=count + 1)
+    falls = np.bincount(np.maximum(first, last) + 1, weights=values, minlength=count + 1)
+    running: npt.NDArray[np.float64] = np.cumsum(rises - falls)[:count]
+    return running
+
+
+def _usable_count(times: npt.NDArray[np.int64], span: TimeRange, limit: int) -> int:
+    if len(times) < 2:
+        return min(limit, _LONE_SAMPLE_BUCKETS)
+    interval = float(np.median(np.diff(times))) * _BUCKET_PER_INTERVAL
+    return limit if interval <= 0 else max(1, min(limit, int(span.duration_ns / interval)))
+
+
+def make_series(
+    frame: pl.DataFrame, *, title: str, label: str, unit: str, span: TimeRange
+) -> Series | None:
+    """A series of a frame's `time_ns`, `value` and `end_ns`; None where it has no value."""
+    values = frame["value"].cast(pl.Float64).drop_nulls().drop_nans()
+    if values.is_empty():
+        return None
+    mean, top = values.mean(), values.max()
+    return Series(
+        title=title,
+        label=label,
+        unit=unit,
+        mean=float(mean) if isinstance(mean, float) else None,
+        max=float(top) if isinstance(top, float) else None,
+        values=bucketed(frame, span=span),
+    )
+
+
+def fold_series(series: Sequence[Series]) -> list[Series]:
+    """Folds many lines of one picture into two: the median, and the one with the highest mean."""
+    if len(series) <= _FOLD_ABOVE:
+        return list(series)
+    highest = max(series, key=lambda s: s.mean or 0.0)
+    means = [s.mean for s in series if s.mean is not None]
+    tops = [s.max for s in series if s.max is not None]
+    median = replace(
+        highest,
+        label=f"median of {len(series)}",
+        mean=float(np.median(means)) if means else None,
+        max=float(np.median(tops)) if tops else None,
+        values=_median_values(series),
+    )
+    return [median, replace(highest, label=f"{highest.label}, highest")]
+
+
+def _median_values(series: Sequence[Series]) -> tuple[float | None, ...]:
+    count = min((len(s.values) for s in series if s.values), default=0)
+    rows = []
+    for bucket in range(count):
+        cells = [s.values[bucket * len(s.values) // count] for s in series if s.values]
+        present = [v for v in cells if v is not None]
+        rows.append(float(np.median(present)) if present else None)
+    return tuple(rows)

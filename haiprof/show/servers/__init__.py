@@ -1,0 +1,1 @@
+"""Servers on this machine: TensorBoard, Perfetto, and what serves pages."""

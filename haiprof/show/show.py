@@ -1,0 +1,161 @@
+"""Shows a run in a notebook (a figure) or in a terminal (tables and sparklines)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+
+from haiprof.show.console import SafeConsole
+from haiprof.show.source import RunData
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from haiprof.run_analysis.run_frames import RunFrames
+
+_MIN_WIDTH, _MAX_WIDTH = 60, 200
+
+
+def overview(data: RunData) -> None:
+    """Shows the whole job.
+
+    Args:
+        data: `haiprof.RunFrames` of the run.
+    """
+    if in_notebook():
+        from haiprof.show.figures.run_figures import overview_picture
+
+        display_figure(overview_picture(data))
+        return
+    from haiprof.show.summary import overview_summary
+    from haiprof.show.views.overview import overview_view
+
+    console = _console()
+    _print(console, overview_view(overview_summary(data), width=console.width))
+
+
+def ranks(data: RunFrames) -> None:
+    """Shows all ranks over time, and how late each begins its collectives."""
+    if in_notebook():
+        from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
+
+        for picture in (rank_map_picture(data), late_ranks_picture(data)):
+            if picture is not None:
+                display_figure(picture)
+        return
+    overview(data)
+
+
+def one_rank(data: RunData, rank: int) -> None:
+    """Shows one rank over time.
+
+    Args:
+        data: `haiprof.RunFrames` of the run.
+        rank: The rank.
+
+    Raises:
+        MissingDataError: The run has no such rank.
+    """
+    if in_notebook():
+        from haiprof.show.figures.run_figures import one_rank_picture
+
+        display_figure(one_rank_picture(data, rank))
+        return
+    from haiprof.show.rank_summary import one_rank_summary
+    from haiprof.show.views.rank import rank_view
+
+    _print(_console(), rank_view(one_rank_summary(data, rank)))
+
+
+def comparison(data: RunFrames, baseline: str | Path) -> None:
+    """Shows what changed against another run.
+
+    Args:
+        data: Of the run.
+        baseline: A run directory, a log directory, or `last-good`.
+
+    Raises:
+        RunNotFoundError: There is no such run.
+        MissingDataError: There is no last good run.
+    """
+    from haiprof.diagnosis.compare.baseline import baseline_named
+    from haiprof.diagnosis.compare.compared_run import side_of
+    from haiprof.diagnosis.compare.comparison import compare_runs
+
+    after = side_of(data)
+    chosen = baseline_named(str(baseline), after)
+    found = compare_runs(chosen.side, after)
+    if in_notebook():
+        from haiprof.show.figures.run_figures import comparison_picture
+
+        picture = comparison_picture(found)
+        if picture is not None:
+            display_figure(picture)
+        return
+    from haiprof.show.views.compare import compare_view
+
+    _print(_console(), compare_view(found, chosen=chosen.why))
+
+
+def in_notebook() -> bool:
+    """Whether this Python is a Jupyter kernel; IPython in a terminal is not."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+def display_figure(figure: go.Figure) -> None:
+    """Displays a figure in the notebook; its script comes from the installed plotly package.
+
+    One cell of a notebook brings plotly's own script (4.6 MB), so that the saved notebook opens
+    without a network; the figures of other cells use it. Where the front end does not tell cells
+    apart, each execution brings it: that cell may be the one that is run again.
+    """
+    from IPython.display import display
+
+    from haiprof.show.figures.html_file import CONFIG
+
+    html = figure.to_html(include_plotlyjs=_brings_script(), full_html=False, config=CONFIG)
+    text = figure.layout.title.text.split("<br>")[0]
+    display({"text/html": html, "text/plain": f"<haiprof figure: {text}>"}, raw=True)
+
+
+_SCRIPT_CELLS: list[tuple[object, object]] = []
+"""Cell and execution of the figure that brought plotly's script into this notebook."""
+
+
+def _brings_script() -> bool:
+    """Whether this figure has to bring plotly's script."""
+    cell, execution = _running_cell()
+    for known_cell, known_execution in _SCRIPT_CELLS:
+        if execution is not None and execution == known_execution:
+            return False  # another figure of the same cell
+        if cell is not None and known_cell is not None and cell != known_cell:
+            return False
+    _SCRIPT_CELLS[:] = [(cell, execution)]
+    return True
+
+
+def _running_cell() -> tuple[object, object]:
+    """The cell's id, where the front end tells it, and the number of its execution."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    try:
+        parent = shell.get_parent() if shell is not None else {}
+    except AttributeError:
+        parent = {}
+    cell = parent.get("metadata", {}).get("cellId")
+    return cell, getattr(shell, "execution_count", None)
+
+
+def _console() -> Console:
+    console = SafeConsole()
+    console.width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
+    return console
+
+
+def _print(console: Console, view: RenderableType) -> None:
+    console.print(view)

@@ -1,0 +1,1 @@
+"""Rows of cells that terminal and page share."""

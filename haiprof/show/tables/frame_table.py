@@ -1,0 +1,53 @@
+"""A frame as a table for people: values by the unit that their column's name ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+from rich.console import RenderableType
+from rich.text import Text
+
+from haiprof.base.units import MISSING
+from haiprof.show.text import number_text, value_text
+from haiprof.show.views.blocks import one_line, plain_table
+
+_UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"))
+
+Columns = Sequence[tuple[str, str]]
+"""Column of the frame and its heading."""
+
+
+def frame_table(
+    found: pl.DataFrame, columns: Columns, *, limit: int, where: str = "--json"
+) -> list[RenderableType]:
+    """The first rows of a frame, and the number of others.
+
+    Args:
+        found: Any frame.
+        columns: What is shown of it.
+        limit: How many rows.
+        where: Where the others are.
+    """
+    left = [head for name, head in columns if found.schema[name] == pl.String]
+    table = plain_table(*(head for _, head in columns), left=left)
+    for column, (name, _) in zip(table.columns, columns, strict=True):
+        if name == "name":  # the one that may be cut where the line is too short
+            column.no_wrap, column.min_width = False, 16
+    for row in found.head(limit).iter_rows(named=True):
+        table.add_row(*(cell(name, row[name]) for name, _ in columns))
+    more = found.height - limit
+    return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
+
+
+def cell(name: str, value: object) -> Text:
+    """One value of a column; missing as a dash."""
+    if value is None:
+        return Text(MISSING)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return one_line(str(value))
+    if name.endswith("p_value"):
+        return Text(f"{value:.2g}")
+    unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
+    text = value_text(value, unit) if unit else number_text(value)
+    return Text("0.0 %" if text == "-0.0 %" else text)

@@ -1,0 +1,81 @@
+"""Values and times as people read them, by their unit."""
+
+from __future__ import annotations
+
+import time
+
+from haiprof.base.units import (
+    MISSING,
+    NS_PER_S,
+    bytes_text,
+    duration_text,
+    rate_text,
+    ratio_text,
+    visible,
+)
+
+_TEXTS = {
+    "ns": duration_text,
+    "bytes": bytes_text,
+    "bytes/s": rate_text,
+    "bytes_per_s": rate_text,
+    "ratio": ratio_text,
+}
+_LINE = 2000
+"""Maximum number of characters on one line of a terminal."""
+_SYMBOLS = {"watts": "W", "count": "", "celsius": "°C", "hz": "Hz", "times": "x"}
+
+
+def value_text(value: float | None, unit: str) -> str:
+    """A value with its unit, such as `"12.3 ms"`, `"1.50 GiB"`, `"37 %"`; missing as a dash."""
+    if value is None:
+        return MISSING
+    if value == 0 and unit == "ns":
+        return "0 ns"
+    if unit in _TEXTS:
+        return _TEXTS[unit](value)
+    if unit == "count" and value == int(value):
+        value = int(value)
+    return f"{number_text(value)} {_SYMBOLS.get(unit, unit)}".rstrip()
+
+
+def number_text(value: float | None) -> str:
+    """A number with three digits, whole numbers unchanged: `"412"`; missing as a dash."""
+    if value is None:
+        return MISSING
+    if isinstance(value, int) or abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}"
+
+
+def printable(text: str) -> str:
+    """Text from a trace on one line, safe for a terminal, and possibly truncated.
+
+    Names are arbitrary text: control characters and marks that reverse the direction of writing are
+    shown as U+FFFD, and what no line could hold is left out.
+    """
+    return visible(" ".join(text[:_LINE].split()))
+
+
+def share_text(part: float | None, whole: float) -> str:
+    """A part of a whole as percent; missing as a dash."""
+    return ratio_text(part / whole if part is not None and whole else None)
+
+
+def fine_ratio_text(ratio: float | None) -> str:
+    """A small ratio as percent, two digits of it: `"0.017 %"`; missing as a dash."""
+    if ratio is None or not 0 < ratio < 0.01:
+        return ratio_text(ratio)
+    return f"{ratio * 100:.2g} %"
+
+
+def moment_text(wall_ns: int | None) -> str:
+    """A Unix time in the reader's time zone: `"2026-11-21 13:04:15"`; missing as a dash."""
+    if wall_ns is None:
+        return MISSING
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+
+
+def count_text(count: int, noun: str) -> str:
+    """`"1 rank"`, `"2 ranks"`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,1 @@
+"""What each command shows in the terminal, one module per command."""

@@ -1,0 +1,132 @@
+"""Blocks that terminal views share: header, sections, tables, series over time, what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.base.units import duration_text
+from haiprof.show.figures.labels import by_reason
+from haiprof.show.figures.style import PHASE_COLORS, SKY
+from haiprof.show.run_header import ENDED, RUNNING, RunHeader
+from haiprof.show.series import Series, TimeRange
+from haiprof.show.sparkline import Sparkline
+from haiprof.show.text import moment_text, printable, value_text
+
+INDENT = 2
+_COLORS = {**PHASE_COLORS, "step time": ""}
+
+
+def header_block(run: RunHeader, *, counts: str) -> RenderableType:
+    """Name, state, start, duration and command of the run.
+
+    Args:
+        run: The run.
+        counts: What it holds, such as `2 ranks, 400 steps`.
+    """
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(run.name, style="bold")
+    title.append("  ")
+    title.append(run.outcome, style=_state_style(run))
+    summary = f"started {moment_text(run.start_wall_ns)} on {run.host or 'an unknown host'}"
+    lasted = duration_text(run.duration_ns)
+    summary += f" · {'for' if run.state == RUNNING else 'lasted'} {lasted} · {counts}"
+    return Group(
+        title,
+        Text(summary, style="dim"),
+        one_line(shlex.join(run.command), style="dim"),
+    )
+
+
+def one_line(text: str, *, style: str = "") -> Text:
+    """Text that is cut with an ellipsis where the line ends."""
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def section(title: str, *content: RenderableType) -> RenderableType:
+    """A titled block, set off by an empty line."""
+    return Group(
+        Text(), Text(title, style="bold"), *(Padding(part, (0, 0, 0, INDENT)) for part in content)
+    )
+
+
+def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
+    """A table without lines; columns are right-aligned unless named in `left`."""
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
+
+
+def series_block(series: Sequence[Series], span: TimeRange | None) -> RenderableType:
+    """Sparklines on one time axis, scaled from zero to the maximum of its kind (ratios to one)."""
+    axis = f"0 to {duration_text(span.duration_ns)}" if span else ""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=20, style="dim")
+    table.add_column(axis, ratio=1, no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_column("max", justify="right", no_wrap=True)
+    tops = _tops(series)
+    for title, line in _untitled_repeats(series):
+        table.add_row(
+            title,
+            line.label if line.label != line.title else "",
+            Sparkline(line.values, top=tops[line.title], color=_COLORS.get(line.title, SKY)),
+            value_text(line.mean, line.unit),
+            value_text(line.max, line.unit),
+        )
+    return table
+
+
+def missing_block(missing: Mapping[str, str]) -> RenderableType:
+    """What was not measured, each with the reason."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, why in by_reason(missing):
+        table.add_row(what, Text(why, style="dim"))
+    return section("Not measured", table)
+
+
+def notes_block(notes: Sequence[str]) -> RenderableType:
+    """Notes of the reader, one bullet each."""
+    return section("Notes", *bullets(notes))
+
+
+def bullets(lines: Sequence[str]) -> Iterator[RenderableType]:
+    """Lines that wrap under their own beginning."""
+    for line in lines:
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_row("·", Text(printable(line), overflow="fold"))
+        yield table
+
+
+def _state_style(run: RunHeader) -> str:
+    if run.state == RUNNING:
+        return "green"
+    clean = run.state == ENDED and run.exit_status == 0 and run.signal is None
+    return "" if clean else "red"
+
+
+def _tops(series: Sequence[Series]) -> dict[str, float]:
+    """The scale of each picture: its lines share one, so that ranks compare."""
+    tops: dict[str, float] = {}
+    for line in series:
+        least = 1.0 if line.unit == "ratio" else 0.0
+        highest = max((v for v in line.values if v is not None), default=0.0)
+        tops[line.title] = max(tops.get(line.title, least), highest)
+    return tops
+
+
+def _untitled_repeats(series: Sequence[Series]) -> Iterator[tuple[str, Series]]:
+    """Each series with its title, empty where the line above has the same."""
+    above = ""
+    for line in series:
+        yield ("" if line.title == above else line.title), line
+        above = line.title

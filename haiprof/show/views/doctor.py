@@ -1,0 +1,258 @@
+"""What `haiprof doctor` shows to people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.agent.samplers.sampler import CounterState
+from haiprof.agent.samplers.tools import Permission, Software, Tool
+from haiprof.base.units import MISSING, duration_text
+from haiprof.show.text import count_text, value_text
+from haiprof.show.views.blocks import plain_table, section
+
+_STYLES = {"available": "green", "denied": "yellow", "unsupported": "dim", "absent": "dim"}
+_UNIT_SUFFIXES = ("_ns", "_bytes", "_ratio", "_hz", "_watts", "_joules", "_celsius")
+_GAP = "  "
+_MANY = 6  # names before the rest is a number
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+def doctor_view(
+    counters: Sequence[CounterState],
+    tools: Sequence[Tool],
+    permissions: Sequence[Permission],
+    *,
+    node: Software,
+    every_row: bool,
+) -> RenderableType:
+    """The whole view.
+
+    Args:
+        counters: As surveyed.
+        tools: As found.
+        permissions: As found.
+        node: Versions.
+        every_row: One line per counter instead of one per source or reason.
+    """
+    if every_row:
+        parts = [_every_counter(counters)]
+    else:
+        parts = [*_available(counters), *_missing(counters)]
+    return Group(_head(node, counters), *parts, *_tools(tools), _permissions(permissions))
+
+
+def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
+    title = Text(node.host, style="bold")
+    names = {(c.source, c.metric): False for c in counters}
+    names.update({(c.source, c.metric): True for c in counters if c.status == "available"})
+    title.append(f"  {sum(names.values())} of {len(names)} counters available")
+    summary = [node.kernel, f"cgroup {node.cgroup or MISSING}", f"Python {node.python}"]
+    summary.append(f"torch {node.torch}" if node.torch else "no torch in this Python")
+    if node.nvidia_driver:
+        summary.append(f"NVIDIA driver {node.nvidia_driver}")
+    return Group(title, Text(" · ".join(summary), style="dim"))
+
+
+def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
+    """One section per sampler, one row per read; equal reads of several entities share a row."""
+    here = [c for c in counters if c.status == "available"]
+    for source, states in _grouped(here, lambda c: c.source).items():
+        table = _value_table()
+        reads = _grouped(states, lambda c: (c.entity, c.origin))
+        alike = _grouped(reads.values(), lambda read: tuple(c.metric for c in read))
+        for same in alike.values():
+            first, *others = same
+            more = f" and {len(others)} more" if others else ""
+            table.add_row(
+                _values(same),
+                Text(first[0].origin + more, style="dim"),
+                duration_text(first[0].read_ns),
+            )
+        yield section(_titled(source, states), table)
+
+
+def _titled(source: str, states: Sequence[CounterState]) -> str:
+    """A source with its entities: `gpu: gpu 0, gpu 1`."""
+    entities = _entities(states)
+    return f"{source}: {entities}" if entities else source
+
+
+def _entities(states: Sequence[CounterState]) -> str:
+    return _listed([c.entity for c in states if c.entity])
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Each once, the first few by name."""
+    every = list(dict.fromkeys(names))
+    more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
+    return ", ".join(every[:_MANY]) + more
+
+
+def _value_table() -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
+    table.add_column("now", ratio=3, overflow="fold")
+    table.add_column("source", ratio=2, overflow="fold")
+    table.add_column("read", justify="right", no_wrap=True)
+    return table
+
+
+def _values(reads: Sequence[Sequence[CounterState]]) -> _Packed:
+    """Name and value of each counter of a read; of several entities the range."""
+    words = []
+    for place, state in enumerate(reads[0]):
+        values = [v for read in reads if (v := read[place].value) is not None]
+        shown = [now_text(value, state.unit) for value in (min(values), max(values))]
+        value = " to ".join(dict.fromkeys(shown))
+        words.append(Text.assemble(f"{short_name(state.metric)} ", (value, "bold")))
+    return _Packed(words)
+
+
+class _Packed:
+    """Texts side by side, as many as fit on a line; none is broken that fits on one."""
+
+    def __init__(self, words: Sequence[Text]) -> None:
+        self._words = words
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for word in self._words:
+            if line and line.cell_len + len(_GAP) + word.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = Text.assemble(line, _GAP if line else "", word, overflow="fold")
+        yield line
+
+
+def _missing(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
+    """One row per reason, with everything that is missing because of it."""
+    gone = [c for c in counters if c.status != "available"]
+    if not gone:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    sizes = {source: len(_metrics(states)) for source, states in _by_source(counters).items()}
+    for states in _grouped(gone, lambda c: (c.status, _cause(c), c.remedy)).values():
+        first = states[0]
+        table.add_row(
+            Text(first.status, style=_STYLES[first.status]),
+            _names(states, sizes),
+            _why(_reason(states), first.remedy),
+        )
+    yield section("Not available", table)
+
+
+def _cause(state: CounterState) -> str:
+    """The reason without the file name, which differs although the cause is the same."""
+    return state.reason.removeprefix(f"{state.origin}: ")
+
+
+def _reason(states: Sequence[CounterState]) -> str:
+    """The reason with one file, and the number of others."""
+    files = {c.origin for c in states if c.reason.startswith(f"{c.origin}: ")}
+    first = states[0]
+    if not files:
+        return first.reason
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{first.origin}{more}: {_cause(first)}"
+
+
+def _why(reason: str, remedy: str) -> Text:
+    text = Text(reason, style="dim")
+    if remedy:
+        text.append("\ndo: ", style="dim")
+        text.append(remedy, style="not dim")
+    return text
+
+
+def _names(states: Sequence[CounterState], sizes: Mapping[str, int]) -> Text:
+    """Sources that are missing completely, else their counters; then the entities."""
+    words = []
+    for source, of_source in _by_source(states).items():
+        metrics = _metrics(of_source)
+        if len(metrics) == sizes[source] > 1:
+            words.append(f"{source} ({count_text(len(metrics), 'counter')})")
+            continue
+        words.append(f"{source}: {_listed(map(short_name, metrics))}")
+    entities = _entities(states)
+    words += [f"of {entities}"] if entities else []
+    return Text("\n".join(words))
+
+
+def _every_counter(counters: Sequence[CounterState]) -> RenderableType:
+    table = plain_table("counter", "of", "now", "read", left=("counter", "of"))
+    table.add_column("source, or why not", overflow="fold")
+    for state in counters:
+        ok = state.status == "available"
+        now = None if state.value is None else now_text(state.value, state.unit)
+        table.add_row(
+            f"{state.source}.{state.metric}",
+            state.entity,
+            now or Text(state.status, style=_STYLES[state.status]),
+            duration_text(state.read_ns) if ok else "",
+            Text(state.origin, style="dim") if ok else _why(state.reason, state.remedy),
+        )
+    return section("Counters", table)
+
+
+def _tools(tools: Sequence[Tool]) -> Iterable[RenderableType]:
+    for kind, of_kind in _grouped(tools, lambda tool: tool.kind).items():
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for tool in of_kind:
+            if tool.path:
+                table.add_row(tool.name, Text(tool.path, overflow="fold"),
+                              Text(tool.purpose, style="dim"))  # fmt: skip
+        absent = [tool.name for tool in of_kind if not tool.path]
+        lacking = [Text(f"not found: {', '.join(absent)}", style="dim")] if absent else []
+        yield section(f"{kind.capitalize()}s", table, *lacking)
+
+
+def _permissions(permissions: Sequence[Permission]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for each in permissions:
+        allows = Text(each.allows)
+        if each.reason:
+            allows.append("\n").append_text(_why(each.reason, each.remedy))
+        value = "" if each.value is None else str(each.value)
+        table.add_row(each.name, Text(each.status, style=_STYLES[each.status]), value, allows)
+    return section("Permissions", table)
+
+
+def short_name(metric: str) -> str:
+    """A metric without the unit, where its value carries one: `cpu_user`."""
+    suffix = next((s for s in _UNIT_SUFFIXES if metric.endswith(s)), "")
+    return metric.removesuffix(suffix)
+
+
+def now_text(value: float, unit: str) -> str:
+    """A value as people read it: `"1.98 GHz"`, bit fields in hexadecimal digits."""
+    if unit == "packed":
+        return f"0x{int(value):x}"
+    if unit == "hz":
+        scale, name = (1e9, "GHz") if value >= 1e9 else (1e6, "MHz")
+        return f"{value / scale:.3g} {name}"
+    return value_text(value, unit)
+
+
+def _by_source(states: Iterable[CounterState]) -> dict[str, list[CounterState]]:
+    return _grouped(states, lambda c: c.source)
+
+
+def _metrics(states: Iterable[CounterState]) -> list[str]:
+    return list(dict.fromkeys(c.metric for c in states))
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by key, both in order of appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -1,0 +1,169 @@
+"""What `haiprof memory-timeline` shows: memory over time, and what was alive at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.units import bytes_text, duration_text
+from haiprof.show.figures.style import SKY
+from haiprof.show.sparkline import Sparkline
+from haiprof.show.tables.frame_table import frame_table
+from haiprof.show.views.blocks import missing_block, section
+from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+_BUCKETS = 100
+_DEVICE = ["rank", "device_type", "device"]
+_PEAK = (
+    ("name", "allocated by"), ("block_count", "blocks"), ("size_bytes", "size"),
+    ("share_ratio", "share"),
+)  # fmt: skip
+_OPERATORS = (
+    ("name", "operator"), ("allocation_count", "allocations"), ("allocated_bytes", "allocated"),
+    ("freed_bytes", "freed"), ("increase_bytes", "increase"), ("kept_bytes", "kept"),
+)  # fmt: skip
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+"""How a pickle of each protocol begins."""
+_OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAnswers:
+    """The frames of `TraceAnalysis` on memory."""
+
+    timeline: pl.DataFrame
+    at_peak: pl.DataFrame | None
+    """Null where events have no addresses."""
+    by_operator: pl.DataFrame
+    missing: dict[str, str]
+    """By frame: why it is null."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, whole."""
+        peak = None if self.at_peak is None else self.at_peak.to_dicts()
+        return {
+            "timeline": self.timeline.to_dicts(),
+            "at_peak": peak,
+            "by_operator": self.by_operator.to_dicts(),
+            "missing": self.missing,
+        }
+
+
+def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
+    """Asks for all of it.
+
+    Raises:
+        MissingDataError: No memory event was recorded, or there is no such rank.
+        TraceFormatError: It is no trace, or a snapshot of PyTorch's memory.
+    """
+    _no_snapshot(analysis.path)
+    if rank is not None and rank not in analysis.files:
+        raise MissingDataError(f"{analysis.path}: no trace of rank {rank}")
+    own = pl.lit(True) if rank is None else pl.col("rank") == rank
+    timeline = analysis.memory_timeline().filter(own)
+    missing: dict[str, str] = {}
+    at_peak = None
+    try:
+        at_peak = analysis.memory_at_peak().filter(own)
+    except MissingDataError as error:
+        missing["at_peak"] = str(error)
+    return MemoryAnswers(
+        timeline=timeline,
+        at_peak=at_peak,
+        by_operator=analysis.memory_by_operator().filter(own),
+        missing=missing,
+    )
+
+
+def _no_snapshot(path: Path) -> None:
+    """Refuses snapshots (`torch.cuda.memory._dump_snapshot`): pickles, whose code would run."""
+    if not path.is_file():  # a pipe would block
+        return
+    try:
+        with open(path, "rb") as file:
+            is_pickle = file.read(2) in _PICKLES
+    except OSError:  # reading it as a trace gives the reason
+        return
+    if is_pickle:
+        raise TraceFormatError(
+            f"{path}: a pickle, as PyTorch's memory snapshots are; it could run code, so it is not "
+            "read",
+            hint="pytorch.org/memory_viz shows it within the browser; for this command record a "
+            "trace: haiprof --trace --trace-memory train.py, or profile_memory=True",
+        )
+
+
+def memory_view(answers: MemoryAnswers) -> RenderableType:
+    """The whole view; of several ranks the peaks only."""
+    alone = answers.timeline["rank"].n_unique() == 1
+    parts = [section("Memory over time", _lines(answers.timeline))]
+    if answers.at_peak is not None:
+        for key, alive in answers.at_peak.group_by(_DEVICE, maintain_order=True):
+            peak = bytes_text(alive["peak_bytes"][0])
+            origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+            named = alive.with_columns(
+                name=pl.coalesce(origin, "operator", pl.lit(_OUTSIDE)),
+                share_ratio=pl.col("ratio"),
+            )
+            title = f"Alive at the peak of {_device(key)}: {peak}"
+            parts.append(section(title, *frame_table(named, _PEAK, limit=10 if alone else 3)))
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
+    for key, own in operators.group_by(_DEVICE, maintain_order=True) if alone else ():
+        table = frame_table(own.sort(-pl.col("allocated_bytes")), _OPERATORS, limit=8)
+        parts.append(section(f"Operators on {_device(key)}", *table))
+    if answers.missing:
+        parts.append(missing_block(answers.missing))
+    return Group(*parts)
+
+
+def _lines(timeline: pl.DataFrame) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, style="dim")
+    table.add_column("", ratio=1, no_wrap=True)
+    table.add_column("max", justify="right", no_wrap=True)
+    for key, own in timeline.group_by(_DEVICE, maintain_order=True):
+        span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])
+        title = f"{_device(key)}, {duration_text(span)}"
+        for column in _known(own):
+            values = _buckets(own, column)
+            top = max(value for value in values if value is not None)
+            table.add_row(
+                title,
+                column.removesuffix("_bytes").replace("_", " "),
+                Sparkline(values, top=top, color=SKY),
+                bytes_text(top),
+            )
+            title = ""
+    return table
+
+
+def _known(own: pl.DataFrame) -> Iterator[str]:
+    """The values of a device: totals if they were recorded, else the change since the start."""
+    totals = [c for c in ("allocated_bytes", "reserved_bytes") if own[c].count()]
+    yield from totals or ["since_start_bytes"]
+
+
+def _buckets(own: pl.DataFrame, column: str) -> list[float | None]:
+    """The highest value in each part of the time; a level holds until the next event."""
+    first, last = int(own["ts_ns"][0]), int(own["ts_ns"][-1])
+    width = max(1, (last - first) // _BUCKETS + 1)
+    place = ((pl.col("ts_ns") - first) // width).alias("place")
+    value = pl.col(column)
+    levels = own.select(place, value).group_by("place").agg(value.max(), held=value.last())
+    every = pl.DataFrame({"place": range(_BUCKETS)}, schema={"place": pl.Int64})
+    found = every.join(levels, on="place", how="left").sort("place")
+    before = pl.col("held").forward_fill().shift(1)
+    return found.select(pl.max_horizontal(column, before))[column].cast(pl.Float64).to_list()
+
+
+def _device(key: tuple[object, ...]) -> str:
+    rank, kind, number = key
+    return f"rank {rank}, {kind}" + ("" if number is None else f" {number}")

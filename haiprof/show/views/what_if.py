@@ -1,0 +1,214 @@
+"""What `haiprof what-if` shows: how well the step is reproduced, and what would make it shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from haiprof.base.errors import MissingDataError
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.show.tables.frame_table import frame_table
+from haiprof.show.text import count_text
+from haiprof.show.views.blocks import notes_block, section
+from haiprof.trace_analysis.pool import Pool
+from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.what_if.changes import Change
+from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
+from haiprof.trace_analysis.what_if.scenarios import scenarios
+
+_COMMON = (
+    "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
+    "collective_count", "unmatched_count", "apart_count",
+)  # fmt: skip
+_COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved_ratio", "shorter by"))
+_DOUBTFUL_RATIO = 0.05
+"""Above this share of unexplained time a note is shown."""
+_GROUPS = {"optype": "operation", "stage": "stage", "dp_rank": "data-parallel rank"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfAnswers:
+    """Predictions for traces."""
+
+    path: Path
+    ranked: bool
+    """Whether haiprof chose the changes, and the best comes first."""
+    predictions: pl.DataFrame
+    """From `TraceAnalysis.what_if`."""
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The columns that are the same in all rows."""
+        return self.predictions.select(_COMMON).row(0, named=True)
+
+    @property
+    def explained_step_ns(self) -> int:
+        """The step's time as the dependencies alone give it."""
+        common = self.common
+        explained: int = round(common["measured_step_ns"] * (1 - common["unexplained_ratio"]))
+        return explained
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on the predictions."""
+        return list(_notes(self.common, self.predictions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAnswers:
+    """The cost of one job's stragglers."""
+
+    path: Path
+    what_if: OperationWhatIf
+
+
+def what_if_answers(
+    path: Path, changes: Sequence[Change], steps: tuple[int, int] | None, pool: Pool | None
+) -> WhatIfAnswers:
+    """Predictions with some changes, or with all that may help, the best first.
+
+    Raises:
+        MissingDataError: The traces have nothing that could be replayed or changed.
+    """
+    analysis = TraceQuestions(path, pool=pool)
+    asked = changes or scenarios(analysis, steps)
+    if not asked:
+        raise MissingDataError(f"{path}: no kernel, operator or loader that could be faster")
+    found = analysis.what_if(*asked, steps=steps)
+    if not changes:
+        found = found.sort("saved_ratio", descending=True, maintain_order=True)
+    return WhatIfAnswers(path=path, ranked=not changes, predictions=found)
+
+
+def job_answers(path: Path) -> JobAnswers:
+    """A job replayed from its table of operations."""
+    return JobAnswers(path=path, what_if=OperationWhatIf(operation_table(path)))
+
+
+def what_if_view(answers: WhatIfAnswers) -> RenderableType:
+    """The whole view.
+
+    Args:
+        answers: Of traces.
+    """
+    common, explained = answers.common, answers.explained_step_ns
+    off = explained / common["measured_step_ns"] - 1
+    first = f"step {duration_text(common['measured_step_ns'])} measured, "
+    first += f"{duration_text(explained)} replayed from its dependencies ({_signed(off)})"
+    title = "What would help most" if answers.ranked else "Predictions"
+    rows = answers.predictions.with_columns(pl.col("saved_ratio").clip(0.0), name=pl.col("change"))
+    return Group(
+        Text(first, style="bold"),
+        section(title, *frame_table(rows, _COLUMNS, limit=20)),
+        *([notes_block(answers.notes)] if answers.notes else []),
+    )
+
+
+def what_if_data(answers: WhatIfAnswers) -> dict[str, Any]:
+    """The same as JSON."""
+    own = answers.predictions.drop(_COMMON)
+    return {
+        "path": str(answers.path),
+        **answers.common,
+        "explained_step_ns": answers.explained_step_ns,
+        "predictions": own.to_dicts(),
+        "notes": answers.notes,
+    }
+
+
+def job_view(jobs: Sequence[JobAnswers]) -> RenderableType:
+    """The whole view.
+
+    Args:
+        jobs: Each from one table.
+    """
+    return Group(*(part for job in jobs for part in _job_parts(job)))
+
+
+def job_data(jobs: Sequence[JobAnswers]) -> dict[str, Any]:
+    """The same for scripts: mean steps in ns; S, M_W and M_S by what they are."""
+    return {"jobs": [_job_row(job) for job in jobs]}
+
+
+def _job_row(job: JobAnswers) -> dict[str, Any]:
+    what_if = job.what_if
+    return {
+        "path": str(job.path),
+        "measured_step_ns": float(what_if.measured_ns.mean()),
+        "reproduced_step_ns": float(what_if.reproduced_ns.mean()),
+        "error_ratio": what_if.error_ratio,
+        "ideal_step_ns": float(what_if.ideal_ns.mean()),
+        "slowdown_ratio": what_if.slowdown_ratio,
+        "slowest_workers_ratio": what_if.slowest_workers_ratio(),
+        "last_stage_ratio": what_if.last_stage_ratio(),
+        **{f"by_{column}": what_if.by(column).to_dicts() for column in _GROUPS},
+        "by_worker": what_if.by_worker().to_dicts(),
+    }
+
+
+def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
+    row = _job_row(job)
+    measured, replayed = row["measured_step_ns"], row["reproduced_step_ns"]
+    yield Text(
+        f"{job.path.name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
+        f"replayed ({_signed(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} without "
+        "stragglers",
+        style="bold",
+    )
+    totals = pl.DataFrame(
+        {
+            "name": [
+                "S, slowdown by stragglers",
+                "M_W, what the slowest 3 % of the workers explain of it",
+                "M_S, what the last stage explains of it",
+            ],
+            "value": [
+                f"{row['slowdown_ratio']:.4f}",
+                *(_share(row[key]) for key in ("slowest_workers_ratio", "last_stage_ratio")),
+            ],
+        }
+    )
+    yield section("Stragglers", *frame_table(totals, (("name", ""), ("value", "")), limit=3))
+    for column, title in _GROUPS.items():
+        found = pl.DataFrame(row[f"by_{column}"]).with_columns(name=pl.col(column).cast(pl.String))
+        slower = found.with_columns(over_ratio=pl.col("slowdown_ratio") - 1)
+        columns = (("name", title), ("over_ratio", "slower by"))
+        yield section(f"Slowdown by {title} alone", *frame_table(slower, columns, limit=5))
+    yield Text()
+
+
+def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
+    share = common["unexplained_ratio"]
+    if share > _DOUBTFUL_RATIO:
+        yield (
+            f"{ratio_text(share)} of the step are delays that nothing in the traces explains; they "
+            "are kept as they were, so predictions are less sure"
+        )
+    if count := common["unmatched_count"]:
+        yield (
+            f"{count_text(count, 'communication kernel')} found on one rank only: waiting and "
+            "transfer cannot be told apart, they stay as long as they were"
+        )
+    if count := common["apart_count"]:
+        yield (
+            f"{count_text(count, 'thread')} that nothing in the traces starts: "
+            f"{'it keeps its' if count == 1 else 'they keep their'} times"
+        )
+    for change in found.filter(pl.col("shortened_ns") == 0)["change"]:
+        if not change.startswith("network"):
+            yield f"{change}: it met nothing in these steps"
+
+
+def _signed(ratio: float) -> str:
+    text = f"{ratio * 100:+.1f} %"
+    return "0.0 %" if text[1:] == "0.0 %" else text
+
+
+def _share(ratio: float | None) -> str:
+    return "\N{EN DASH}" if ratio is None else f"{ratio:.4f}"

@@ -1,0 +1,226 @@
+"""Attribution: the operator, module and annotation that launched each GPU event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
+from haiprof.trace_analysis.launches import with_call
+from haiprof.trace_analysis.temporal import Steps, gpu_events, step_window
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+NESTING, EXTERNAL_ID = "nesting", "external_id"
+_MODULE = "nn.Module: "
+_STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLaunches:
+    """GPU events and the operators that launched them."""
+
+    tree: CallTree
+    """Of the CPU operators."""
+    gpu: pl.DataFrame
+    """Columns of `launches.with_call`, and `launch_delay_ns`: from the call's end to the event's
+    own start, 0 where it began before."""
+    row: Ints
+    """Row of the tree of each GPU event's innermost operator; -1 where there is none."""
+    by_id: pl.Series
+    """Whether that row was found by the external id, as no operator encloses the call."""
+
+
+def with_operator(trace: Trace, steps: Steps = None, *, annotations: bool = False) -> GpuLaunches:
+    """GPU events with the innermost operator around their launch.
+
+    Args:
+        trace: One rank's.
+        steps: Only what was launched in these profiler steps.
+        annotations: Whether record_function ranges count as operators.
+    """
+    spans = _without_steps(trace.ops)
+    if annotations:
+        ranges = _ranges(trace)
+        spans = pl.concat([ranges, spans.select(ranges.columns)])
+    tree = nest(spans)
+    gpu = with_call(gpu_events(trace, steps), trace.runtime)
+    row = _around(tree, gpu)
+    said = np.where(row < 0, _by_external_id(tree, gpu), -1)
+    end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
+    return GpuLaunches(
+        tree=tree,
+        gpu=gpu.with_columns(launch_delay_ns=(pl.col("ts_ns") - end).clip(0)),
+        row=np.maximum(row, said),
+        by_id=pl.Series(said >= 0),
+    )
+
+
+def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Each GPU event with the operators, the module and the annotation that launched it.
+
+    Returns:
+        One row per GPU event, by start: `event`, `name`, `category`, `device`, `stream`, `ts_ns`,
+        `dur_ns`, `correlation`; `call` that launched it; `launch_delay_ns` from that call's end to
+        its own start, 0 where it began before; `operator` and `operator_event`, the innermost CPU
+        operator around the call on its thread; `top_operator`, the outermost; `matched_by`,
+        `nesting` or `external_id` (no operator is around the call, but the profiler noted one);
+        `module`, the innermost nn.Module around the call, where Python functions were recorded;
+        `annotation`, the innermost record_function range that is no profiler step. Null where
+        there is none, or where the launch is not in the trace.
+
+        Source: nesting is what Kineto and HTA's call stacks go by. External ids are taken only
+        where they are ids of operators: Kineto of 2022 and 2023 wrote the correlation there.
+    """
+    owned = with_operator(trace, steps)
+    tree, row = owned.tree, owned.row
+    by_id = pl.when(owned.by_id).then(pl.lit(EXTERNAL_ID)).otherwise(pl.lit(NESTING))
+    top = np.where(row < 0, -1, roots(tree.parent)[row]) if len(tree.parent) else row
+    return owned.gpu.select(
+        "event",
+        pl.col("name", "category").cast(pl.String),
+        *("device", "stream", "ts_ns", "dur_ns", "correlation"),
+        pl.col("call").cast(pl.String),
+        "launch_delay_ns",
+        _at(tree.spans["name"], row).alias("operator"),
+        _at(tree.spans["event"], row).alias("operator_event"),
+        _at(tree.spans["name"], top).alias("top_operator"),
+        pl.when(pl.Series(row >= 0)).then(by_id).alias("matched_by"),
+        _name_around(_modules(trace), owned.gpu).str.strip_prefix(_MODULE).alias("module"),
+        _name_around(_ranges(trace), owned.gpu).alias("annotation"),
+    )
+
+
+def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Operators by name: what they launched themselves, and what in all.
+
+    Args:
+        trace: One rank's.
+        steps: Only operators begun and work launched in these profiler steps.
+
+    Returns:
+        One row per operator, the most GPU time first: `operator`; `call_count`; `cpu_self_ns`
+        without operators inside; `cpu_total_ns`, calls inside one of the same name not counted
+        again; `kernel_count` and `gpu_self_ns` of GPU events of which it is the innermost
+        operator; `kernel_total_count` and `gpu_total_ns`, those of operators inside it included,
+        each once; `launch_delay_mean_ns` and `launch_delay_max_ns` of its own, null where it has
+        none. GPU events without an operator are a row with `operator` null, so that `gpu_self_ns`
+        adds up to all GPU time; kernels that ran at the same time count in full.
+    """
+    owned = with_operator(trace, steps)
+    name = _at(owned.tree.spans["name"], owned.row)
+    kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name.alias("operator"))
+    delay = pl.col("launch_delay_ns")
+    own = kernels.group_by("operator").agg(
+        kernel_count=pl.len().cast(pl.Int64),
+        gpu_self_ns=pl.col("dur_ns").sum(),
+        launch_delay_mean_ns=delay.mean(),
+        launch_delay_max_ns=delay.max(),
+    )
+    cpu = _cpu_time(owned.tree, step_window(trace, steps) if steps else None)
+    named = cpu.join(_totals(owned), on="operator", how="full", coalesce=True)
+    known = named.join(own.drop_nulls("operator"), on="operator", how="left")
+    counts = ("kernel_count", "gpu_self_ns", "kernel_total_count", "gpu_total_ns")
+    known = known.with_columns(pl.col(*counts, "call_count").fill_null(0))
+    nobody = own.filter(pl.col("operator").is_null())
+    found = pl.concat([known, nobody], how="diagonal")
+    return found.select(
+        *("operator", "call_count", "cpu_self_ns", "cpu_total_ns", *counts),
+        *("launch_delay_mean_ns", "launch_delay_max_ns"),
+    ).sort("gpu_total_ns", "operator", descending=[True, False], nulls_last=True)
+
+
+def _totals(owned: GpuLaunches) -> pl.DataFrame:
+    """`operator`, `kernel_total_count`, `gpu_total_ns`: a pass per level of the tree."""
+    kernel = np.flatnonzero(owned.row >= 0)
+    row, levels = owned.row[kernel], []
+    names = owned.tree.spans["name"]
+    while len(row):
+        levels.append(pl.DataFrame({"kernel": kernel, "operator": names.gather(row)}))
+        row = owned.tree.parent[row]
+        kernel, row = kernel[row >= 0], row[row >= 0]
+    if not levels:
+        types = {"operator": pl.String, "kernel_total_count": pl.Int64, "gpu_total_ns": pl.Int64}
+        return pl.DataFrame(schema=types)
+    pairs = pl.concat(levels).unique()
+    durations = owned.gpu["dur_ns"].gather(pairs["kernel"])
+    return (
+        pairs.with_columns(durations, pl.col("operator").cast(pl.String))
+        .group_by("operator")
+        .agg(kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum())
+    )
+
+
+def _cpu_time(tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
+    """`operator`, `call_count`, `cpu_self_ns`, `cpu_total_ns` of what began in the window."""
+    names = tree.spans["name"].to_physical().to_numpy()
+    inner = np.zeros(len(names), dtype=np.bool_)
+    at, row = np.arange(len(names)), tree.parent
+    while len(at):
+        at, row = at[row >= 0], row[row >= 0]
+        inner[at] |= names[at] == names[row]
+        row = tree.parent[row]
+    calls = tree.spans.select(
+        "ts_ns",
+        "dur_ns",
+        operator=pl.col("name").cast(pl.String),
+        own=pl.Series(own_ns(tree), dtype=pl.Int64),
+        inner=pl.Series(inner),
+    )
+    if window is not None:
+        calls = calls.filter(pl.col("ts_ns").is_between(*window, closed="left"))
+    return calls.group_by("operator").agg(
+        call_count=pl.len().cast(pl.Int64),
+        cpu_self_ns=pl.col("own").sum(),
+        cpu_total_ns=pl.col("dur_ns").filter(~pl.col("inner")).sum(),
+    )
+
+
+def _by_external_id(tree: CallTree, gpu: pl.DataFrame) -> Ints:
+    """Row of the operator with each GPU event's external id; -1 where there is none."""
+    noted = gpu.select("correlation", id=pl.coalesce("external_id", "gpu_external_id"))
+    same = noted.filter(pl.col("id") == pl.col("correlation"))
+    if 2 * len(same) > noted["id"].count():  # Kineto of 2022 and 2023: it is the correlation
+        return np.full(len(gpu), -1, dtype=np.int64)
+    rows = tree.spans.select(id="external_id").with_row_index("row").drop_nulls("id")
+    rows = rows.unique("id", keep="none")
+    places = noted.with_row_index("place").join(rows, on="id", how="left").sort("place")
+    found: Ints = places["row"].cast(pl.Int64).fill_null(-1).to_numpy()
+    return found
+
+
+def _around(tree: CallTree, gpu: pl.DataFrame) -> Ints:
+    """Row of the innermost span that encloses each GPU event's call; -1 where there is none."""
+    calls = gpu.select("pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns").with_row_index("at")
+    calls = calls.drop_nulls("ts_ns")
+    found = np.full(len(gpu), -1, dtype=np.int64)
+    found[calls["at"].to_numpy()] = innermost(tree, calls)
+    return found
+
+
+def _name_around(spans: pl.DataFrame, gpu: pl.DataFrame) -> pl.Series:
+    tree = nest(spans)
+    return _at(tree.spans["name"], _around(tree, gpu))
+
+
+def _at(values: pl.Series, rows: Ints) -> pl.Series:
+    """Values of some rows, null for -1; texts as String."""
+    places = pl.Series(rows, dtype=pl.Int64)
+    found = values.gather(pl.select(pl.when(places >= 0).then(places)).to_series())
+    return found if values.dtype.is_integer() else found.cast(pl.String)
+
+
+def _modules(trace: Trace) -> pl.DataFrame:
+    return trace.python.filter(pl.col("name").cast(pl.String).str.starts_with(_MODULE))
+
+
+def _ranges(trace: Trace) -> pl.DataFrame:
+    """record_function ranges on the CPU."""
+    return _without_steps(trace.annotations.filter(pl.col("category") != "gpu_user_annotation"))
+
+
+def _without_steps(spans: pl.DataFrame) -> pl.DataFrame:
+    """Drops the marks of profiler steps, which are operators in traces from before 2022."""
+    return spans.filter(~pl.col("name").cast(pl.String).str.starts_with(_STEP))

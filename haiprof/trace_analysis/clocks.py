@@ -1,0 +1,122 @@
+"""The one estimate of clock offsets from traces: by the ends of collectives, and how sure it is.
+
+No rank leaves a synchronizing collective before all have entered, so its end is nearly the same
+moment everywhere: within tens of microseconds for a ring. A rank that ends later than the others by
+more than that, collective after collective, has a clock that is ahead. `alignment` corrects the
+clocks of a merged trace by this estimate, `host_offsets` those of function patterns.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import polars as pl
+
+from haiprof.trace_analysis.collectives import SYNCHRONISING
+
+ROUNDS = 100
+CLOCKS_AGREE_NS = 100_000
+"""A smaller offset is not corrected: the ranks of a ring end tens of us apart on one clock."""
+SURE_FACTOR = 5
+"""An offset is corrected only where it is this many times its own spread."""
+MAD_TO_SIGMA = 1.4826
+_Ns = TypeVar("_Ns", int, pl.Expr)
+
+
+def clock_offsets(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Estimates how far each rank's clock is ahead of the others.
+
+    Args:
+        kernels: From `matching.match_collectives`.
+
+    Returns:
+        One row per rank: `rank`; `collective_count`, the matched collectives that it takes part
+        in; `offset_ns`, the median over them of its end minus the median end of all their ranks
+        (null without any); `residual_ns`, the spread of that difference (1.48 MAD): offsets below
+        it are noise, since ranks do not leave a collective at exactly the same time; `corrected`,
+        whether the offset is large and certain enough to be one of the clocks (`is_sure`).
+
+        Offsets of ranks that share no collective, not even through other ranks, cannot be compared.
+    """
+    ends = kernels.filter(
+        pl.col("collective").is_not_null() & pl.col("kind").is_in(SYNCHRONISING)
+    ).select("rank", "collective", end_ns=pl.col("end_ns") - pl.col("end_ns").min())
+    offsets = _estimate(ends)
+    found = ends.join(offsets, on="rank", how="left").with_columns(error=_behind_middle())
+    spread = (pl.col("error") - pl.col("error").median()).abs().median() * MAD_TO_SIGMA
+    rows = found.group_by("rank").agg(
+        pl.len().alias("collective_count"),
+        pl.col("offset_ns").first().round().cast(pl.Int64),
+        spread.round().cast(pl.Int64).alias("residual_ns"),
+    )
+    everyone = kernels.select("rank").unique().join(rows, on="rank", how="left")
+    sure = is_sure(pl.col("offset_ns"), pl.col("residual_ns"))
+    return everyone.select(
+        "rank",
+        pl.col("collective_count").fill_null(0).cast(pl.Int64),
+        "offset_ns",
+        "residual_ns",
+        corrected=(sure & (pl.col("collective_count") > 1)).fill_null(value=False),
+    ).sort("rank")
+
+
+def is_sure(offset_ns: _Ns, residual_ns: _Ns) -> _Ns:
+    """Whether an offset is one of the clocks: beyond 100 us and five times its own spread."""
+    size = abs(offset_ns)
+    return (size > CLOCKS_AGREE_NS) & (size > SURE_FACTOR * residual_ns)
+
+
+def host_offsets(offsets: pl.DataFrame, hosts: pl.DataFrame) -> pl.DataFrame:
+    """Offsets of clocks where hosts are known: ranks of one host have one clock.
+
+    Args:
+        offsets: From `clock_offsets`.
+        hosts: `rank`, `host`; with a null in it the offsets are returned as they are.
+    """
+    if hosts["host"].null_count():
+        return offsets
+    known = offsets.join(hosts, on="rank", how="left")
+    of_host = pl.col("offset_ns").median().over("host")
+    apart = (of_host - of_host.median()).round().cast(pl.Int64)
+    sure = pl.col("corrected").any().over("host") & (apart.abs() > CLOCKS_AGREE_NS)
+    return known.with_columns(offset_ns=apart, corrected=sure.fill_null(value=False)).drop("host")
+
+
+def on_one_clock(kernels: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
+    """Subtracts the corrected offsets from `start_ns` and `end_ns`.
+
+    Args:
+        kernels: From `matching.match_collectives`.
+        offsets: From `clock_offsets`.
+    """
+    moved = pl.when("corrected").then("offset_ns").otherwise(0).fill_null(0)
+    joined = kernels.join(offsets.select("rank", moved=moved), on="rank", how="left")
+    return joined.with_columns(
+        start_ns=pl.col("start_ns") - pl.col("moved"), end_ns=pl.col("end_ns") - pl.col("moved")
+    ).drop("moved")
+
+
+def _estimate(ends: pl.DataFrame) -> pl.DataFrame:
+    """Estimates each rank's offset.
+
+    Process groups overlap but need not contain all ranks, so no collective can be the reference for
+    all. In each round every rank moves by its median distance to the middle of its collectives;
+    groups that share ranks converge to one clock.
+    """
+    offsets = ends.select("rank").unique().with_columns(offset_ns=pl.lit(0.0))
+    for _ in range(ROUNDS):
+        errors = ends.join(offsets, on="rank").with_columns(error=_behind_middle())
+        change = errors.group_by("rank").agg(pl.col("error").median())
+        offsets = offsets.join(change, on="rank").select(
+            "rank", offset_ns=pl.col("offset_ns") + pl.col("error")
+        )
+        if not change.height or float(change["error"].abs().max() or 0) < 1:  # type: ignore[arg-type]
+            break
+    centre = offsets["offset_ns"].median()
+    return offsets.with_columns(offset_ns=pl.col("offset_ns") - pl.lit(centre))
+
+
+def _behind_middle() -> pl.Expr:
+    """The end on the common clock minus the median of the collective's ends."""
+    end = pl.col("end_ns").cast(pl.Float64) - pl.col("offset_ns")
+    return end - end.median().over("collective")

@@ -1,0 +1,188 @@
+"""Collectives of one rank: what each communication kernel is, in which group, of what size."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import polars as pl
+
+from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
+from haiprof.trace_analysis.temporal import gpu_events
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+# By the first that a name contains: PyTorch's collective names, NCCL's and RCCL's kernel names.
+_KINDS = (
+    (r"reduce_?scatter", "reduce_scatter"),
+    (r"all_?reduce", "all_reduce"),
+    (r"all_?gather", "all_gather"),
+    (r"all_?to_?all", "all_to_all"),
+    (r"broadcast", "broadcast"),
+    (r"barrier", "barrier"),
+    (r"send_?recv", "send_receive"),
+    (r"send\b", "send"),
+    (r"recv\b", "receive"),
+    (r"gather", "gather"),
+    (r"scatter", "scatter"),
+    (r"reduce", "reduce"),
+)
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""No rank leaves one of these before all have entered, unlike the root of a broadcast."""
+
+# PyTorch's names of element types, in collectives' metadata and in operators' input types.
+_ELEMENT_BYTES = {
+    "byte": 1, "char": 1, "bool": 1, "unsigned char": 1, "signed char": 1,
+    "short": 2, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
+    "int": 4, "float": 4, "long": 8, "long int": 8, "double": 8,
+    "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
+
+KERNELS_SCHEMA = {
+    "event": pl.Int64,
+    "step": pl.Int64,
+    "kind": pl.String,
+    "name": pl.String,
+    "device": pl.Int64,
+    "stream": pl.Int64,
+    "process_group": pl.String,
+    "group_ranks": pl.String,
+    "group_size": pl.Int64,
+    "world_size": pl.Int64,
+    "sequence": pl.Int64,
+    "dtype": pl.String,
+    "in_count": pl.Int64,
+    "out_count": pl.Int64,
+    "element_bytes": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+}
+
+
+def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) -> pl.DataFrame:
+    """Communication kernels of a rank, by start.
+
+    Args:
+        trace: One rank's.
+        steps: First profiler step and the one after the last; None takes all.
+
+    Returns:
+        `event` in `Trace.gpu`; `step` of the launch, null outside steps; `kind` (`all_reduce` ...,
+        `other` where neither metadata, nor the `nccl:` annotation around its launch, nor its name
+        says); `name`; `device`, `stream`; `process_group`, `group_ranks`, `group_size`, `sequence`,
+        `dtype`, `in_count`, `out_count` as recorded (PyTorch 2.2 and later) or, the counts and
+        type only, from the operator around the launch where shapes were recorded; null else;
+        `element_bytes`; `start_ns`, `end_ns` in ns since 1970 on the clock of the rank's host.
+    """
+    gpu = gpu_events(trace, steps).with_row_index("row")
+    talking = with_kind(gpu).filter(pl.col("kind") == COMMUNICATION)["row"]
+    texts = ("name", "collective", "dtype", "process_group", "group_ranks")
+    kernels = gpu.filter(pl.col("row").is_in(talking.implode())).with_columns(
+        *(_text(name).alias(name) for name in texts)
+    )
+    launched = _with_launch(trace, kernels)
+    named = _with_kind(_with_operator(trace, launched))
+    base = clock_base_ns(trace)
+    return named.select(
+        pl.lit(trace.world_size, dtype=pl.Int64).alias("world_size"),
+        pl.col(name for name in KERNELS_SCHEMA if name in named.columns),
+        start_ns=pl.col("ts_ns") + base,
+        end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
+        element_bytes=pl.col("dtype").replace_strict(
+            {dtype: _size(dtype) for dtype in named["dtype"].unique()},
+            default=None,
+            return_dtype=pl.Int64,
+        ),
+    ).select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
+
+
+def clock_base_ns(trace: Trace) -> int:
+    """What Kineto subtracted from its timestamps, which differs between ranks."""
+    base = trace.metadata.get("baseTimeNanoseconds")
+    return base if type(base) is int else 0
+
+
+def kind_of(name: str) -> str:
+    """The kind of collective that a name states; `other` where it states none."""
+    return next((kind for sign, kind in _KINDS if re.search(sign, name.lower())), "other")
+
+
+def _text(name: str) -> pl.Expr:
+    """A text column as strings, null where the file has none."""
+    text = pl.col(name).cast(pl.String)
+    return pl.when(text != "").then(text)
+
+
+def _size(dtype: str | None) -> int | None:
+    plain = (dtype or "").lower()
+    return 1 if plain.startswith("float8") else _ELEMENT_BYTES.get(plain)
+
+
+def _with_launch(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
+    """With `launch_ns` and `launch_tid` of the call, and the profiler step around it."""
+    calls = trace.runtime.select("correlation", launch_ns="ts_ns", launch_tid="tid").drop_nulls()
+    found = kernels.join(
+        calls.unique("correlation", keep="first"), on="correlation", how="left"
+    ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
+    steps = trace.steps.select("step", step_start="start_ns", step_end="end_ns").sort("step_start")
+    marked = found.sort("when").join_asof(steps, left_on="when", right_on="step_start")
+    inside = pl.col("when") < pl.col("step_end")
+    return marked.with_columns(step=pl.when(inside).then("step")).sort("ts_ns", "row")
+
+
+def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
+    """With counts and type from record_param_comms, and the `nccl:` annotation, at the launch."""
+    params = trace.ops.filter(pl.col("name").cast(pl.String) == "record_param_comms")
+    shaped = _around_launch(
+        kernels,
+        params.select(
+            "ts_ns", "dur_ns", "tid", op_dims=_text("input_dims"), op_types=_text("input_types")
+        ),
+    )
+    calls = trace.annotations.filter(pl.col("name").cast(pl.String).str.starts_with("nccl:"))
+    found = _around_launch(shaped, calls.select("ts_ns", "dur_ns", "tid", annotation=_text("name")))
+    first = [
+        _first_input(dims, types) for dims, types in found.select("op_dims", "op_types").iter_rows()
+    ]
+    said = pl.DataFrame(first, schema={"op_count": pl.Int64, "op_dtype": pl.String}, orient="row")
+    return found.hstack(said).with_columns(
+        in_count=pl.coalesce("in_count", "op_count"), dtype=pl.coalesce("dtype", "op_dtype")
+    )
+
+
+def _first_input(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
+    """Elements and type of an operator's first input, where it is a tensor."""
+    try:
+        shape, dtype = json.loads(dims or "")[0], json.loads(types or "")[0]
+        known = bool(shape) and _size(dtype) is not None
+        return (math.prod(map(int, shape)), dtype) if known else (None, None)
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None, None
+
+
+def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Joins to each kernel the last span that began before its launch there and holds it."""
+    spans = spans.rename({"ts_ns": "span_ns", "tid": "launch_tid"}).sort("span_ns")
+    carried = [name for name in spans.columns if name not in ("span_ns", "dur_ns", "launch_tid")]
+    found = kernels.sort("launch_ns").join_asof(
+        spans.rename({"dur_ns": "span_dur"}),
+        left_on="launch_ns",
+        right_on="span_ns",
+        by="launch_tid",
+        check_sortedness=False,
+    )
+    inside = pl.col("launch_ns") < pl.col("span_ns") + pl.col("span_dur")
+    kept = found.with_columns(pl.when(inside).then(pl.col(name)).alias(name) for name in carried)
+    return kept.drop("span_ns", "span_dur").sort("ts_ns", "row")
+
+
+def _with_kind(kernels: pl.DataFrame) -> pl.DataFrame:
+    kinds = [
+        kernels[name].replace_strict(
+            {text: None if text is None else kind_of(text) for text in kernels[name].unique()},
+            return_dtype=pl.String,
+        )
+        for name in ("collective", "annotation", "name")
+    ]
+    told = [pl.when(kind != "other").then(kind) for kind in kinds]
+    return kernels.with_columns(kind=pl.coalesce(*told, pl.lit("other")))

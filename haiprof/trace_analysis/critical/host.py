@@ -1,0 +1,124 @@
+"""Host activity by thread: operators, calls, annotations, and autograd's threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.trace_analysis.call_tree import CallTree, nest
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+LONG_GAP_NS = 1_000_000
+"""A helper thread that was idle for longer was woken by another one (Chakra's trace linker)."""
+
+
+class HostEvents:
+    """Operators, runtime calls and annotations of a trace on their threads."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    @cached_property
+    def frame(self) -> pl.DataFrame:
+        """By thread and start, a parent before its children; `is_mark` of annotations."""
+        kept = ["event", "name", "category", "ts_ns", "dur_ns", "pid", "tid"]
+        marks = self._trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        parts = [
+            marks.select(*kept, pl.lit(None, pl.Int64).alias("correlation"), is_mark=True),
+            self._trace.ops.select(
+                *kept, pl.lit(None, pl.Int64).alias("correlation"), is_mark=False
+            ),
+            self._trace.runtime.select(*kept, "correlation", is_mark=False),
+        ]
+        return self.tree_of(pl.concat(parts)).spans
+
+    @cached_property
+    def tree(self) -> CallTree:
+        """Nesting of all of them."""
+        return self.tree_of(self.frame)
+
+    @cached_property
+    def threads(self) -> list[tuple[int, int]]:
+        """Process and thread id of each thread; its place is the thread's number."""
+        return self.frame.select("pid", "tid").unique(maintain_order=True).rows()
+
+    @cached_property
+    def thread_of_row(self) -> Ints:
+        """Number of the thread of each row of `frame`."""
+        found: Ints = (
+            self.frame.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
+        ).astype(np.int64)
+        return found
+
+    def rows_of(self, thread: int) -> slice:
+        """The rows of `frame` of a thread, by its number."""
+        first, last = np.searchsorted(self.thread_of_row, [thread, thread + 1])
+        return slice(int(first), int(last))
+
+    def rows_named(self, pattern: str) -> Ints:
+        """Rows of `frame` with a name that matches a regular expression."""
+        names = self.frame["name"].unique()
+        matching = names.filter(names.cast(pl.String).str.contains(pattern))
+        return np.flatnonzero(self.frame["name"].is_in(matching.implode()).to_numpy())
+
+    def number_of(self, thread: tuple[int, int]) -> int:
+        """The number of a thread."""
+        return self.threads.index(thread)
+
+    def busiest_thread(self) -> tuple[int, int]:
+        """The thread with most operators and calls that is not one of backward passes."""
+        counts = self.frame.filter(~pl.col("is_mark")).group_by("pid", "tid").len()
+        if counts.is_empty():
+            return (0, 0)
+        backward = {pair.backward for pair in backward_threads(self._trace)}
+        ranked = counts.sort("len", "pid", "tid", descending=[True, False, False]).rows()
+        forward = [(pid, tid) for pid, tid, _ in ranked if (pid, tid) not in backward]
+        return forward[0] if forward else (ranked[0][0], ranked[0][1])
+
+    @staticmethod
+    def tree_of(spans: pl.DataFrame) -> CallTree:
+        """Nesting of some spans."""
+        return nest(spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardThread:
+    """A thread of the autograd engine, and the thread that ran the forward pass."""
+
+    backward: tuple[int, int]
+    forward: tuple[int, int]
+
+
+def backward_threads(trace: Trace) -> list[BackwardThread]:
+    """Threads that ran gradients of operators of another thread.
+
+    Known by the sequence numbers that PyTorch gives an operator and its gradient, where the
+    gradient names a forward thread; else by the arrows of category `fwdbwd`.
+    """
+    numbered = trace.ops.filter(pl.col("sequence_number") >= 0)
+    gradients = numbered.filter(pl.col("forward_tid") > 0)
+    pairs = _pairs(gradients, numbered.filter(pl.col("forward_tid").fill_null(0) <= 0),
+                   "sequence_number")  # fmt: skip
+    if not pairs:
+        arrows = trace.links
+        pairs = _pairs(
+            arrows.filter(pl.col("phase") == "f"), arrows.filter(pl.col("phase") == "s"), "id"
+        )
+    return pairs
+
+
+def _pairs(later: pl.DataFrame, earlier: pl.DataFrame, key: str) -> list[BackwardThread]:
+    """For each thread of the later ones, the thread that shares most keys with it."""
+    ids = ["pid", "tid", key]
+    shared = later.select(ids).unique().join(earlier.select(ids).unique(), on=key, suffix="_of")
+    other = (pl.col("pid") != pl.col("pid_of")) | (pl.col("tid") != pl.col("tid_of"))
+    counts = shared.filter(other).group_by("pid", "tid", "pid_of", "tid_of").len()
+    best = counts.sort("len", "pid_of", "tid_of", descending=[True, False, False])
+    return [
+        BackwardThread(backward=(pid, tid), forward=(pid_of, tid_of))
+        for pid, tid, pid_of, tid_of, _ in best.unique(["pid", "tid"], keep="first").rows()
+    ]

@@ -1,0 +1,346 @@
+"""Efficiency of operators: achieved FLOP/s and bytes/s, and how near that is to the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.attribution import with_operator
+from haiprof.trace_analysis.call_tree import CallTree
+from haiprof.trace_analysis.efficiency.peaks import Peak, peak_of
+from haiprof.trace_analysis.efficiency.tensors import arguments_of, values_of
+from haiprof.trace_analysis.efficiency.work import (
+    ATTENTION,
+    CONVOLUTION,
+    FORMULAS,
+    MATRIX,
+    NEED_VALUES,
+    Work,
+    work_of,
+)
+from haiprof.trace_analysis.patterns.tensor_cores import is_matrix_work, uses_tensor_cores
+from haiprof.trace_analysis.temporal import Steps, step_window
+from haiprof.trace_format.kineto.concrete_values import concrete_values
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.times import Flags
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_KNOWN_LEAST, _KNOWN_WHOLE = 0.5, 0.98
+_WORK_SCHEMA = {
+    "kind": pl.String, "flops": pl.Int64, "model_flops": pl.Int64, "bytes": pl.Int64,
+    "precision": pl.String,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Calls of operators whose work is known, with the time that they took."""
+
+    calls: pl.DataFrame
+    """`row` of the tree, `name`, `input_dims`, the columns of `_WORK_SCHEMA`, `is_recomputed`,
+    `time_ns`, `kernel`, the longest of its kernels."""
+    gpu_ns: int
+    """Of all GPU events; 0 without any."""
+    known_ns: int
+    """Of those whose work is known."""
+    matrix_ns: int
+    """Of kernels that are matrix products or convolutions by their names."""
+    matrix_known_ns: int
+    peak: Peak | None
+    device: str | None
+
+
+def operator_efficiency(
+    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+) -> pl.DataFrame:
+    """Operators by name and shape: their work, what they achieved, and what is possible.
+
+    Args:
+        trace: One rank's, recorded with `record_shapes`.
+        steps: Only operators in these profiler steps.
+        peaks: FLOP/s by precision and bytes/s as `memory`, in place of the table's.
+
+    Returns:
+        One row per operator, shapes and kernel, the longest first: `operator`; `kind` (gemm,
+        convolution, attention, normalisation, elementwise, embedding, optimizer); `shapes`, as
+        JSON; `precision`; `kernel`, the longest that it launched; `count`; `time_ns` of its
+        kernels, on the host where there is no GPU event; `flops` and `bytes` of all calls;
+        `flops_per_s`, `bytes_per_s`; `flops_per_byte`; `bound`, compute or memory, and
+        `roofline_ratio`, the achieved share of what the device's peaks allow at this intensity;
+        `recomputed_ratio` of its FLOPs. Null where no peak is known.
+
+    Raises:
+        MissingDataError: No shapes were recorded, or there are no such steps.
+    """
+    found = _known_calls(trace, steps, peaks)
+    keys = ["operator", "kind", "shapes", "precision", "kernel"]
+    again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
+    rows = found.calls.group_by(
+        operator="name", kind="kind", shapes="input_dims", precision="precision", kernel="kernel"
+    ).agg(
+        count=pl.len().cast(pl.Int64),
+        time_ns=pl.col("time_ns").sum(),
+        flops=pl.col("flops").sum(),
+        bytes=pl.col("bytes").sum(),
+        recomputed_ratio=again / pl.col("flops").sum(),
+        known_size=pl.col("bytes").is_not_null().all(),
+    )
+    seconds = pl.when(pl.col("time_ns") > 0).then(pl.col("time_ns") / 1e9)
+    rows = rows.with_columns(
+        bytes=pl.when("known_size").then("bytes"),
+        recomputed_ratio=pl.col("recomputed_ratio").fill_nan(None),
+    ).with_columns(
+        flops_per_s=pl.col("flops") / seconds,
+        bytes_per_s=pl.col("bytes") / seconds,
+        flops_per_byte=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
+    )
+    measured = ["count", "time_ns", "flops", "bytes", "flops_per_s", "bytes_per_s"]
+    return (
+        _with_roofline(rows, found.peak)
+        .select(*keys, *measured, "flops_per_byte", "bound", "roofline_ratio", "recomputed_ratio")
+        .sort("time_ns", *keys, descending=[True, *[False] * len(keys)])
+    )
+
+
+def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
+    if peak is None:
+        return rows.with_columns(
+            bound=pl.lit(None, dtype=pl.String), roofline_ratio=pl.lit(None, dtype=pl.Float64)
+        )
+    top = pl.col("precision").replace_strict(
+        dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
+    )
+    compute_s, memory_s = pl.col("flops") / top, pl.col("bytes") / peak.bytes_per_s
+    memory_s = pl.when(memory_s.is_not_nan()).then(memory_s)
+    is_known = (compute_s.is_not_null() | (pl.col("flops") == 0)) & memory_s.is_not_null()
+    least_s = pl.max_horizontal(compute_s.fill_null(0.0), memory_s)
+    bound = pl.when(compute_s.fill_null(0.0) > memory_s).then(pl.lit("compute"))
+    return rows.with_columns(
+        bound=pl.when(is_known).then(bound.otherwise(pl.lit("memory"))),
+        roofline_ratio=pl.when(is_known & (pl.col("time_ns") > 0)).then(
+            least_s * 1e9 / pl.col("time_ns")
+        ),
+    )
+
+
+def step_efficiency(
+    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+) -> pl.DataFrame:
+    """MFU and HFU over profiler steps, and what share of the kernels they rest on.
+
+    Args:
+        trace: As of `operator_efficiency`.
+        steps: As of `operator_efficiency`.
+        peaks: As of `operator_efficiency`.
+
+    Returns:
+        One row: `device_name`; `step_count`, null where the profiler's `step()` was not called;
+        `wall_ns` from the beginning of the first step to the end of the last, else of all that was
+        recorded; `model_flops` of matrix products, convolutions and attention, without
+        recomputation; `executed_flops` with it; `recomputed_flops`, their difference; `mfu_ratio`
+        and `hfu_ratio`: the time that these would take at the device's dense peak of each
+        precision, as a share of the wall time; `kernel_known_ratio` of GPU time whose work is
+        known; `matrix_known_ratio` of the time of kernels that are matrix products by their names;
+        `is_lower_bound`, whether that is so little that the ratios are too low, and below a half
+        they are null; `peak`, its source; `reason`, why a ratio is null.
+
+        Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
+        half that is not masked counts.
+    """
+    found = _known_calls(trace, steps, peaks)
+    matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))
+    once = pl.when(pl.col("is_recomputed")).then(0).otherwise(pl.col("model_flops"))
+    low, high, count = _wall(trace, steps)
+    model, executed = matrix.select(once.sum()).item(), matrix["flops"].sum()
+    seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), found)
+    known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
+    if known is not None and known < _KNOWN_LEAST:
+        seconds, reason = None, f"the work of {known:.0%} of the matrix kernels' time is known"
+    wall_s = (high - low) / 1e9
+    row = {
+        "device_name": found.device,
+        "step_count": count,
+        "wall_ns": high - low,
+        "model_flops": model,
+        "executed_flops": executed,
+        "recomputed_flops": executed - model,
+        "mfu_ratio": seconds[0] / wall_s if seconds and wall_s else None,
+        "hfu_ratio": seconds[1] / wall_s if seconds and wall_s else None,
+        "kernel_known_ratio": found.known_ns / found.gpu_ns if found.gpu_ns else None,
+        "matrix_known_ratio": known,
+        "is_lower_bound": known is not None and known < _KNOWN_WHOLE,
+        "peak": found.peak.source if found.peak else None,
+        "reason": reason,
+    }
+    return pl.DataFrame([row], schema=STEP_SCHEMA)
+
+
+STEP_SCHEMA = {
+    "device_name": pl.String, "step_count": pl.Int64, "wall_ns": pl.Int64,
+    "model_flops": pl.Int64, "executed_flops": pl.Int64, "recomputed_flops": pl.Int64,
+    "mfu_ratio": pl.Float64, "hfu_ratio": pl.Float64, "kernel_known_ratio": pl.Float64,
+    "matrix_known_ratio": pl.Float64, "is_lower_bound": pl.Boolean, "peak": pl.String,
+    "reason": pl.String,
+}  # fmt: skip
+
+
+def _seconds_at_peak(
+    matrix: pl.DataFrame, found: _Calls
+) -> tuple[tuple[float, float] | None, str | None]:
+    """How long model work and executed work take at the peak; or why that is not known."""
+    if found.peak is None:
+        return None, f"no peak is known of {found.device or 'this device'}: give --peak bf16=..."
+    totals = [0.0, 0.0]
+    sums = matrix.group_by("precision").agg(pl.col("model_flops", "flops").sum())
+    for precision, model, executed in sums.iter_rows():
+        top = found.peak.flops_per_s.get(precision or "")
+        if top is None:
+            return None, f"no {precision or 'known'} peak of {found.peak.name}: give --peak"
+        totals[0] += model / top
+        totals[1] += executed / top
+    return (totals[0], totals[1]), None
+
+
+def _wall(trace: Trace, steps: Steps) -> tuple[int, int, int | None]:
+    """The stretch that is asked for, and how many profiler steps it has."""
+    marks = trace.steps
+    if steps is not None:
+        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+    if len(marks):
+        low, high = marks.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        return low, high, marks["step"].n_unique()
+    window = trace.checked.window or (0, 0)
+    return *window, None
+
+
+def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) -> _Calls:
+    if trace.ops["input_dims"].null_count() == len(trace.ops):
+        raise MissingDataError(
+            f"{trace.path}: no shapes of operators in it, their FLOPs are unknown",
+            hint="record with record_shapes=True; haiprof: --trace-shapes",
+        )
+    owned = with_operator(trace, steps)
+    low, high, _ = (*step_window(trace, steps), None) if steps else _wall(trace, None)
+    known = _with_work(trace, owned.tree, (low, high))
+    row = _nearest(owned.tree, owned.row, known["row"].to_numpy())
+    has_gpu = len(trace.gpu) > 0
+    own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
+    if steps is None:
+        own = own.filter(pl.col("ts_ns").is_between(low, high) | (pl.col("row") >= 0))
+    own = own.with_columns(is_matrix=_is_matrix(own["name"]))
+    time = own.filter(pl.col("row") >= 0).sort("dur_ns", descending=True).group_by("row").agg(
+        time_ns=pl.col("dur_ns").sum(), kernel=pl.col("name").first()
+    )  # fmt: skip
+    calls = known.join(time, on="row", how="left") if has_gpu else known.with_columns(
+        time_ns="dur_ns", kernel=pl.lit(None, dtype=pl.String)
+    )  # fmt: skip
+    if has_gpu:  # recomputation that stops early leaves a call that ran nothing
+        calls = calls.filter(~pl.col("is_recomputed") | (pl.col("time_ns") > 0))
+    device = _device_name(trace)
+    inside = own.filter(pl.col("row") >= 0)
+    matrix_rows = known.filter(pl.col("kind").is_in(MATRIX))["row"].implode()
+    return _Calls(
+        calls=_with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))),
+        gpu_ns=int(own["dur_ns"].sum()),
+        known_ns=int(inside["dur_ns"].sum()),
+        matrix_ns=int(own.filter("is_matrix")["dur_ns"].sum()),
+        matrix_known_ns=int(
+            own.filter(pl.col("is_matrix") & pl.col("row").is_in(matrix_rows))["dur_ns"].sum()
+        ),
+        peak=peak_of(device, peaks),
+        device=device,
+    )
+
+
+def _is_matrix(names: pl.Series) -> pl.Series:
+    distinct = names.unique()
+    found = distinct.filter(pl.Series(map(is_matrix_work, distinct.to_list()), dtype=pl.Boolean))
+    return names.is_in(found.implode())
+
+
+def _with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
+    """Products of fp32 that ran on tensor cores are tf32, by the name of their kernel."""
+    names = [
+        name for name in calls["kernel"].unique().to_list() if name and uses_tensor_cores(name)
+    ]
+    tensor = pl.col("kernel").is_in(names) & (pl.col("precision") == "fp32")
+    return calls.with_columns(
+        precision=pl.when(tensor & pl.col("kind").is_in(MATRIX)).then(pl.lit("tf32"))
+        .otherwise(pl.col("precision"))
+    )  # fmt: skip
+
+
+def _with_work(trace: Trace, tree: CallTree, window: tuple[int, int]) -> pl.DataFrame:
+    """Calls of known work that began in the window."""
+    spans = tree.spans.with_row_index("row").filter(
+        pl.col("ts_ns").is_between(*window, closed="left")
+    )
+    known = spans["name"].unique().cast(pl.String)
+    known = known.filter(known.is_in(list(FORMULAS)))
+    calls = spans.filter(pl.col("name").is_in(known.implode())).select(
+        pl.col("row").cast(pl.Int64), "event", "dur_ns", "sequence_number",
+        pl.col("name", "input_dims", "input_types").cast(pl.String),
+    )  # fmt: skip
+    needing = calls.filter(pl.col("name").is_in(NEED_VALUES))
+    values = concrete_values(trace.path, needing.select("event", "name"))
+    calls = calls.join(values, on="event", how="left")
+    keys = ["name", "input_dims", "input_types", "values"]
+    worked = [_row(key) for key in calls.select(keys).unique().iter_rows()]
+    work = pl.DataFrame(worked, orient="row", schema={
+        **dict.fromkeys(keys, pl.String), **_WORK_SCHEMA,
+    })  # fmt: skip
+    calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
+        pl.col("flops").is_not_null()
+    )
+    outer = _inside_of(tree, calls)
+    backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
+    inside = _nearest(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
+    again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
+    return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
+
+
+def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, dims, types, values = key
+    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
+    if work is None:
+        return (*key, None, None, None, None, None)
+    return (*key, work.kind, work.flops, work.model_flops, work.bytes, work.precision)
+
+
+def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:
+    """Whether a call is part of a convolution or of attention, which counts as a whole."""
+    whole = calls.filter(pl.col("kind").is_in([ATTENTION, CONVOLUTION]))["row"].to_numpy()
+    above = tree.parent[calls["row"].to_numpy()]
+    found: Flags = _nearest(tree, above, whole) >= 0
+    return found
+
+
+def _nearest(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
+    """The innermost of the chosen rows around each row, itself included; -1 where there is none."""
+    is_chosen = np.zeros(len(tree.parent) + 1, dtype=np.bool_)  # the last stands for no row
+    is_chosen[chosen] = True
+    found = rows.copy()
+    active = np.flatnonzero((found >= 0) & ~is_chosen[found])
+    while len(active):
+        found[active] = tree.parent[found[active]]
+        active = active[(found[active] >= 0) & ~is_chosen[found[active]]]
+    return found
+
+
+def _device_name(trace: Trace) -> str | None:
+    """Of the device that the GPU events are of; None on the CPU."""
+    said = trace.metadata.get("deviceProperties")
+    devices = trace.gpu.select(pl.coalesce("device", "pid")).to_series().drop_nulls()
+    if not isinstance(said, list) or devices.is_empty():
+        return None
+    number = devices.mode()[0]
+    for each in said:
+        if isinstance(each, dict) and each.get("id") == number:
+            return str(each.get("name"))[:200]
+    return None

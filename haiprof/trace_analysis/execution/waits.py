@@ -1,0 +1,94 @@
+"""What a node waited for: another thread after a gap, or the GPU at a blocking call."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.trace_analysis.call_tree import CallTree
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+GAP_NS = 1_000_000
+"""A thread without an operator for longer began again because of another one. Source: Chakra's
+trace_linker, enforce_inter_thread_order, threshold 1000 us."""
+BLOCKING = r"Synchronize$|^(?:cuda|hip)Memcpy(?:2D|3D)?$|^cu(?:Stream|Event|Ctx)Synchronize"
+"""Calls of CUDA and HIP that return only when the GPU is done."""
+_LISTS = pl.List(pl.Int64)
+
+
+def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
+    """The node of another thread that the first node after a gap in its own thread waited for.
+
+    Args:
+        nodes: With `node` and `ts_ns`.
+        tree: Of the timeline's spans.
+        row: Row of the tree of each node, -1 where there is none.
+
+    Returns:
+        Numbers of nodes, the last one begun before on any other thread; null without a gap of
+        `GAP_NS`. Chakra's linker repeats it on every node up to the next gap.
+    """
+    linked = np.flatnonzero(row >= 0)
+    threads = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
+    begun = pl.DataFrame({
+        "place": linked,
+        "node": nodes["node"].gather(linked),
+        "thread": threads.gather(row[linked]).cast(pl.Int64),
+        "start": tree.starts[row[linked]],
+        "end": tree.ends[row[linked]],
+    }).sort("start", "place")  # fmt: skip
+    gap = pl.col("start") - pl.col("end").shift(1).over("thread")
+    first = begun.filter(gap.is_null() | (gap > GAP_NS))
+    found = np.full(len(nodes), None, dtype=object)
+    for key, group in first.group_by("thread"):
+        others = begun.filter(pl.col("thread") != key[0])
+        at = np.searchsorted(others["start"].to_numpy(), group["start"].to_numpy(), "left") - 1
+        for place, before in zip(group["place"].to_list(), at.tolist(), strict=True):
+            found[place] = others["node"][before] if before >= 0 else None
+    return pl.Series("thread_dependency", found.tolist(), dtype=pl.Int64)
+
+
+def sync_dependencies(trace: Trace, nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
+    """GPU nodes that a node's thread waited for in a blocking call right before it.
+
+    Args:
+        trace: The timeline.
+        nodes: Host nodes, and GPU nodes behind them.
+        tree: Of the timeline's spans.
+        row: Row of the tree of each host node, -1 where there is none.
+
+    Returns:
+        Numbers of nodes: the GPU event that ended last within the call. It is the next node begun
+        after the call on its thread that depends on it: the one around the call may have launched
+        it itself.
+
+        Source: as Chakra's sync_dep. It takes them from HTA's critical path, which fails with
+        today's pandas (chakra#217).
+    """
+    gpu = nodes.filter(pl.col("category").is_not_null())
+    calls = trace.runtime.filter(pl.col("name").cast(pl.String).str.contains(BLOCKING))
+    found: list[list[int]] = [[] for _ in range(len(nodes))]
+    if len(gpu) and len(calls):
+        ended = gpu.select("node", end=pl.col("ts_ns") + pl.col("dur_ns")).sort("end", "node")
+        waited = calls.select(
+            "pid", "tid", call_ts="ts_ns", after=pl.col("ts_ns") + pl.col("dur_ns")
+        ).sort("after")
+        held = waited.join_asof(ended, left_on="after", right_on="end")
+        begun = _begins(tree, row)
+        after = held.filter(pl.col("end") > pl.col("call_ts")).join_asof(
+            begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
+            check_sortedness=False,
+        )  # fmt: skip
+        for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
+            found[place].append(node)
+    return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
+
+
+def _begins(tree: CallTree, row: Ints) -> pl.DataFrame:
+    """`pid`, `tid`, `start` and `place` of linked nodes, by start."""
+    linked = np.flatnonzero(row >= 0)
+    spans = tree.spans.select("pid", "tid")[row[linked]]
+    return spans.with_columns(
+        start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
+    ).sort("start", "place")

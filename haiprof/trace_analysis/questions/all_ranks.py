@@ -1,0 +1,103 @@
+"""Questions that need all ranks: collectives, waits, stragglers, clocks, function patterns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from haiprof.trace_analysis.clocks import clock_offsets
+from haiprof.trace_analysis.pool import Progress
+from haiprof.trace_analysis.questions.base import RankTraces, Steps
+from haiprof.trace_analysis.skew import collectives, process_groups
+from haiprof.trace_analysis.stragglers import stragglers
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
+
+
+class RankQuestions(RankTraces):
+    """Questions that need all ranks: collectives, waits, stragglers, clocks, function patterns."""
+
+    def collectives(self, steps: Steps = None) -> pl.DataFrame:
+        """Skew, transfer time and bandwidth of each collective: `haiprof.trace_analysis.skew`.
+
+        Returns:
+            One row per collective that is found on several ranks: `collective`, `step`, `kind`,
+            `process_group`, `sequence`, `dtype`, `group_size`, `rank_count`, `matched_by`,
+            `confidence`, `start_ns`, `start_skew_ns`, `last_rank`, `behind_second_ns`,
+            `transfer_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`,
+            `missing` (why times are null). Clocks are compared by `clock_offsets`.
+        """
+        return collectives(self._collective_waits(steps))
+
+    def collective_waits(self, steps: Steps = None) -> pl.DataFrame:
+        """Each rank's part in each collective, by `collective` and `rank`.
+
+        Returns:
+            The columns of `collective_kernels` and `match_collectives`, and `late_ns`, `wait_ns`
+            until the last rank arrives, `transfer_ns` from then on, `arrived_last`, `missing`.
+        """
+        return self._collective_waits(steps)
+
+    def process_groups(self, steps: Steps = None) -> pl.DataFrame:
+        """Bandwidth per process group and kind of collective.
+
+        Returns:
+            `process_group`, `kind`, `group_size`, `collective_count`, `timed_count`, `bytes`,
+            `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
+        """
+        return process_groups(self.collectives(steps))
+
+    def patterns(self, steps: Steps = None, *, progress: Progress | None = None) -> Patterns:
+        """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all.
+            progress: Called with how many files are done.
+
+        Returns:
+            `functions`, `totals` (a row per rank) and `signs`; `haiprof.diagnosis.workers` makes
+            PerfTracker's five reports of them.
+        """
+        from haiprof.trace_analysis.patterns.gather import gather_patterns
+        from haiprof.trace_analysis.patterns.worker import worker_pattern
+
+        paths = [file.path for file in self.files.values()]
+        answers = self._ask(worker_pattern, paths, {"steps": steps}, progress)
+        return gather_patterns(dict(zip(self.files, answers, strict=True)))
+
+    def function_patterns(self, steps: Steps = None) -> pl.DataFrame:
+        """Bottleneck ratio, cost and resource of each function on each rank.
+
+        Returns:
+            `rank`, `kind` (gpu-compute, communication, memory, runtime, python), `type` of a
+            communication, `name`, `count`, `total_ns`, `median_ns`, `covered_ns`, `bottleneck_ns`,
+            `share_ratio`, `bottleneck_ratio` (of the window, with nothing of a kind above it),
+            `occupancy_ratio`, `occupancy_std`, `bandwidth_bytes_per_s`,
+            `bandwidth_std_bytes_per_s`, `wait_ns`, `transfer_ns`, `missing`.
+        """
+        return self.patterns(steps).functions
+
+    def stragglers(self, steps: Steps = None, *, by_step: bool = False) -> pl.DataFrame:
+        """Which rank arrives last at collectives: `haiprof.trace_analysis.stragglers`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all.
+            by_step: One row per rank and step.
+
+        Returns:
+            `rank`, the one that holds up most first; `collective_count`, `last_count`,
+            `last_ratio`, `held_up_ns`, `waited_ns`, `collective_ns`, `step_count`,
+            `held_up_ns_per_step`, `waited_ns_per_step`.
+        """
+        return stragglers(self._collective_waits(steps), by_step=by_step)
+
+    def clock_offsets(self, steps: Steps = None) -> pl.DataFrame:
+        """How far the ranks' clocks seem apart, from the ends of collectives.
+
+        Returns:
+            `rank`, `collective_count`, `offset_ns`, `residual_ns` (below it nothing is known),
+            `corrected`. Without collectives in common offsets are null: unknown.
+        """
+        return clock_offsets(self._matched_collectives(steps))

@@ -1,0 +1,118 @@
+"""The traces of a job by rank, and how a question is asked of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+
+from haiprof.trace_analysis.clocks import clock_offsets, on_one_clock
+from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.files import TraceFile, load_frame, trace_file
+from haiprof.trace_analysis.matching import match_collectives
+from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
+from haiprof.trace_analysis.skew import collective_waits
+from haiprof.trace_analysis.trace_check import check_frame
+from haiprof.trace_format.find import by_rank, window_files
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+Steps = tuple[int, int] | None
+_Result = TypeVar("_Result")
+
+
+class RankTraces:
+    """The traces of a job by rank, and how a question is asked of each of them."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        pool: Pool | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._window = window
+        self._pool = pool
+
+    def _matched_collectives(self, steps: Steps) -> pl.DataFrame:
+        return match_collectives(self.per_rank(collective_kernels, steps=steps))
+
+    def _collective_waits(self, steps: Steps) -> pl.DataFrame:
+        kernels = self._matched_collectives(steps)
+        return collective_waits(on_one_clock(kernels, clock_offsets(kernels)))
+
+    @cached_property
+    def traces(self) -> dict[int, Trace]:
+        """The trace of each rank; its tables are read in this process."""
+        read = self._pool.trace if isinstance(self._pool, Serial) else Trace
+        return {rank: read(file.path) for rank, file in self.files.items()}
+
+    @cached_property
+    def files(self) -> dict[int, TraceFile]:
+        """What the file of each rank is; several are read at a time, into their caches.
+
+        Raises:
+            TraceFormatError: There is none, one cannot be read, or two are of one rank.
+        """
+        paths = window_files(self.path, self._window)
+        found = self._ask(trace_file, paths, {})
+        return by_rank(replace(f, path=path) for f, path in zip(found, paths, strict=True))
+
+    def size_bytes(self) -> int:
+        """Total size of the files on disk."""
+        return sum(path.stat().st_size for path in window_files(self.path, self._window))
+
+    def load_report(self) -> pl.DataFrame:
+        """What was read of each file, and what not: `haiprof.trace_analysis.files`.
+
+        Returns:
+            One row per rank: `rank`, `file`, `world_size`, `first_step`, `last_step`,
+            `text_bytes`, `event_count`, which is the sum of a count per table (`gpu_count`, ...)
+            and of `redundant_count`, `not_used_count`, `bad_time_count` and `lost_count`;
+            `repaired_count`, `truncated_bytes`, `fault_count`, `faults`.
+        """
+        return load_frame(self.files)
+
+    def trace_check(self) -> pl.DataFrame:
+        """What is odd about the traces: `haiprof.trace_analysis.trace_check`.
+
+        Returns:
+            One row per trace and finding: `rank` (null of all ranks together), `file`, `check`,
+            `is_fault`, `count`, `text`, `effect`, `answers`; no row where nothing was found.
+        """
+        return check_frame(self.files)
+
+    def per_rank(
+        self,
+        question: Callable[..., pl.DataFrame],
+        **options: Any,  # noqa: ANN401 - whatever the question takes
+    ) -> pl.DataFrame:
+        """One question's frames of all ranks, with the rank in front.
+
+        Args:
+            question: A function of the module level: (trace, **options) to a frame.
+            options: Passed on.
+        """
+        ranks, paths = list(self.files), [file.path for file in self.files.values()]
+        answers = self._ask(question, paths, options)
+        named = [
+            answer.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
+            for rank, answer in zip(ranks, answers, strict=True)
+        ]
+        return pl.concat(named)
+
+    def _ask(
+        self,
+        question: Question[_Result],
+        paths: Sequence[Path],
+        options: Mapping[str, Any],
+        progress: Progress | None = None,
+    ) -> list[_Result]:
+        """The answer of each file, in order."""
+        if self._pool is None:
+            self._pool = default_pool(window_files(self.path, self._window))
+        return self._pool.map(question, paths, options, progress)

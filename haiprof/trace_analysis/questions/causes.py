@@ -1,0 +1,157 @@
+"""Questions about causes: critical path, what-if, what changed between two traces.
+
+What they need is imported when they are asked: to import all of it takes as long as all else here,
+in each process that reads traces for a report.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.clocks import clock_offsets, on_one_clock
+from haiprof.trace_analysis.diff_steps import KERNEL, OPERATOR, step_samples
+from haiprof.trace_analysis.kernel_names import FULL
+from haiprof.trace_analysis.questions.base import RankTraces, Steps
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.critical.path import CriticalPath
+    from haiprof.trace_analysis.diff import TraceDiff
+    from haiprof.trace_analysis.what_if.changes import Change
+
+
+class CauseQuestions(RankTraces):
+    """Questions about causes: critical path, what-if, what changed between two traces."""
+
+    def diff(
+        self,
+        other: RankTraces,
+        *,
+        of: tuple[str, ...] = (KERNEL, OPERATOR),
+        names: str = FULL,
+        steps: Steps = None,
+        other_steps: Steps = None,
+        by_step: bool = True,
+    ) -> TraceDiff:
+        """These traces as the control, others as the test: `haiprof.trace_analysis.diff`.
+
+        Args:
+            other: What is judged.
+            of: `kernel`, `operator`, `runtime`, `annotation`.
+            names: `full`; `short` without template arguments; `generic` also without what differs
+                between GPU generations.
+            steps: First profiler step of these and the one after the last; None takes all.
+            other_steps: The same of the others.
+            by_step: False compares whole traces, however long each is.
+
+        Returns:
+            `names` (a row per name with times per step, spread, significance and what it explains
+            of the step's difference), `steps`, `step_time`, `notes`. `diff.verdict` says in words
+            whether the test is slower.
+        """
+        from haiprof.trace_analysis.diff import compare_traces
+
+        asked: dict[str, Any] = {"of": of, "names": names, "by_step": by_step}
+        control = self.per_rank(step_samples, steps=steps, **asked)
+        return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
+
+    def what_if(self, *changes: Change, steps: Steps = None) -> pl.DataFrame:
+        """Step time if something were faster: `haiprof.trace_analysis.what_if`.
+
+        Args:
+            changes: From `haiprof.trace_analysis.what_if.changes`: `faster_kernel`,
+                `faster_operator`,
+                `faster_loader`, `faster_network`, `rank_as_others`.
+            steps: First profiler step and the one after the last; None takes all.
+
+        Returns:
+            One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
+            `unexplained_ratio`, `predicted_step_ns`, `saved_ratio`, `shortened_ns`,
+            `collective_count`, `unmatched_count`, `apart_count`.
+        """
+        from haiprof.trace_analysis.skew import collective_waits
+        from haiprof.trace_analysis.what_if.predict import predictions
+        from haiprof.trace_analysis.what_if.replay import rank_graph
+
+        paths = [file.path for file in self.files.values()]
+        graphs = self._ask(rank_graph, paths, {"steps": steps, "changes": changes})
+        kernels = self._matched_collectives(None)
+        clocks = clock_offsets(kernels)
+        ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
+        waits = collective_waits(on_one_clock(kernels, clocks))
+        return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)
+
+    def write_counter_traces(self, folder: str | Path | None = None) -> pl.DataFrame:
+        """Writes each trace anew with counter tracks: `haiprof.trace_analysis.counter_trace`.
+
+        Args:
+            folder: Where; None is beside each trace.
+
+        Returns:
+            One row per rank: `rank`, `path`, `counter_event_count`.
+        """
+        from haiprof.trace_analysis.counter_trace import write_counter_trace
+
+        return self.per_rank(write_counter_trace, folder=folder and Path(folder))
+
+    def critical_path(
+        self,
+        rank: int | None = None,
+        *,
+        steps: Steps = None,
+        annotation: str | None = None,
+        instance: int = 0,
+        data_loading: str | None = None,
+    ) -> CriticalPath:
+        """The chain of events that a window consists of: `haiprof.trace_analysis.critical.path`.
+
+        Args:
+            rank: Whose; None is the lowest.
+            steps: First profiler step and the one after the last.
+            annotation: Part of the name of a record_function range.
+            instance: Which of those ranges, from 0. With neither, the whole trace.
+            data_loading: Regular expression of the ranges in which the host loads data; None takes
+                torch's own.
+
+        Returns:
+            Frames by `summary()`, `top()` and `segments()`, and what they rest on: `confidence`,
+            `caveats`.
+        """
+        from haiprof.trace_analysis.critical.path import critical_path
+        from haiprof.trace_analysis.critical.segments import DATA_LOADING
+
+        return critical_path(
+            self._trace_of(rank),
+            steps=steps,
+            annotation=annotation,
+            instance=instance,
+            data_loading=DATA_LOADING if data_loading is None else data_loading,
+        )
+
+    def overlay_critical_path(
+        self, path: CriticalPath, rank: int | None = None, *, folder: str | Path | None = None
+    ) -> Path:
+        """Writes the trace anew with its path drawn in: `haiprof.trace_analysis.critical.overlay`.
+
+        Args:
+            path: From `critical_path()` of the same rank.
+            rank: Whose; None is the lowest.
+            folder: Where; None is beside the trace.
+
+        Returns:
+            The new file.
+        """
+        from haiprof.trace_analysis.critical.overlay import write_overlay
+
+        return write_overlay(self._trace_of(rank), path, folder=Path(folder) if folder else None)
+
+    def _trace_of(self, rank: int | None) -> Trace:
+        chosen = min(self.traces) if rank is None else rank
+        if chosen not in self.traces:
+            known = ", ".join(map(str, self.traces))
+            raise MissingDataError(f"{self.path}: no trace of rank {chosen}; there are: {known}")
+        return self.traces[chosen]

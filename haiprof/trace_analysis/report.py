@@ -1,0 +1,353 @@
+"""The standard report: every question that a first look asks, in one visit to each trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.bandwidth import memory_bandwidth_summary
+from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.efficiency.operators import step_efficiency
+from haiprof.trace_analysis.files import load_notes, trace_file
+from haiprof.trace_analysis.idle import idle_breakdown
+from haiprof.trace_analysis.kernels import across_ranks, kernels
+from haiprof.trace_analysis.launches import launch_summary
+from haiprof.trace_analysis.overlap import kernel_types, overlap
+from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
+from haiprof.trace_analysis.queue import full_queue, queue_length_summary
+from haiprof.trace_analysis.report_cache import CacheEntry, cache_entry, read_answers, store_answers
+from haiprof.trace_analysis.step_time import step_time_breakdown
+from haiprof.trace_analysis.summaries import common_steps, read_summary, write_summary
+from haiprof.trace_analysis.temporal import Steps, temporal_breakdown
+from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_format.find import SUMMARY_SUFFIX, window_files
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+_Result = TypeVar("_Result")
+_Visit = dict[Question[Any], Any]
+"""The answers about one file, by question."""
+_Section = Callable[[TraceQuestions, Steps], pl.DataFrame]
+
+_OF_FILE: tuple[Question[Any], ...] = (trace_file, step_time_breakdown)
+_OF_STEPS: tuple[Question[Any], ...] = (
+    temporal_breakdown,
+    overlap,
+    kernel_types,
+    kernels,
+    idle_breakdown,
+    launch_summary,
+    queue_length_summary,
+    full_queue,
+    memory_bandwidth_summary,
+    step_efficiency,
+    collective_kernels,
+)
+_ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
+_NO_COLLECTIVE = "no collective that several of the ranks have in common"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReport:
+    """The answers of the standard report."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    steps: Steps
+    """First profiler step and the one after the last; None: all that was recorded."""
+    tables: Mapping[str, pl.DataFrame]
+    """By name, in the order of `SECTIONS`; columns as the methods of `TraceAnalysis` have them."""
+    missing: Mapping[str, str]
+    """By table, or by table and rank (`queue, rank 3`): why it is not there."""
+    notes: tuple[str, ...]
+    """Notes on what could not be read of the files, and what was not recorded in them."""
+    reduced: bool = False
+    """Whether it was made from summaries, without traces."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data with stable keys; a table is a list of rows."""
+        return {
+            "path": str(self.path),
+            "ranks": list(self.ranks),
+            "steps": None if self.steps is None else list(self.steps),
+            "tables": {name: table.to_dicts() for name, table in self.tables.items()},
+            "missing": dict(self.missing),
+            "notes": list(self.notes),
+        }
+
+
+def _step_times(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
+    found = analysis.step_time_breakdown()
+    inside = pl.lit(True) if steps is None else pl.col("step").is_between(*steps, closed="left")
+    return found.filter(inside)
+
+
+def _kernels(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
+    found = across_ranks(analysis.kernel_breakdown(steps))
+    return found.sort(-pl.col("sum_ns"), "kind", "name")
+
+
+def _queues(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
+    keys = ["rank", "device", "stream"]
+    full = analysis.full_queue(steps).select(*keys, "full_ns")
+    return analysis.queue_length_summary(steps).join(full, on=keys, how="left").sort(keys)
+
+
+SECTIONS: Mapping[str, _Section] = {
+    "files": lambda analysis, steps: analysis.load_report(),
+    "checks": lambda analysis, steps: analysis.trace_check(),
+    "steps": _step_times,
+    "temporal": TraceQuestions.temporal_breakdown,
+    "overlap": TraceQuestions.overlap,
+    "kernel_types": TraceQuestions.kernel_type_breakdown,
+    "kernels": _kernels,
+    "idle": TraceQuestions.idle_time_breakdown,
+    "launches": TraceQuestions.launch_summary,
+    "queue": _queues,
+    "efficiency": TraceQuestions.step_efficiency,
+    "memory_bandwidth": TraceQuestions.memory_bandwidth_summary,
+    "process_groups": TraceQuestions.process_groups,
+    "stragglers": TraceQuestions.stragglers,
+    "clock_offsets": TraceQuestions.clock_offsets,
+}
+"""The method of each table; `kernels` is over all ranks."""
+_OF_SEVERAL = ("process_groups", "stragglers", "clock_offsets")
+
+
+def standard_report(
+    path: str | Path,
+    *,
+    steps: Steps = None,
+    rank: int | None = None,
+    window: int | None = None,
+    pool: Pool | None = None,
+    progress: Progress | None = None,
+) -> TraceReport:
+    """All tables of the report; each trace is opened once, by one task.
+
+    Args:
+        path: A trace, a folder with one file per rank, or a run directory.
+        steps: First profiler step and the one after the last; None takes all.
+        rank: Only this one; None takes all.
+        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
+        pool: Where ranks without cached answers are read; None takes local processes where the
+            files are large.
+        progress: Called with how many files are done.
+
+    Raises:
+        TraceFormatError: There is no trace, one cannot be read, or two are of one rank.
+        MissingDataError: There is no such rank, or none of these steps.
+    """
+    files = window_files(path, window)
+    reduced = files[0].name.endswith(SUMMARY_SUFFIX)
+    if reduced:
+        steps, visits = _read_summaries(files, steps)
+        if rank is not None:
+            files = [_file_of_rank(VisitedTraces(path, visits, steps, window=window), rank)]
+    else:
+        pool = pool or default_pool(files)
+        if rank is not None:
+            files = [_file_of_rank(TraceQuestions(path, pool=pool, window=window), rank)]
+        visits = _visit_files(files, steps, pool, progress)
+    if rank is None:
+        analysis = VisitedTraces(path, visits, steps, window=window)
+    else:
+        visit = visits[files[0]]
+        visit[trace_file] = replace(visit[trace_file], rank=rank)  # the file itself may not say it
+        analysis = VisitedTraces(files[0], visits, steps)
+    tables, missing = _tables(analysis)
+    return TraceReport(
+        path=Path(path),
+        ranks=tuple(analysis.files),
+        steps=steps,
+        tables=tables,
+        missing=missing,
+        notes=(*load_notes(analysis.files), *_without_gpu(tables["files"])),
+        reduced=reduced,
+    )
+
+
+def reduce_traces(
+    path: str | Path,
+    folder: Path,
+    *,
+    steps: Steps = None,
+    window: int | None = None,
+    pool: Pool | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Writes a summary of each trace, from which `standard_report` makes the same report.
+
+    Args:
+        path: As for `standard_report`; several nodes may each reduce their own.
+        folder: Where summaries are written, `NAME.summary` of each trace.
+        steps: As for `standard_report`.
+        window: As for `standard_report`.
+        pool: As for `standard_report`.
+        progress: Called with how many files are done.
+
+    Raises:
+        TraceFormatError: There is no trace, or one cannot be read.
+        UsageError: The folder cannot be written.
+    """
+    files = window_files(path, window)
+    visits = _visit_files(files, steps, pool or default_pool(files), progress)
+    return [
+        write_summary(file, folder, steps, {q.__name__: answer for q, answer in visit.items()})
+        for file, visit in visits.items()
+    ]
+
+
+def _read_summaries(files: Sequence[Path], steps: Steps) -> tuple[Steps, dict[Path, _Visit]]:
+    questions = {question.__name__: question for question in (*_OF_FILE, *_OF_STEPS)}
+    read = [read_summary(file, questions) for file in files]
+    visits = {
+        each.path: {question: each.answers[name] for name, question in questions.items()}
+        for each in read
+    }
+    return common_steps(read, steps), visits
+
+
+def _file_of_rank(traces: TraceQuestions, rank: int) -> Path:
+    if rank not in traces.files:
+        known = ", ".join(map(str, traces.files))
+        raise MissingDataError(
+            f"{traces.path}: no trace of rank {rank}", hint=f"it has rank {known}"
+        )
+    return traces.files[rank].path
+
+
+def _visit_files(
+    files: Sequence[Path], steps: Steps, pool: Pool, progress: Progress | None
+) -> dict[Path, _Visit]:
+    """One visit to each file, or the cached answers of an earlier one."""
+    options: dict[str, Any] = {"steps": steps}
+    entries = {path: cache_entry(path, "report", options) for path in files}
+    visits = {path: _read_visit(entry) for path, entry in entries.items() if entry is not None}
+    left = [path for path in files if not visits.get(path)]
+    made = pool.map(_visit, left, options, progress) if left else []
+    for path, visit in zip(left, made, strict=True):
+        entry, visits[path] = entries[path], visit
+        if entry is not None:
+            store_answers(entry, {question.__name__: answer for question, answer in visit.items()})
+    return {path: visits[path] for path in files}
+
+
+def _read_visit(entry: CacheEntry) -> _Visit:
+    """The cached answers of one file; empty where one of them is missing."""
+    found = read_answers(entry) or {}
+    questions = (*_OF_FILE, *_OF_STEPS)
+    known = all(question.__name__ in found for question in questions)
+    return {question: found[question.__name__] for question in questions} if known else {}
+
+
+def _visit(trace: Trace, *, steps: Steps) -> _Visit:
+    """All answers of one file; or, for what was not recorded, the error that says so."""
+    answers = {question: _answer(question, trace) for question in _OF_FILE}
+    return answers | {question: _answer(question, trace, steps=steps) for question in _OF_STEPS}
+
+
+def _answer(question: Question[Any], trace: Trace, **options: Any) -> object:  # noqa: ANN401
+    try:
+        return question(trace, **options)
+    except MissingDataError as error:
+        return error
+
+
+class VisitedTraces(TraceQuestions):
+    """Traces whose questions were all answered in one visit to each file: none is opened again.
+
+    Args:
+        path: As for `standard_report`.
+        visits: The answers, by file.
+        steps: The steps that were asked for.
+        window: As for `standard_report`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        visits: Mapping[Path, _Visit],
+        steps: Steps,
+        *,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(path, window=window)
+        self._visits = visits
+        self.steps = steps
+        self.lacking: dict[Path, MissingDataError] = {}
+        """Files without an answer to the last questions, where other files have one."""
+
+    def _ask(
+        self,
+        question: Question[_Result],
+        paths: Sequence[Path],
+        options: Mapping[str, Any],
+        progress: Progress | None = None,
+    ) -> list[_Result]:
+        """The answer of each file; a frame without rows for one that has none.
+
+        Raises:
+            MissingDataError: No file has one.
+        """
+        self._check(question, options)
+        found = {path: self._visits[path][question] for path in paths}
+        lacking = {p: a for p, a in found.items() if isinstance(a, MissingDataError)}
+        if len(lacking) == len(found):
+            raise next(iter(lacking.values()))
+        self.lacking |= lacking
+        empty = next(a for p, a in found.items() if p not in lacking)
+        return [empty.clear() if path in lacking else a for path, a in found.items()]
+
+    def _check(self, question: Question[Any], options: Mapping[str, Any]) -> None:
+        """Refuses a question that the visit did not ask with these options."""
+        parameters = inspect.signature(question).parameters
+        others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}
+        if others or options.get("steps") != (self.steps if question in _OF_STEPS else None):
+            raise LookupError(f"{question.__name__} was not asked with {dict(options)}")
+
+
+def _tables(analysis: VisitedTraces) -> tuple[dict[str, pl.DataFrame], dict[str, str]]:
+    tables: dict[str, pl.DataFrame] = {}
+    missing: dict[str, str] = {}
+    for name, section in SECTIONS.items():
+        if name in _OF_SEVERAL and len(analysis.files) == 1:
+            missing[name] = _ONE_RANK
+            continue
+        tables |= _table(name, section, analysis, missing)
+    return tables, missing
+
+
+def _table(
+    name: str, section: _Section, analysis: VisitedTraces, missing: dict[str, str]
+) -> dict[str, pl.DataFrame]:
+    """The table under its name, or nothing and the reason in `missing`."""
+    analysis.lacking.clear()
+    try:
+        found = section(analysis, analysis.steps)
+    except MissingDataError as error:
+        if name == "temporal":  # there are no such steps
+            raise
+        missing[name] = str(error)
+        return {}
+    ranks = {file.path: rank for rank, file in analysis.files.items()}
+    for path, reason in analysis.lacking.items():
+        missing[f"{name}, rank {ranks[path]}"] = str(reason)
+    if name in _OF_SEVERAL and found.is_empty():
+        missing[name] = _NO_COLLECTIVE
+        return {}
+    return {name: found}
+
+
+def _without_gpu(files: pl.DataFrame) -> list[str]:
+    found = files.filter(pl.col("gpu_count") == 0)
+    return [
+        f"{row['file']}: no GPU event in it, the GPU times of rank {row['rank']} are unknown: "
+        "profile with ProfilerActivity.CUDA"
+        for row in found.iter_rows(named=True)
+    ]

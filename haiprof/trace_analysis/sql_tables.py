@@ -1,0 +1,344 @@
+"""The tables that SQL can ask: those of traces and of runs, with units and meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.run_analysis.phases import PHASE_SCHEMA
+from haiprof.run_analysis.ranks import RANK_SCHEMA
+from haiprof.run_analysis.reactions import REACTION_SCHEMA
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_frame import STEP_SCHEMA
+from haiprof.run_analysis.windows import WINDOW_SCHEMA
+from haiprof.run_format.layout import RunPaths
+from haiprof.trace_analysis.classify import with_kind
+from haiprof.trace_analysis.pool import Pool
+from haiprof.trace_analysis.temporal import gpu_events
+from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_format.find import trace_files
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.tables import GPU, TABLES
+
+STEPS = "profiler_steps"
+
+_TYPES = {"i64": pl.Int64(), "f64": pl.Float64(), "str": pl.String()}
+_UNITS = (
+    ("_bytes_per_s", "bytes/s"),
+    ("_ns_per_step", "ns"),
+    ("_ns", "ns"),
+    ("bytes", "bytes"),
+    ("_ratio", "ratio"),
+    ("_count", "count"),
+)
+_TRACE_TABLES = {
+    "gpu": "kernels, copies and sets on the GPU",
+    "runtime": "calls of the CUDA or HIP runtime and driver",
+    "ops": "operators on the CPU",
+    "annotations": "record_function ranges, on the CPU and as they show on the GPU",
+    "python": "Python functions (with_stack)",
+    "memory": "allocations and frees (profile_memory)",
+    "sync": "synchronisations (enable_cuda_sync_events)",
+    "links": "both ends of the arrows from forward to backward operators",
+}
+_PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+_Schema = Mapping[str, "pl.DataType | type[pl.DataType]"]
+_RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
+    "steps": (
+        "training steps of a run",
+        STEP_SCHEMA,
+        {
+            "rank": "of the process",
+            "attempt": "restart of the rank, from 0",
+            "step": "from 0 in that attempt",
+            "start_ns": "Unix time",
+            "step_ns": "duration, evaluation taken out",
+            **{f"{phase}_host_ns": f"{phase} on the host, exclusive" for phase in _PHASES},
+            **{f"{phase}_device_ns": f"{phase} on the device" for phase in _PHASES},
+            "micro_step_count": "backward passes in it",
+            "optimizer_step_count": "optimizer steps in it",
+            "skipped": "the gradient scaler let no optimizer step",
+            "boundary": "what the step begins with: dataloader, optimizer or backward",
+            "confidence": "that these are the steps, from 0 to 1",
+            "traced": "a trace window was in it: it took longer",
+        },
+    ),
+    "phases": (
+        "spans of phases of a run",
+        PHASE_SCHEMA,
+        {
+            "rank": "of the process",
+            "attempt": "restart of the rank, from 0",
+            "step": "null outside training steps",
+            "phase": "dataloader, forward, backward, optimizer, nograd_forward, eval, gc, save",
+            "name": "module or optimizer",
+            "start_ns": "Unix time",
+            "duration_ns": "of the span",
+            "self_ns": "without the spans inside",
+        },
+    ),
+    "counters": (
+        "samples of a run's counters, as rates where they count",
+        COUNTER_SCHEMA,
+        {
+            "time_ns": "Unix time of the sample",
+            "host": "node",
+            "source": "host, process, gpu, ...",
+            "entity": "of the source, such as a port; null for the node",
+            "rank": "of a process, or of the GPU that one rank uses",
+            "gpu": "NVML index",
+            "metric": "with its unit as suffix",
+            "unit": "of value",
+            "value": "null where it was set back or has stopped",
+            "flag": "wrap, reset or saturated",
+        },
+    ),
+    "ranks": (
+        "rank processes of a run",
+        RANK_SCHEMA,
+        {
+            "rank": "of the process",
+            "attempt": "restart of the rank, from 0",
+            "host": "node",
+            "pid": "process",
+            "local_rank": "on its node",
+            "world_size": "ranks of the job",
+            "python": "version",
+            "torch": "version",
+            "device": "its name",
+            "gpu_uuid": "of the device",
+            "step_count": "training steps",
+            "eval_ns": "in evaluations",
+            "nograd_ns": "calls of models without gradients in training steps",
+            "unfinished_micro_step_count": "after the last step",
+            "record_start_ns": "Unix time",
+            "record_end_ns": "Unix time",
+            "recording_ended": "time or exit; null: killed, or still running",
+            "cost_ns_per_step": "haiprof's own time in the job",
+            "cost_ratio": "of the job's time",
+            "notes": "what was cut, damaged or missing",
+        },
+    ),
+    "windows": (
+        "trace windows of a run",
+        WINDOW_SCHEMA,
+        {
+            "rank": "of the process",
+            "attempt": "restart of the rank, from 0",
+            "window": "of that attempt, from 0",
+            "state": "recorded, cut, refused, failed, dropped or not reached",
+            "trigger": "option, slow or request",
+            "reason": "why it is not just recorded",
+            "first_step": "in it",
+            "end_step": "the one after its last",
+            "start_ns": "Unix time",
+            "end_ns": "Unix time",
+            "stall_ns": "what the training thread stood still for",
+            "path": "of the trace; null: there is none",
+            "bytes": "of that file",
+            "raw_bytes": "before compression",
+            "et_path": "of the execution trace",
+            "et_bytes": "of that file",
+            "event_count": "in the trace",
+            "stem": "of the file's name",
+        },
+    ),
+    "reactions": (
+        "what haiprof did by itself in a run",
+        REACTION_SCHEMA,
+        {
+            "trigger": "hang or slow",
+            "noticed_ns": "Unix time",
+            "since_ns": "Unix time of the last sign of life, or of the first slower step",
+            "host": "whose launcher noticed it",
+            "rank": "whose steps",
+            "step": "the first slower one; with hang the last that ended",
+            "reason": "what was compared",
+            "before_step_ns": "usual step; null with hang",
+            "after_step_ns": "slower step; null with hang",
+            "silent_ns": "without a step; null with slow",
+            "action": "snapshot, trace-now or none",
+            "state": "done, failed, begun or none",
+            "failure": "why it failed",
+            "suspect_rank": "the first rank that the snapshot named",
+            "suspect_reason": "why it was named",
+            "suspect_doing": "what it did",
+            "suspect_certain": "it follows from what was seen",
+            "suspect_count": "ranks that were named",
+            "collectives_moved": "during the snapshot",
+            "saving_rank": "the first that saved a checkpoint then",
+            "window": "number of the trace window",
+            "first_step": "traced",
+            "end_step": "the one after the last traced",
+            "path": "of the snapshot",
+            "outcome": "for people",
+        },
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlColumn:
+    """One column that SQL can ask for."""
+
+    name: str
+    type: str
+    """As polars calls it."""
+    unit: str
+    """Empty where it has none."""
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlTable:
+    """One table that SQL can ask."""
+
+    name: str
+    meaning: str
+    columns: tuple[SqlColumn, ...]
+    dtypes: Mapping[str, pl.DataType]
+    """Of the columns."""
+    frame: Callable[[], pl.LazyFrame]
+    """Its rows, read when it is called."""
+
+
+def sql_tables(
+    path: str | Path, *, window: int | None = None, pool: Pool | None = None
+) -> dict[str, SqlTable]:
+    """The tables of traces, of a run, or of a run with traces.
+
+    Args:
+        path: A trace, a folder with one per rank, a run directory, or a log directory whose
+            newest run is taken.
+        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
+        pool: Where traces are read that are not in the cache.
+
+    Raises:
+        TraceFormatError: No such file, or two traces of one rank.
+        RunNotFoundError: A folder with neither traces nor runs in it.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise TraceFormatError(f"{path}: no such file or folder")
+    is_run = path.is_dir() and RunPaths(path).manifest.exists()
+    has_traces = _has_traces(path)
+    tables = []
+    if is_run or not has_traces:
+        tables += run_tables(RunFrames(path))
+    if has_traces:
+        tables += trace_tables(TraceQuestions(path, pool=pool, window=window))
+    return {table.name: table for table in tables}
+
+
+def _has_traces(path: Path) -> bool:
+    try:
+        return bool(trace_files(path))
+    except TraceFormatError:
+        return False
+
+
+def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
+    """The tables of traces: `trace_format.kineto.tables` with the rank, and texts as strings."""
+    found = []
+    for name, meaning in _TRACE_TABLES.items():
+        columns = [_column("rank", "Int64", "of the trace")]
+        columns += [_column(c.name, str(_TYPES[c.type]), c.meaning) for c in TABLES[name]]
+        if name == GPU:
+            columns.append(_column("kind", "String", "computation, communication or memory"))
+        found.append(_table(name, meaning, columns, _rows_of(analysis, name)))
+    steps = [
+        _column("rank", "Int64", "of the trace"),
+        _column("step", "Int64", "number that the profiler gave it"),
+        _column("start_ns", "Int64", "on the trace's clock"),
+        _column("end_ns", "Int64", "on the trace's clock"),
+        _column("dur_ns", "Int64", "end less start"),
+        _column("tid", "Int64", "thread"),
+    ]
+    return [*found, _table(STEPS, "profiler steps of the traces", steps, _rows_of(analysis, STEPS))]
+
+
+def run_tables(analyzer: RunFrames) -> list[SqlTable]:
+    """The frames of a run."""
+    _ = analyzer.files  # whether there is a run
+    frames = {
+        "steps": analyzer.steps,
+        "phases": analyzer.phases,
+        "counters": analyzer.counters,
+        "ranks": analyzer.ranks,
+        "windows": analyzer.windows,
+        "reactions": analyzer.reactions,
+    }
+    found = []
+    for name, (meaning, schema, meanings) in _RUN_TABLES.items():
+        columns = [
+            _column(column, str(pl.Schema({column: dtype})[column]), meanings[column])
+            for column, dtype in schema.items()
+        ]
+        found.append(_table(name, meaning, columns, _lazily(frames[name])))
+    return found
+
+
+def _table(
+    name: str, meaning: str, columns: list[SqlColumn], frame: Callable[[], pl.LazyFrame]
+) -> SqlTable:
+    types: dict[str, pl.DataType] = {"Boolean": pl.Boolean(), "List(String)": pl.List(pl.String)}
+    types |= {str(dtype): dtype for dtype in _TYPES.values()}
+    dtypes = {column.name: types[column.type] for column in columns}
+    return SqlTable(name=name, meaning=meaning, columns=tuple(columns), dtypes=dtypes, frame=frame)
+
+
+def describe_run_table(name: str) -> tuple[str, tuple[SqlColumn, ...]]:
+    """What a frame of a run holds, and each of its columns.
+
+    Args:
+        name: `steps`, `phases`, `counters`, `ranks`, `windows` or `reactions`.
+
+    Raises:
+        UsageError: There is no frame of that name; the message lists them.
+    """
+    if name not in _RUN_TABLES:
+        raise UsageError(f"{name}: no frame of a run", hint=f"there are {', '.join(_RUN_TABLES)}")
+    meaning, schema, meanings = _RUN_TABLES[name]
+    types = pl.Schema(schema)
+    return meaning, tuple(_column(c, str(types[c]), meanings[c]) for c in schema)
+
+
+def _column(name: str, type_: str, meaning: str) -> SqlColumn:
+    unit = next((unit for suffix, unit in _UNITS if name.endswith(suffix)), "")
+    return SqlColumn(name=name, type=type_, unit=unit, meaning=meaning)
+
+
+def _lazily(frame: Callable[[], pl.DataFrame]) -> Callable[[], pl.LazyFrame]:
+    return lambda: frame().lazy()
+
+
+def _rows_of(analysis: TraceQuestions, name: str) -> Callable[[], pl.LazyFrame]:
+    """One table of all ranks; texts become strings only where the query uses them."""
+    return lambda: pl.concat(
+        [_of_rank(trace, name, rank) for rank, trace in analysis.traces.items()]
+    )
+
+
+def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
+    if name == STEPS:
+        duration = pl.col("end_ns") - pl.col("start_ns")
+        steps = trace.steps.with_columns(dur_ns=duration)
+        frame = steps.select("step", "start_ns", "end_ns", "dur_ns", "tid")
+    elif name == GPU:
+        frame = with_kind(gpu_events(trace, None)).select(*(c.name for c in TABLES[GPU]), "kind")
+    else:
+        frame = getattr(trace, name)
+    texts = [_text(column) for column, dtype in frame.schema.items() if dtype == pl.Enum]
+    own = pl.lit(rank, dtype=pl.Int64).alias("rank")
+    return frame.lazy().select(own, pl.all()).with_columns(texts)
+
+
+def _text(column: str) -> pl.Expr:
+    """A text as a string; one that was not recorded is null."""
+    text = pl.col(column).cast(pl.String)
+    return text if column == "name" else pl.when(text != "").then(text).alias(column)

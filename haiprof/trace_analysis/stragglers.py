@@ -1,0 +1,49 @@
+"""Stragglers: the rank that arrives last at collectives, how often, and at what cost."""
+
+from __future__ import annotations
+
+import polars as pl
+
+
+def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
+    """Who arrives last.
+
+    Args:
+        waits: From `skew.collective_waits`; collectives whose times are not known do not count.
+        by_step: One row per rank and profiler step in place of one per rank.
+
+    Returns:
+        `rank` (and `step`), by `held_up_ns` falling: `collective_count` with known times;
+        `last_count` and `last_ratio`, those where it alone arrived last; `held_up_ns`, how much it
+        then came behind the second last, in sum: what the others lost to this rank alone;
+        `waited_ns`, its own waiting for later ranks; `collective_ns`, time in collective kernels,
+        which is shortest on the slow rank; `step_count`, and `held_up_ns_per_step` and
+        `waited_ns_per_step`, null without profiler steps.
+
+        The order is that of arrival at each collective, of every kind that all must enter. HTA's
+        get_potential_stragglers drops a rank's kernels below 1 % of the step first, which are
+        those of the rank that came last, and compares what is left (docs/hta-differences.md).
+    """
+    known = waits.filter(pl.col("missing").is_null())
+    starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
+    second = starts.list.get(-2, null_on_oob=True)
+    behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
+    keys = ["rank", "step"] if by_step else ["rank"]
+    rows = (
+        known.with_columns(behind=behind)
+        .group_by(keys)
+        .agg(
+            collective_count=pl.len().cast(pl.Int64),
+            last_count=pl.col("arrived_last").sum().cast(pl.Int64),
+            last_ratio=pl.col("arrived_last").mean(),
+            held_up_ns=pl.col("behind").sum(),
+            waited_ns=pl.col("wait_ns").sum(),
+            collective_ns=(pl.col("end_ns") - pl.col("start_ns")).sum(),
+            step_count=pl.col("step").drop_nulls().n_unique().cast(pl.Int64),
+        )
+    )
+    steps = pl.when(pl.col("step_count") > 0).then("step_count")
+    return rows.with_columns(
+        (pl.col("held_up_ns") / steps).round().cast(pl.Int64).alias("held_up_ns_per_step"),
+        (pl.col("waited_ns") / steps).round().cast(pl.Int64).alias("waited_ns_per_step"),
+    ).sort(["held_up_ns", "rank"], descending=[True, False])

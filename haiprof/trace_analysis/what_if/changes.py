@@ -1,0 +1,81 @@
+"""Changes of a what-if: faster kernels, operators, launches, loader, network, or rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from haiprof.base.errors import UsageError
+
+KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
+LAUNCHES = "launches"
+LOADER_NAME = r"^enumerate\(DataLoader\)"
+"""The annotation that PyTorch puts around a loader's `next`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing made faster; made by the functions below."""
+
+    kind: str
+    """`kernel`, `operator`, `launches`, `loader`, `network` or `rank`."""
+    name: str = ""
+    """Regular expression that names of kernels or operators must contain."""
+    speedup: float = math.inf
+    """How many times as fast; infinite: it takes no time."""
+    rank: int | None = None
+    """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
+    shown: str = ""
+    """Shown in place of the expression."""
+
+    def __post_init__(self) -> None:
+        """Checks what was asked for.
+
+        Raises:
+            UsageError: A speed-up is not above 0, or a name is no regular expression.
+        """
+        if not self.speedup > 0:  # NaN too
+            raise UsageError(f"what-if: {self.speedup} times as fast is no speed-up")
+        try:
+            re.compile(self.name)
+        except re.error as error:
+            raise UsageError(f"what-if: {self.name!r} is no regular expression: {error}") from error
+
+    def __str__(self) -> str:
+        """Such as `kernel gemm 2x`."""
+        if self.kind == RANK:
+            return "all ranks alike" if self.rank is None else f"rank {self.rank} as the others"
+        times = "takes no time" if math.isinf(self.speedup) else f"{self.speedup:g}x"
+        name = self.shown or ("" if self.kind == LOADER else self.name)
+        return " ".join(part for part in (self.kind, name, times) if part)
+
+
+def faster_kernel(name: str, speedup: float = math.inf) -> Change:
+    """Kernels whose names contain an expression; copies and computing, never collectives."""
+    return Change(kind=KERNEL, name=name, speedup=speedup)
+
+
+def faster_operator(name: str, speedup: float = math.inf) -> Change:
+    """Operators: their time on the CPU, operators inside included, and the kernels they launch."""
+    return Change(kind=OPERATOR, name=name, speedup=speedup)
+
+
+def faster_launches(speedup: float = math.inf) -> Change:
+    """Calls that put work on a GPU: their time on the CPU, not what they launch."""
+    return Change(kind=LAUNCHES, speedup=speedup)
+
+
+def faster_loader(speedup: float = math.inf) -> Change:
+    """The main process's wait for the next batch of a PyTorch DataLoader."""
+    return Change(kind=LOADER, name=LOADER_NAME, speedup=speedup)
+
+
+def faster_network(speedup: float) -> Change:
+    """The transfer of collectives: from when the last rank has arrived."""
+    return Change(kind=NETWORK, speedup=speedup)
+
+
+def rank_as_others(rank: int | None = None) -> Change:
+    """One rank computes, on CPU and GPU, as fast as the middle of the others; None: all alike."""
+    return Change(kind=RANK, rank=rank)

@@ -1,0 +1,308 @@
+"""What-if on operation tables of a pipelined job: its stragglers and their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.trace_analysis.what_if.graph import Graph, Plan, plan_graph, times
+from haiprof.trace_analysis.what_if.pipeline import (
+    CLIP,
+    EMBEDDING,
+    LAYERNORM,
+    OVER_DATA_PARALLEL,
+    SENDS_AND_RECEIVES,
+    Dependencies,
+    Operation,
+    dependencies,
+)
+
+COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
+COMMUNICATION = (*SENDS_AND_RECEIVES, *OVER_DATA_PARALLEL, LAYERNORM, EMBEDDING, CLIP)
+"""Types whose ideal duration is the median; that of all others is the mean."""
+SLOWEST_WORKER_RATIO = 0.03
+"""M_W asks how much of the slowdown this share of the workers explains (the paper's 3 %)."""
+SHOWN_AS = {kind: f"{kind.split('-')[0]}-pp-comm" for kind in SENDS_AND_RECEIVES}
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationTable:
+    """A job's operations: a row per operation and data-parallel rank, a column per step."""
+
+    rows: pl.DataFrame
+    """`optype`, `seq_id`, `stage`, `dp_rank`, `rank`; shape (rows,)."""
+    steps: Ints
+    """Step numbers, shape (steps,)."""
+    starts: Ints
+    """ns since the step's start, shape (rows, steps)."""
+    ends: Ints
+    """ns since the step's start, shape (rows, steps)."""
+    model: Dependencies
+
+
+def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
+    """Reads a table of operations.
+
+    Args:
+        source: Parquet file, or a frame: `dp_rank`, `stage`, `rank`, `step`, `optype`, `start_ts`
+            and `duration` in seconds, `seq_id` (number of the operation among those of its type),
+            and `mc`, the model chunk, where stages have several.
+
+    Raises:
+        MissingDataError: A column is missing, or the schedule is not modelled.
+        TraceFormatError: It is no such file, a value is missing or not finite, or not every rank
+            has the same operations in every step.
+    """
+    table = source if isinstance(source, pl.DataFrame) else _parquet(Path(source))
+    table = _check_table(table).sort("optype", "seq_id", "stage", "dp_rank", "step")
+    steps = table["step"].unique().sort()
+    rows = table.filter(pl.col("step") == steps[0])
+    keys = ("optype", "seq_id", "stage", "dp_rank")
+    expected = rows.select(*keys).join(pl.DataFrame({"step": steps}), how="cross")
+    if not expected.equals(table.select(*keys, "step")):
+        raise TraceFormatError("operation table: not every rank has every operation in every step")
+    shape = (rows.height, len(steps))
+    first = rows.filter(pl.col("dp_rank") == rows["dp_rank"].min())
+    return OperationTable(
+        rows=rows.select(*keys, "rank"),
+        steps=steps.to_numpy(),
+        starts=table["start_ns"].to_numpy().reshape(shape),
+        ends=table["end_ns"].to_numpy().reshape(shape),
+        model=dependencies(first),
+    )
+
+
+def _check_table(table: pl.DataFrame) -> pl.DataFrame:
+    """The columns in their types, times in ns."""
+    if missing := [name for name in COLUMNS if name not in table.columns]:
+        raise MissingDataError(f"operation table without column {', '.join(missing)}")
+    begin, lasting = _ns("start_ts"), _ns("duration")
+    try:
+        found = table.with_columns(
+            pl.col("optype").cast(pl.String),
+            pl.col("stage", "seq_id", "dp_rank", "rank", "step").cast(pl.Int64),
+            start_ns=begin,
+            end_ns=begin + lasting,
+        )
+    except pl.exceptions.PolarsError as error:
+        reason = " ".join(str(error).split())
+        raise TraceFormatError(f"operation table: {reason}") from None
+    used = found.select(*COLUMNS, "start_ns", "end_ns")
+    if not used.height or sum(used.null_count().row(0)):
+        raise TraceFormatError("operation table: it is empty, or values are missing")
+    if used.filter(pl.col("end_ns") < pl.col("start_ns")).height:
+        raise TraceFormatError("operation table: a duration is negative")
+    return found
+
+
+def operation_files(path: Path) -> list[Path]:
+    """The tables of operations that a path means: one, or all of a folder; none of other paths."""
+    if path.is_dir():
+        return sorted(path.glob("*.parquet")) if not (path / "traces").is_dir() else []
+    return [path] if path.suffix == ".parquet" else []
+
+
+def _parquet(path: Path) -> pl.DataFrame:
+    try:
+        return pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        reason = " ".join(str(error).split())
+        raise TraceFormatError(f"{path}: no table of operations: {reason}") from None
+
+
+def _ns(name: str) -> pl.Expr:
+    return (pl.col(name).cast(pl.Float64) * 1e9).round().cast(pl.Int64)
+
+
+class OperationWhatIf:
+    """A job's step replayed: as it was, with every operation as fast as the others, and in between.
+
+    Source: Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis"
+    (OSDI 2025): S in equation 1, S_t in 2, S_w in 4, M_W in 5, M_S in section 5.2. Time in which
+    the CPU had not launched an operation yet is not modelled; `error_ratio` is what that costs.
+
+    Args:
+        table: From `operation_table`.
+    """
+
+    def __init__(self, table: OperationTable) -> None:
+        self.table = table
+
+    @property
+    def measured_ns(self) -> Ints:
+        """Duration of each step in the table, shape (steps,)."""
+        span: Ints = self.table.ends.max(axis=0) - self.table.starts.min(axis=0)
+        return span
+
+    @cached_property
+    def reproduced_ns(self) -> Ints:
+        """Duration of each step, replayed with its own durations, shape (steps,)."""
+        return self.replay(self.durations_ns)
+
+    @cached_property
+    def ideal_ns(self) -> Ints:
+        """Duration of each step if no operation was slower than others of its type."""
+        return self.replay(self.ideal_durations_ns)
+
+    @property
+    def error_ratio(self) -> float:
+        """How far the replay is from what was measured: mean step over mean step, less one."""
+        return float(self.reproduced_ns.mean() / self.measured_ns.mean() - 1)
+
+    @property
+    def slowdown_ratio(self) -> float:
+        """S: mean step as replayed over mean ideal step."""
+        return float(self.reproduced_ns.mean() / self.ideal_ns.mean())
+
+    @cached_property
+    def durations_ns(self) -> Ints:
+        """Of each operation, shape (rows, steps); of a transfer, from when all have started.
+
+        A transfer that seems to end before all have started (clocks differ) takes 0.
+        """
+        starts = self._network.last_starts(self.table.starts)
+        lasting: Ints = np.maximum(self.table.ends - starts, 0)
+        return lasting
+
+    @cached_property
+    def ideal_durations_ns(self) -> Ints:
+        """The mean of each type over ranks, stages and steps; the median of transfers."""
+        found = np.empty_like(self.durations_ns)
+        optypes = self.table.rows["optype"].to_numpy()
+        for optype in np.unique(optypes):
+            these = optypes == optype
+            middle = np.median if optype in COMMUNICATION else np.mean
+            found[these] = round(float(middle(self.durations_ns[these])))
+        return found
+
+    def replay(self, durations_ns: Ints) -> Ints:
+        """Duration of each step, shape (steps,), with given durations of the operations."""
+        return self._network.replay(durations_ns)
+
+    def only(self, rows: Bools) -> float:
+        """Slowdown if some operations had their own durations and all others the ideal ones."""
+        durations = np.where(rows[:, None], self.durations_ns, self.ideal_durations_ns)
+        return float(self.replay(durations).mean() / self.ideal_ns.mean())
+
+    def explained_ratio(self, rows: Bools) -> float | None:
+        """Share of the slowdown that goes away once some operations take their ideal durations.
+
+        None where there is no slowdown to explain.
+        """
+        durations = np.where(rows[:, None], self.ideal_durations_ns, self.durations_ns)
+        real, ideal = self.reproduced_ns.mean(), self.ideal_ns.mean()
+        return (
+            float((real - self.replay(durations).mean()) / (real - ideal)) if real > ideal else None
+        )
+
+    def by(self, column: str) -> pl.DataFrame:
+        """Slowdown due to each type of operation, stage or rank alone.
+
+        Args:
+            column: `optype` (sends and receives of a direction count as one), `stage`, `dp_rank`.
+
+        Returns:
+            That column and `slowdown_ratio`, the largest first. Source: the paper's S_t and S_w.
+        """
+        labels = self.table.rows[column]
+        labels = labels.replace(old=SHOWN_AS) if column == "optype" else labels
+        groups = labels.unique().sort()
+        ratios = [self.only((labels == group).to_numpy()) for group in groups]
+        return pl.DataFrame({column: groups, "slowdown_ratio": ratios}).sort(
+            "slowdown_ratio", descending=True, maintain_order=True
+        )
+
+    def by_worker(self) -> pl.DataFrame:
+        """Slowdown due to each worker: the smaller of its stage's and its data-parallel rank's.
+
+        Returns:
+            `rank`, `stage`, `dp_rank`, `slowdown_ratio`, the largest first. Source: equation 4.
+        """
+        workers = self.table.rows.select("rank", "stage", "dp_rank").unique()
+        stage, rank = self.by("stage"), self.by("dp_rank").rename({"slowdown_ratio": "other"})
+        joined = workers.join(stage, on="stage").join(rank, on="dp_rank")
+        smaller = pl.min_horizontal("slowdown_ratio", "other").alias("slowdown_ratio")
+        return joined.select("rank", "stage", "dp_rank", smaller).sort(
+            ["slowdown_ratio", "rank"], descending=[True, False]
+        )
+
+    def slowest_workers_ratio(self) -> float | None:
+        """M_W: share of the slowdown that the slowest 3 % of the workers (at least one) explain."""
+        workers = self.by_worker()["rank"]
+        count = -int(-len(workers) * SLOWEST_WORKER_RATIO // 1)
+        return self.explained_ratio(self.table.rows["rank"].is_in(workers[:count]).to_numpy())
+
+    def last_stage_ratio(self) -> float | None:
+        """M_S: share of the slowdown that the last stage explains; above 1 where it is more."""
+        stages = self.table.rows["stage"]
+        return self.explained_ratio((stages == stages.max()).to_numpy())
+
+    @cached_property
+    def _network(self) -> _Network:
+        return _Network.of(self.table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Network:
+    """The graph of a whole step: two points per operation and rank, one per transfer."""
+
+    plan: Plan
+    rows: int
+    work: Ints
+    """The edge that carries each row's duration, shape (rows,)."""
+    transfer_of: Ints
+    """Number of each row's transfer, -1 of one that waits for nobody, shape (rows,)."""
+
+    @classmethod
+    def of(cls, table: OperationTable) -> _Network:
+        rows, model = table.rows.height, table.model
+        place = _places(table.rows)
+        ranks = table.rows["dp_rank"].unique().to_list()
+        transfer_of = np.full(rows, -1)
+        count = 0
+        for group in model.groups:
+            together = [ranks] if group[0] in model.over_ranks else [[rank] for rank in ranks]
+            for members in together:
+                transfer_of[[place[o, rank] for o in group for rank in members]] = count
+                count += 1
+        waits = [(rows + place[a, rank], place[b, rank]) for a, b in model.after for rank in ranks]
+        later, earlier = np.array([b for _, b in waits]), np.array([a for a, _ in waits])
+        everyone = np.arange(rows)
+        enters = np.flatnonzero(transfer_of >= 0)
+        begins = np.where(transfer_of >= 0, 2 * rows + transfer_of, everyone)
+        graph = Graph(
+            point_count=2 * rows + count,
+            sources=np.concatenate([begins, earlier, enters]),
+            targets=np.concatenate([rows + everyone, later, 2 * rows + transfer_of[enters]]),
+        )
+        return cls(plan=plan_graph(graph), rows=rows, work=everyone, transfer_of=transfer_of)
+
+    def replay(self, durations_ns: Ints) -> Ints:
+        lengths = np.zeros((len(self.plan.graph.sources), durations_ns.shape[1]), dtype=np.int64)
+        lengths[self.work] = durations_ns
+        ends: Ints = times(self.plan, lengths).max(axis=0)
+        return ends
+
+    def last_starts(self, starts: Ints) -> Ints:
+        """When the last member of each row's transfer started; its own start where it has none."""
+        found = starts.copy()
+        members = np.flatnonzero(self.transfer_of >= 0)
+        of = self.transfer_of[members]
+        last = np.full((of.max(initial=-1) + 1, starts.shape[1]), np.iinfo(np.int64).min)
+        np.maximum.at(last, of, starts[members])
+        found[members] = last[of]
+        return found
+
+
+def _places(rows: pl.DataFrame) -> Mapping[tuple[Operation, int], int]:
+    columns = rows.select("optype", "seq_id", "stage", "dp_rank").rows()
+    return {(Operation(*row[:3]), row[3]): at for at, row in enumerate(columns)}

@@ -1,0 +1,100 @@
+"""Replays the steps of all ranks: as they were, then with each change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.what_if.changes import Change
+from haiprof.trace_analysis.what_if.graph import plan_graph, times
+from haiprof.trace_analysis.what_if.joining import Job, join_ranks
+from haiprof.trace_analysis.what_if.replay import RankGraph
+
+PREDICTIONS_SCHEMA = {
+    "change": pl.String,
+    "measured_step_ns": pl.Int64,
+    "reproduced_step_ns": pl.Int64,
+    "error_ratio": pl.Float64,
+    "unexplained_ratio": pl.Float64,
+    "predicted_step_ns": pl.Int64,
+    "saved_ratio": pl.Float64,
+    "shortened_ns": pl.Int64,
+    "collective_count": pl.Int64,
+    "unmatched_count": pl.Int64,
+    "apart_count": pl.Int64,
+}
+
+
+def predictions(
+    graphs: Mapping[int, RankGraph],
+    waits: pl.DataFrame,
+    changes: Sequence[Change],
+    offsets: Mapping[int, int],
+) -> pl.DataFrame:
+    """Step time as measured, as reproduced, and with each change.
+
+    Args:
+        graphs: Of all ranks, from `replay.rank_graph` with the same changes.
+        waits: From `skew.collective_waits`.
+        changes: As given to `rank_graph`.
+        offsets: ns that each rank's clock is ahead.
+
+    Returns:
+        One row per change: `change`; `measured_step_ns`, from when all ranks have begun their first
+        step until nothing of the steps runs any more on any rank, CPU or GPU, over their number
+        (when a rank begins was decided before the window, and stays as it was);
+        `reproduced_step_ns`, the replay of the same, with its `error_ratio`; `unexplained_ratio`,
+        the share of the measured time that the replay reproduces only because it keeps delays that
+        nothing in its graph explains; `predicted_step_ns`; `saved_ratio`, what it gains over the
+        reproduced; `shortened_ns`, the work that the change took away, in sum over ranks (0: it met
+        nothing); `collective_count`, replayed with waiting and transfer apart; `unmatched_count`
+        of communication kernels that are replayed as long as they were; `apart_count` of threads
+        that launch kernels and keep their times, since nothing says what they wait for.
+
+    Raises:
+        MissingDataError: Ranks have different numbers of steps, or no time passes in them.
+        UsageError: A change names a rank that has no trace, or needs others and there are none.
+    """
+    job = join_ranks(graphs, waits, changes, offsets)
+    plan = plan_graph(job.graph)
+    spans = times(plan, job.lengths, _delays(job)).max(axis=0) - job.begun_ns
+    explained = int(times(plan, job.lengths[:, :1]).max()) - job.begun_ns
+    measured = int(job.times.max()) - job.begun_ns
+    if measured <= 0:
+        raise MissingDataError("what-if: no time passes in the steps of the traces")
+    shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
+    reproduced = int(spans[0])
+    common = {
+        "measured_step_ns": round(measured / job.step_count),
+        "reproduced_step_ns": round(reproduced / job.step_count),
+        "error_ratio": reproduced / measured - 1,
+        "unexplained_ratio": 1 - explained / measured,
+        "collective_count": job.collective_count,
+        "unmatched_count": job.unmatched_count,
+        "apart_count": job.apart_count,
+    }
+    rows = [
+        {
+            "change": str(change),
+            "predicted_step_ns": round(int(span) / job.step_count),
+            "saved_ratio": 1 - int(span) / reproduced,
+            "shortened_ns": int(less),
+            **common,
+        }
+        for change, span, less in zip(changes, spans[1:], shortened[1:], strict=True)
+    ]
+    return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)
+
+
+def _delays(job: Job) -> Ints:
+    """How much later each point was than its dependencies explain, shape (points, 1)."""
+    arrivals = job.times[job.graph.sources] + job.lengths[:, 0]
+    never = np.iinfo(np.int64).min
+    latest = np.full(job.graph.point_count, never)
+    np.maximum.at(latest, job.graph.targets, arrivals)
+    found: Ints = np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]
+    return found

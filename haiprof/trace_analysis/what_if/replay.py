@@ -1,0 +1,249 @@
+"""One rank's steps as a graph: host threads, launches, kernels on streams, and their waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.trace_analysis.collectives import clock_base_ns
+from haiprof.trace_analysis.what_if.changes import Change
+from haiprof.trace_analysis.what_if.host import BLOCK_END, LAUNCH, Calls, Host, host
+from haiprof.trace_analysis.what_if.kernels import (
+    MISSING,
+    Kernels,
+    blocked_by,
+    blocking_calls,
+    kernels_of,
+    stream_order,
+    stream_waits,
+)
+from haiprof.trace_analysis.what_if.shorten import HOST, Work, change_lengths
+from haiprof.trace_analysis.what_if.window import ReplayWindow, replay_window
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGraph:
+    """One rank's points in time and the edges between them; small enough to be sent."""
+
+    times: Ints
+    """When each point was reached, ns since 1970 on the rank's clock, shape (points,)."""
+    sources: Ints
+    targets: Ints
+    """Ends of each edge, shape (edges,); the work of kernels comes first, by kernel."""
+    lengths: Ints
+    """ns of each edge as it was and with each change, shape (edges, 1 + changes)."""
+    begin_ns: Ints
+    """When the CPU began or launched the work along each edge, shape (edges,)."""
+    label: Ints
+    """Whose work it is, as a place in `labels`; -1 of waiting and of collectives."""
+    labels: tuple[str, ...]
+    """Names of kernels, and `host`."""
+    events: Ints
+    """`event` in `Trace.gpu` of each kernel, shape (kernels,)."""
+    begins_ns: int
+    """Start of the window."""
+    step_count: int
+    apart_count: int
+    """Threads that launch kernels and that nothing in the trace starts: they keep their times."""
+    contradicted_count: int
+    """Waits that the trace's own times contradict, left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """The inputs of a rank's graph."""
+
+    window: ReplayWindow
+    kernels: Kernels
+    calls: Calls
+    threads: Host
+    waited: pl.DataFrame
+    """From `blocked_by`."""
+    times: Ints
+    """Of the hosts' points, then of the kernels' starts, then of their ends."""
+
+    @property
+    def starts(self) -> Ints:
+        """The point at which each kernel starts."""
+        return self.threads.points.height + np.arange(len(self.kernels.starts))
+
+    @property
+    def ends(self) -> Ints:
+        """The point at which each kernel ends."""
+        return self.starts + len(self.kernels.starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edges:
+    """Some edges of one kind."""
+
+    sources: Ints
+    targets: Ints
+    lengths: Ints
+    contradicted_count: int = 0
+
+
+def rank_graph(
+    trace: Trace, *, steps: tuple[int, int] | None = None, changes: Sequence[Change] = ()
+) -> RankGraph:
+    """The graph of one rank.
+
+    Args:
+        trace: Of the rank.
+        steps: First profiler step and the one after the last; None takes all steps, and the whole
+            trace where there are none.
+        changes: Those that concern several ranks change nothing here.
+
+    Raises:
+        MissingDataError: There are no such steps, or nothing on the CPU was recorded.
+
+        Source: replay of a dependency graph as in Zhu et al., "Daydream" (ATC 2020), with the
+        transfer of collectives as in Lin et al. (OSDI 2025).
+    """
+    rank = _rank(trace, steps)
+    parts = [_kernel_work(rank), _host_work(rank), *_waiting(trace, rank)]
+    lengths = np.concatenate([part.lengths for part in parts])
+    work = _work(rank, parts, len(lengths))
+    columns = [lengths, *(change_lengths(trace, change, lengths, work) for change in changes)]
+    base = clock_base_ns(trace)
+    return RankGraph(
+        times=rank.times + base,
+        sources=np.concatenate([part.sources for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+        lengths=np.stack(columns, axis=1),
+        begin_ns=work.begin_ns + base,
+        label=work.label,
+        labels=work.labels,
+        events=rank.kernels.frame["event"].to_numpy(),
+        begins_ns=rank.window.begin_ns + base,
+        step_count=rank.window.step_count,
+        apart_count=rank.threads.apart_count,
+        contradicted_count=sum(part.contradicted_count for part in parts),
+    )
+
+
+def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
+    window = replay_window(trace, steps)
+    kernels = kernels_of(trace, (window.begin_ns, window.end_ns))
+    blocking = blocking_calls(window.spans, kernels)
+    waited = blocked_by(trace, blocking, kernels)
+    busy = waited.filter(pl.Series(kernels.ends[waited["kernel"]]) > pl.col("begin_ns"))
+    launching = kernels.frame.select("correlation").unique().drop_nulls()
+    launches = window.spans.join(launching, on="correlation", how="semi")
+    calls = Calls(
+        launches=launches.unique("correlation", keep="first", maintain_order=True).select(
+            "correlation", "tid", "ts_ns"
+        ),
+        blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
+    )
+    threads = host(window.spans, calls, window.main_tid, (window.begin_ns, window.end_ns))
+    times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
+    return _Rank(
+        window=window,
+        kernels=kernels,
+        calls=calls,
+        threads=threads,
+        waited=waited,
+        times=np.concatenate(times),
+    )
+
+
+def _kernel_work(rank: _Rank) -> _Edges:
+    lengths = rank.kernels.ends - rank.kernels.starts
+    return _Edges(sources=rank.starts, targets=rank.ends, lengths=lengths)
+
+
+def _host_work(rank: _Rank) -> _Edges:
+    threads = rank.threads
+    return _Edges(sources=threads.sources, targets=threads.targets, lengths=threads.lengths)
+
+
+def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
+    """Launches, streams in order, streams that wait for each other, and calls that wait.
+
+    A wait gets the usual length of such waits, or its own where that was shorter; the rest remains
+    unexplained.
+    """
+    kernels = rank.kernels
+    earlier, later = stream_order(kernels)
+    first, second = stream_waits(trace, kernels)
+    usual_latency = _usual_latency(kernels, earlier, later, second)
+    gap = kernels.starts[later] - kernels.ends[earlier]
+    launched = kernels.launches[later] > MISSING
+    queued = launched & (kernels.launches[later] + usual_latency <= kernels.ends[earlier])
+    usual_gap = _usual(gap[queued & ~np.isin(later, second)], otherwise=0)
+    points, launches = _launches(rank)
+    yield _wait(rank, points, rank.starts[launches], usual_latency)
+    yield _wait(rank, rank.ends[earlier], rank.starts[later], usual_gap)
+    yield _wait(rank, rank.ends[first], rank.starts[second], usual_gap)
+    yield _blocked(rank)
+
+
+def _usual_latency(kernels: Kernels, earlier: Ints, later: Ints, waiting: Ints) -> int:
+    """From a launch to the start of a computing kernel that nothing else on the GPU held up."""
+    before = np.full(len(kernels.starts), MISSING)
+    before[later] = kernels.ends[earlier]
+    latency = kernels.starts - kernels.launches
+    launched = (kernels.launches > MISSING) & (latency >= 0)
+    free = launched & (before <= kernels.launches) & ~kernels.talks
+    free[waiting] = False
+    known = latency[launched]
+    return _usual(latency[free], otherwise=int(known.min()) if len(known) else 0)
+
+
+def _launches(rank: _Rank) -> tuple[Ints, Ints]:
+    """Points of launches and the kernels that they put on a stream."""
+    points = rank.threads.points.with_row_index("point").filter(pl.col("role") == LAUNCH)
+    numbered = rank.kernels.frame.select("correlation").with_row_index("kernel")
+    pairs = points.select("point", "correlation").join(numbered, on="correlation")
+    return pairs["point"].cast(pl.Int64).to_numpy(), pairs["kernel"].cast(pl.Int64).to_numpy()
+
+
+def _blocked(rank: _Rank) -> _Edges:
+    """From what a call waits for to the end of the call."""
+    ends = rank.threads.points.with_row_index("point").filter(pl.col("role") == BLOCK_END)
+    waits = ends.select("point", "call").join(rank.waited, on="call")
+    points, kernels = (waits[name].cast(pl.Int64).to_numpy() for name in ("point", "kernel"))
+    after = rank.times[points] - rank.kernels.ends[kernels]
+    during = rank.kernels.ends[kernels] > waits["begin_ns"].to_numpy()
+    return _wait(rank, rank.ends[kernels], points, _usual(after[during], otherwise=0))
+
+
+def _wait(rank: _Rank, sources: Ints, targets: Ints, usual_ns: int) -> _Edges:
+    seen = rank.times[targets] - rank.times[sources]
+    kept = seen >= 0
+    return _Edges(
+        sources=sources[kept],
+        targets=targets[kept],
+        lengths=np.minimum(seen[kept], usual_ns),
+        contradicted_count=int((~kept).sum()),
+    )
+
+
+def _usual(found: Ints, *, otherwise: int) -> int:
+    """The median; `otherwise` without any value."""
+    return int(np.median(found)) if len(found) else otherwise
+
+
+def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
+    """What runs along each edge: kernels first, then the CPU, then nothing."""
+    kernels, threads = rank.kernels, rank.threads
+    names, places = np.unique(kernels.frame["name"].to_numpy().astype(str), return_inverse=True)
+    label, begin = np.full(edges, -1), np.zeros(edges, dtype=np.int64)
+    count, host_count = len(kernels.starts), len(threads.sources)
+    label[:count] = np.where(kernels.talks, -1, places)
+    label[count : count + host_count] = np.where(threads.is_work, len(names), -1)
+    known = kernels.launches > MISSING
+    begin[:count] = np.where(known, kernels.launches, kernels.starts)
+    begin[count : count + host_count] = rank.times[threads.sources]
+    end = begin.copy()
+    end[count : count + host_count] = rank.times[threads.targets]
+    tid = np.full(edges, -1)
+    tid[:count] = kernels.frame["launch_tid"].fill_null(-1).to_numpy()
+    tid[count : count + host_count] = rank.threads.points["tid"].to_numpy()[threads.targets]
+    return Work(label=label, labels=(*names.tolist(), HOST), begin_ns=begin, end_ns=end, tid=tid)

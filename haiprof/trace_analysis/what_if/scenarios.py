@@ -1,0 +1,100 @@
+"""Default what-if scenarios: the loader, the network, launches, the largest names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.classify import COMMUNICATION
+from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.what_if.changes import (
+    KERNEL,
+    LOADER_NAME,
+    OPERATOR,
+    Change,
+    faster_launches,
+    faster_loader,
+    faster_network,
+    rank_as_others,
+)
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+SPEEDUP = 2.0
+"""The speed-up of each change in the default scenarios."""
+NAME_COUNT = 6
+"""How many kernels and how many operators are tried: those with the most time."""
+RANK_COUNT = 4
+"""How many ranks are tried alone: those that hold the others up most."""
+# Ranges that stand among operators, and what the network is asked about.
+_NO_OPERATORS = rf"{LOADER_NAME}|^ProfilerStep|^record_param_comms|^c10d::|^nccl:"
+
+Steps = tuple[int, int] | None
+
+
+def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
+    """Chooses the default changes: each thing twice as fast, each late rank as fast as the others.
+
+    Args:
+        analysis: The traces.
+        steps: First profiler step and the one after the last; None takes all.
+    """
+    operators = analysis.operator_kernels(steps).with_columns(pl.col("operator").cast(pl.String))
+    found = [faster_loader(SPEEDUP)] if _loads(analysis, operators) else []
+    has_gpu = int(analysis.load_report()["gpu_count"].sum()) > 0
+    if has_gpu:
+        found += [faster_launches(SPEEDUP), *_kernels(analysis.kernel_breakdown(steps))]
+    found += _operators(operators)
+    if len(analysis.files) > 1:
+        found.append(rank_as_others())
+        if has_gpu:
+            found += [faster_network(SPEEDUP), *_late_ranks(analysis, steps)]
+    return found
+
+
+def _loads(analysis: TraceQuestions, operators: pl.DataFrame) -> bool:
+    """Whether PyTorch's DataLoader shows in the traces; until 2022 as an operator."""
+    names = (analysis.annotation_breakdown()["name"].cast(pl.String), operators["operator"])
+    return any(own.str.contains(LOADER_NAME).any() for own in names)
+
+
+def _kernels(found: pl.DataFrame) -> list[Change]:
+    """The kernels with the most time; those that differ in template arguments are one."""
+    work = found.filter(pl.col("kind") != COMMUNICATION).drop_nulls("name")
+    names: dict[str, set[str]] = {}
+    time_ns: dict[str, int] = {}
+    for name, sum_ns in work.select(pl.col("name").cast(pl.String), "sum_ns").iter_rows():
+        short = short_kernel_name(name)
+        names.setdefault(short, set()).add(name)
+        time_ns[short] = time_ns.get(short, 0) + sum_ns
+    largest = sorted(time_ns, key=lambda short: (-time_ns[short], short))[:NAME_COUNT]
+    return [_exact_names(KERNEL, names[short], short) for short in largest if time_ns[short]]
+
+
+def _operators(found: pl.DataFrame) -> list[Change]:
+    """The operators with the most own time, on the CPU and of the kernels that they launch."""
+    own = pl.col("cpu_self_ns") + pl.col("gpu_self_ns").fill_null(0)
+    plain = ~pl.col("operator").str.contains(_NO_OPERATORS)
+    sums = found.filter(plain).group_by("operator").agg(own.sum())
+    largest = sums.sort(-pl.col("cpu_self_ns"), "operator").filter(pl.col("cpu_self_ns") > 0)
+    return [_exact_names(OPERATOR, [name], name) for name in largest["operator"].head(NAME_COUNT)]
+
+
+def _late_ranks(analysis: TraceQuestions, steps: Steps) -> Sequence[Change]:
+    try:
+        late = analysis.stragglers(steps).filter(pl.col("held_up_ns") > 0)
+    except MissingDataError:
+        return []
+    return [rank_as_others(rank) for rank in late["rank"].head(RANK_COUNT)]
+
+
+def _exact_names(kind: str, names: Iterable[str], shown: str) -> Change:
+    """A change of exactly these names."""
+    exact = "|".join(re.escape(name) for name in sorted(names))
+    return replace(Change(kind=kind, name=rf"\A(?:{exact})\Z", speedup=SPEEDUP), shown=shown)

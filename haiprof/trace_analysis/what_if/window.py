@@ -1,0 +1,88 @@
+"""The replayed part of a trace: its steps, the host's activity in them, and the main thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.what_if.host import AUTOGRAD
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayWindow:
+    """The part of a rank's trace that is replayed."""
+
+    begin_ns: int
+    end_ns: int
+    main_tid: int
+    """The thread that trains."""
+    step_count: int
+    """Profiler steps in it; 1 where there are none."""
+    spans: pl.DataFrame
+    """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
+    window's), `correlation` of calls."""
+
+
+def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
+    """The window of some steps.
+
+    Args:
+        trace: Of a rank.
+        steps: First profiler step and the one after the last; None takes all, and the whole trace
+            where there are none.
+
+    Raises:
+        MissingDataError: There are no such steps, or nothing on the CPU was recorded.
+    """
+    spans = _spans(trace)
+    if not spans.height:
+        raise MissingDataError(
+            f"{trace.path}: no operators or runtime calls to replay",
+            hint="profile with ProfilerActivity.CPU",
+        )
+    marks = trace.steps
+    if steps is not None:
+        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+        if not marks.height:
+            raise MissingDataError(f"{trace.path}: no profiler step from {steps[0]} to {steps[1]}")
+    if marks.height:
+        begin, end, tid = (
+            _edge(marks, "start_ns", "min"),
+            _edge(marks, "end_ns", "max"),
+            marks["tid"][0],
+        )
+    else:
+        begin, end, tid = (
+            _edge(spans, "ts_ns", "min"),
+            _edge(spans, "end_ns", "max"),
+            _busiest(spans),
+        )
+    inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
+        end_ns=pl.min_horizontal("end_ns", pl.lit(end))
+    )
+    return ReplayWindow(
+        begin_ns=begin, end_ns=end, main_tid=tid, step_count=marks.height or 1, spans=inside
+    )
+
+
+def _spans(trace: Trace) -> pl.DataFrame:
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
+    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", end)
+    calls = trace.runtime.select(*columns, "correlation")
+    both = pl.concat([trace.ops.select(*columns), calls], how="diagonal")
+    return both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
+
+
+def _edge(frame: pl.DataFrame, column: str, which: str) -> int:
+    return int(getattr(frame[column], which)())
+
+
+def _busiest(spans: pl.DataFrame) -> int:
+    """The thread with most spans that is not autograd's."""
+    autograd = spans.filter(pl.col("name").str.contains(AUTOGRAD))["tid"].unique()
+    others = spans.filter(~pl.col("tid").is_in(autograd.implode()))
+    counts = (others if others.height else spans).group_by("tid").len().sort("len", "tid")
+    return int(counts["tid"][-1])

@@ -1,0 +1,125 @@
+"""Events that are twice in a trace or far from all others, and times in a wrong unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import polars as pl
+
+from haiprof.trace_format.checks.finding import EVERYTHING, Finding, counted
+
+_EVENTS_LEAST = 20  # fewer do not tell where the middle of a trace is
+_FAR_SPANS = 50
+_SPAN_LEAST_NS = 1_000_000_000
+_FAR_SHARE = 0.01
+_LAUNCH = "LaunchKernel"
+# The shortest tenth of launch calls takes 2 to 10 us on every machine seen, of kernels 1 to 20 us.
+_LAUNCH_LEAST_NS, _LAUNCH_MOST_NS = 200, 800_000
+_KERNEL_LEAST_NS, _KERNEL_MOST_NS = 1_000, 400_000
+
+
+def without_far(events: pl.DataFrame) -> pl.DataFrame:
+    """Events by start without the few that begin far from all others.
+
+    Args:
+        events: By `ts_ns`. Fewer than 20 are left as they are.
+
+    Returns:
+        The same frame where there are none. Far is 50 times the stretch in which the middle
+        eight tenths begin, or 50 s if that is more; more than one in a hundred are no outliers.
+    """
+    count = len(events)
+    if count < _EVENTS_LEAST:
+        return events
+    starts = events["ts_ns"]
+    low, high = int(starts[count // 10]), int(starts[count - 1 - count // 10])
+    far = _FAR_SPANS * max(high - low, _SPAN_LEAST_NS)
+    if int(starts[0]) >= low - far and int(starts[-1]) <= high + far:
+        return events
+    near = events.filter(pl.col("ts_ns").is_between(low - far, high + far))
+    return near if count - len(near) <= max(1, _FAR_SHARE * count) else events
+
+
+def far_finding(counts: Mapping[str, int]) -> Finding | None:
+    """What is said of events that `without_far` left out.
+
+    Args:
+        counts: By table.
+    """
+    found = {table: count for table, count in counts.items() if count}
+    if not found:
+        return None
+    names = ", ".join(f"{count} of {table}" for table, count in found.items())
+    return Finding(
+        check="far_timestamps",
+        count=sum(found.values()),
+        text=f"{counted(sum(found.values()), 'event')} far in time from all others ({names})",
+        effect="left out of all answers",
+        answers=EVERYTHING,
+    )
+
+
+def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Events by start, each once.
+
+    Args:
+        events: By `ts_ns` and `dur_ns`.
+        key: The column of ids; an event without one cannot be told from another.
+
+    Returns:
+        The same frame where no event is twice: all columns equal but its place in the file.
+    """
+    starts, durations = events["ts_ns"].to_numpy(), events["dur_ns"].to_numpy()
+    same = (starts[1:] == starts[:-1]) & (durations[1:] == durations[:-1])
+    if not same.any():
+        return events
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = events[tied].filter(pl.col(key) > 0)
+    again = rows.filter(~rows.select(pl.exclude("event")).is_unique())
+    later = again.filter(~pl.struct(pl.exclude("event")).is_first_distinct())
+    return events.join(later.select("event"), on="event", how="anti") if len(later) else events
+
+
+def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
+    """What is said of events that `without_duplicates` left out.
+
+    Args:
+        counts: By table.
+    """
+    found = {table: count for table, count in counts.items() if count}
+    if not found:
+        return None
+    names = ", ".join(f"{count} of {table}" for table, count in found.items())
+    return Finding(
+        check="duplicate_events",
+        count=sum(found.values()),
+        text=f"{counted(sum(found.values()), 'event')} recorded twice ({names})",
+        effect="counted once",
+        answers=EVERYTHING,
+    )
+
+
+def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
+    """Times a thousand times too long or too short, by launch calls and kernels together."""
+    names = runtime["name"].unique()
+    launches = names.filter(names.cast(pl.String).str.contains(_LAUNCH))
+    calls = runtime.filter(pl.col("name").is_in(launches.implode()))["dur_ns"]
+    if len(calls) < _EVENTS_LEAST or len(gpu) < _EVENTS_LEAST:
+        return None
+    call, kernel = (float(np.quantile(each.to_numpy(), 0.1)) for each in (calls, gpu["dur_ns"]))
+    median = float(np.median(calls.to_numpy()))
+    longest = float(np.quantile(gpu["dur_ns"].to_numpy(), 0.9))
+    if call > _LAUNCH_MOST_NS and kernel > _KERNEL_MOST_NS:
+        said, advice = "1000 times too long: nanoseconds written as us", "divide by 1000"
+    elif median < _LAUNCH_LEAST_NS and longest < _KERNEL_LEAST_NS:
+        said, advice = "1000 times too short: milliseconds written as us", "multiply by 1000"
+    else:
+        return None
+    return Finding(
+        check="wrong_unit",
+        count=len(gpu) + len(runtime),
+        text=f"all times seem {said} (the median launch call takes {median / 1e3:,.3f} µs)",
+        effect=f"shares hold, durations do not: {advice}",
+        answers=EVERYTHING,
+    )

@@ -1,0 +1,144 @@
+"""Finds the trace files of a job: in a file, a folder of ranks, or a run directory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.layout import MANIFEST_NAME
+from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
+from haiprof.trace_format.run_windows import one_window, raw_traces
+
+TRACE_ENDINGS = (".json", ".json.gz")
+COUNTER_SUFFIX = "_with_counters"
+"""Ends the name of a copy of a trace with counter tracks, which is not another rank."""
+OVERLAY_SUFFIX = "_critical_path"
+"""Ends the name of a copy with its critical path drawn in."""
+SUMMARY_SUFFIX = ".summary"
+"""Ends the name of a summary: a trace's answers to the standard report."""
+MERGED_NAME = "merged"
+"""Begins the default name of `haiprof merge`'s output, which holds all ranks."""
+LINKED_NAME = "linked"
+"""Begins the name of `haiprof link`'s output: execution traces with times."""
+_EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
+_HEAD_BYTES = 64
+# Files beside traces with the same ending.
+_OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
+
+Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
+
+
+def trace_files(source: str | Path) -> list[Path]:
+    """The trace files that a path means, by name; of a run those of all windows.
+
+    Args:
+        source: A file; a folder with one file per rank, or with their summaries alone, in which
+            execution traces may stand, too; a run directory with its `traces`, in which raw ones
+            count that nobody will compress any more.
+
+    Raises:
+        TraceFormatError: There is nothing, or no trace in it.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise TraceFormatError(f"{path}: no such file or folder")
+    folder = path / "traces" if (path / "traces").is_dir() else path
+    there = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
+    found = [path for path in there if not _is_execution_trace(path)]
+    if folder.name == "traces":
+        found += raw_traces(folder, [file.name for file in found])
+    if not found:
+        found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
+    if not found:
+        raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder, there))
+    return found
+
+
+def window_files(source: str | Path, window: int | None = None) -> list[Path]:
+    """The trace files of one window, one per rank.
+
+    Args:
+        source: As for `trace_files`.
+        window: As for `run_windows.one_window`: by start, from 0; None takes the last whole one.
+
+    Raises:
+        TraceFormatError: There is nothing, or no trace in it.
+        MissingDataError: There is no such window.
+    """
+    return one_window(trace_files(source), window)
+
+
+def _is_execution_trace(path: Path) -> bool:
+    """Whether it begins like a file of ExecutionTraceObserver; unreadable files count as traces."""
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
+            return _EXECUTION_TRACE.match(file.read(_HEAD_BYTES)) is not None
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
+    if passed_over:
+        return f"{passed_over[0].name} is an execution trace (ExecutionTraceObserver)"
+    try:
+        waiting = [n for n in os.listdir(folder / ".parts") if n.endswith(SIDECAR_SUFFIX)]
+    except OSError:
+        waiting = []
+    if waiting:
+        return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
+    if os.path.lexists(folder / MANIFEST_NAME):
+        return "this run recorded none; haiprof --trace train.py records some steps"
+    return "traces end in .json or .json.gz, one file per rank"
+
+
+def _is_trace(entry: os.DirEntry[str]) -> bool:
+    name = entry.name
+    plain = not name.startswith(".") and name not in _OTHERS
+    anew = any(suffix in name for suffix in (COUNTER_SUFFIX, OVERLAY_SUFFIX))
+    anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
+    of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
+    own = plain and not anew and not of_haiprof
+    return own and name.endswith(TRACE_ENDINGS) and entry.is_file()
+
+
+class _OfRank(Protocol):
+    """Anything with a path and a rank, such as a `Trace`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def rank(self) -> int | None: ...
+
+
+_Found = TypeVar("_Found", bound=_OfRank)
+
+
+def by_rank(traces: Iterable[_Found]) -> dict[int, _Found]:
+    """Traces by rank; one without a rank gets the lowest free number.
+
+    Raises:
+        TraceFormatError: Two files say that they are the same rank; both are named.
+    """
+    found: dict[int, _Found] = {}
+    silent: list[_Found] = []
+    for trace in traces:
+        if trace.rank is None:
+            silent.append(trace)
+        elif trace.rank in found:
+            raise TraceFormatError(
+                f"two traces of rank {trace.rank}: {found[trace.rank].path} and {trace.path}",
+                hint="name the files of one window, or give {rank: path}",
+            )
+        else:
+            found[trace.rank] = trace
+    free = (number for number in range(len(found) + len(silent)) if number not in found)
+    found |= dict(zip(free, silent, strict=False))
+    return dict(sorted(found.items()))

@@ -1,0 +1,1 @@
+"""Kineto traces as columns: read once, cached for the user alone, every lost event counted."""

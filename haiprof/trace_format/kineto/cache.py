@@ -1,0 +1,288 @@
+"""The columns of a trace on disk: one file per trace in the user's cache folder, or in memory.
+
+A cache file gets its name once it is complete: readers see all of it or nothing, and of two
+processes that build the same one the later one wins. Its name holds the format's version and a key
+of the file: size, times of change, and a hash of its beginning, its end and 64 places in between.
+Hashing all of a large file would take as long as reading it. Every part has a checksum; a damaged
+cache is built again. `user_cache` checks the owner and limits the size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.kineto.columns import by_start, finish_table, merge_parts
+from haiprof.trace_format.kineto.load import LoadReport, read_trace
+from haiprof.trace_format.kineto.tables import TABLES, TRACE_VERSION
+from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
+
+_PART_ROWS = 1 << 15
+_SAMPLE_BYTES, _SAMPLE_COUNT = 4096, 64
+_TEXTS = "texts"
+_ENDING = ".columns"
+_TRAILER = struct.Struct("<QI")
+"""The last bytes of a cache: length of the JSON before them, and its checksum."""
+UNFIT = (OSError, ValueError, KeyError, TypeError, struct.error, pl.exceptions.PolarsError)
+"""What reading a damaged cache raises."""
+
+
+class TraceColumns:
+    """The tables of one file, each read on demand.
+
+    Args:
+        path: The trace.
+        key: Its `content_key`.
+        content: Names and positions of the parts, and what is known of the whole file.
+        source: Where the parts are.
+    """
+
+    def __init__(self, path: Path, key: str, content: dict[str, Any], source: _Source) -> None:
+        self._path, self._key, self._source = path, key, source
+        self._parts: dict[str, list[list[Any]]] = content["parts"]
+        """Of each table: checksum, columns, place and length of each part."""
+        self.metadata: dict[str, Any] = content["metadata"]
+        told = content["report"]
+        lists = {name: tuple(told[name]) for name in ("examples", "file_notes")}
+        self.report = LoadReport(**{**told, **lists, "path": str(path)})
+        self._texts = pl.Enum(self._part(_TEXTS, 0).frame()["text"])
+
+    @property
+    def key(self) -> str:
+        """The `content_key` of the file."""
+        return self._key
+
+    def table(self, name: str) -> pl.DataFrame:
+        """One table by start, the longer event first; columns in `tables.TABLES`, texts as Enum.
+
+        Raises:
+            TraceFormatError: The trace has changed since it was opened.
+        """
+        parts = [self._part_or_again(name, at) for at in range(len(self._parts.get(name, [])))]
+        if not parts:
+            return finish_table(name, pl.DataFrame(), self._texts)
+        if len(parts) == 1:
+            whole = parts[0].frame()
+            return finish_table(name, whole[_order(whole["ts_ns"], whole["dur_ns"])], self._texts)
+        ts_ns, dur_ns = _column(parts, "ts_ns"), _column(parts, "dur_ns")
+        order = _order(ts_ns, dur_ns)
+        del ts_ns, dur_ns
+        columns = [  # one after the other, for memory
+            _column(parts, column.name)[order]
+            for column in TABLES[name]
+            if any(part.holds(column.name) for part in parts)
+        ]
+        return finish_table(name, pl.DataFrame(columns), self._texts)
+
+    def parts(self, name: str) -> Iterator[pl.DataFrame]:
+        """The same in the file's order, in pieces of bounded size."""
+        for number in range(len(self._parts.get(name, []))):
+            part = self._part_or_again(name, number)
+            yield finish_table(name, part.frame(), self._texts)
+
+    def _part_or_again(self, name: str, number: int) -> _Part:
+        for keep in (True, False):
+            try:
+                return self._part(name, number)
+            except (OSError, ValueError):  # noqa: PERF203 - twice at most
+                self._build_again(keep=keep)
+        return self._part(name, number)
+
+    def _part(self, name: str, number: int) -> _Part:
+        """A part, if it is as it was written; a ValueError says that it is not."""
+        checksum, columns, place, length = self._parts[name][number]
+        data = self._source.read(place, length)
+        if zlib.crc32(data) != checksum:
+            raise ValueError(f"{name} {number} is damaged")
+        return _Part(data, columns)
+
+    def _build_again(self, *, keep: bool) -> None:
+        """Builds the cache again: it was evicted or damaged since it was opened."""
+        if content_key(self._path) != self._key:
+            raise TraceFormatError(
+                f"{self._path}: it has changed since it was opened", hint="open it once more"
+            )
+        again = _build_cache(self._path, self._key, keep=keep)
+        self._source, self._parts = again._source, again._parts
+
+
+def open_columns(path: Path) -> TraceColumns:
+    """The columns of a trace file, from its cache or read now.
+
+    Raises:
+        TraceFormatError: It is not a trace, or cannot be read.
+    """
+    key = content_key(path)
+    with contextlib.suppress(*UNFIT):
+        return _open_cache(path, key)
+    return _build_cache(path, key, keep=True)
+
+
+def _open_cache(path: Path, key: str) -> TraceColumns:
+    with read_entry(key + _ENDING) as file:
+        end = file.seek(-_TRAILER.size, os.SEEK_END)
+        length, checksum = _TRAILER.unpack(file.read(_TRAILER.size))
+        if length > end:
+            raise ValueError(f"{path}: its cache is damaged")
+        file.seek(end - length)
+        text = file.read(length)
+    if zlib.crc32(text) != checksum:
+        raise ValueError(f"{path}: its cache is damaged")
+    return TraceColumns(path, key, json.loads(text), _CachedParts(key + _ENDING))
+
+
+def content_key(path: Path) -> str:
+    """Identifies a file's content without reading all of it.
+
+    Raises:
+        TraceFormatError: It cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise TraceFormatError(f"{path}: it is {kind}, not a trace")
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            found = hashlib.blake2b(digest_size=12)
+            found.update(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}".encode())
+            last = max(0, status.st_size - _SAMPLE_BYTES)
+            for place in range(_SAMPLE_COUNT + 1):
+                file.seek(last * place // _SAMPLE_COUNT)
+                found.update(file.read(_SAMPLE_BYTES))
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceFormatError(f"{path}: {reason or error}") from None
+    return f"{TRACE_VERSION}-{found.hexdigest()}"
+
+
+def _build_cache(path: Path, key: str, *, keep: bool) -> TraceColumns:
+    """Reads the file into a cache, else into memory."""
+    if keep:
+        with contextlib.suppress(OSError):
+            with new_entry(key + _ENDING) as file:
+                content = _write(path, key, file)
+                text = json.dumps(content).encode()
+                file.write(text + _TRAILER.pack(len(text), zlib.crc32(text)))
+            return _open_cache(path, key)
+    parts = io.BytesIO()
+    content = _write(path, key, parts)
+    return TraceColumns(path, key, content, _PartsInMemory(parts))
+
+
+def _write(path: Path, key: str, file: BinaryIO) -> dict[str, Any]:
+    writer = _PartWriter(file)
+    metadata, texts, report = read_trace(path, writer.add)
+    writer.close(texts)
+    if content_key(path) != key:
+        raise TraceFormatError(
+            f"{path}: it changed while it was read", hint="wait until it is written"
+        )
+    report = replace(report, path="")
+    return {"metadata": metadata, "report": asdict(report), "parts": writer.written}
+
+
+class _Part:
+    """Some rows of a table as they are stored."""
+
+    def __init__(self, data: bytes, columns: list[str]) -> None:
+        self._data = io.BytesIO(data)
+        self._columns = columns
+
+    def holds(self, name: str) -> bool:
+        """Whether some row has a value in a column."""
+        return name in self._columns
+
+    def column(self, name: str) -> pl.DataFrame:
+        """One column; any other one, for its height, where it is missing."""
+        return self.frame([name if self.holds(name) else "event"])
+
+    def frame(self, columns: list[str] | None = None) -> pl.DataFrame:
+        """Some columns, or all that there are."""
+        self._data.seek(0)
+        return pl.read_ipc_stream(self._data, columns=columns)
+
+
+def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
+    return pl.Series(by_start(ts_ns.to_numpy(), dur_ns.to_numpy()), dtype=pl.UInt32)
+
+
+def _column(parts: list[_Part], name: str) -> pl.Series:
+    """One column of all parts in one piece; null in parts without it."""
+    return merge_parts([part.column(name) for part in parts])[name].rechunk()
+
+
+class _Source(Protocol):
+    """Where parts are."""
+
+    def read(self, place: int, length: int) -> bytes:
+        """So many bytes from there."""
+
+
+class _CachedParts:
+    """Parts in a cache; it is opened for each, as there may be more traces than descriptors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read(self, place: int, length: int) -> bytes:
+        with read_entry(self._name) as file:
+            return os.pread(file.fileno(), length, place)
+
+
+class _PartsInMemory:
+    """Parts in memory, where no cache can be written."""
+
+    def __init__(self, parts: io.BytesIO) -> None:
+        self._parts = parts.getbuffer()
+
+    def read(self, place: int, length: int) -> bytes:
+        return bytes(self._parts[place : place + length])
+
+
+class _PartWriter:
+    """Collects a table's frames and writes a part when there are enough rows."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._waiting: dict[str, list[pl.DataFrame]] = {}
+        self._rows: dict[str, int] = {}
+        self.written: dict[str, list[list[Any]]] = {}
+
+    def add(self, table: str, frame: pl.DataFrame) -> None:
+        """Takes some rows."""
+        self._waiting.setdefault(table, []).append(frame)
+        self._rows[table] = self._rows.get(table, 0) + frame.height
+        if self._rows[table] >= _PART_ROWS:
+            self._flush(table)
+
+    def close(self, texts: list[str]) -> None:
+        """Writes what is left."""
+        for table in list(self._waiting):
+            self._flush(table)
+        self._keep(_TEXTS, pl.DataFrame({"text": texts}, schema={"text": pl.String}))
+
+    def _flush(self, table: str) -> None:
+        frames, self._waiting[table], self._rows[table] = self._waiting[table], [], 0
+        if frames:
+            self._keep(table, merge_parts(frames))
+
+    def _keep(self, name: str, frame: pl.DataFrame) -> None:
+        buffer = io.BytesIO()
+        frame.write_ipc_stream(buffer, compression="lz4")
+        data = buffer.getvalue()
+        part = [zlib.crc32(data), frame.columns, self._file.tell(), len(data)]
+        self.written.setdefault(name, []).append(part)
+        self._file.write(data)

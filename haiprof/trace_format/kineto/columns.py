@@ -1,0 +1,243 @@
+"""From decoded events to polars frames, one per table."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.ma  # polars imports it for its first series: 30 ms that the first trace need not pay
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.kineto.events import NO_JSON, argument_names
+from haiprof.trace_format.kineto.tables import TABLES, TraceColumn
+from haiprof.trace_format.kineto.times import as_floats
+
+BATCH_ROWS = 1 << 11
+"""Rows of a table that are collected as Python objects before they become a frame."""
+_NAME_LIMIT_BYTES = 1 << 30  # of all distinct texts of a file, with their containers
+_NAME_COST_BYTES = 300
+_UNKNOWN = (TypeError, OverflowError)  # what polars raises for a value that is not of a type
+_STORED: dict[str, type[pl.DataType]] = {"i64": pl.Int64, "f64": pl.Float64, "str": pl.UInt32}
+
+Getter = Callable[[Sequence[Any]], list[Any]]
+
+
+class Names(dict[Any, int | None]):
+    """Texts as codes, in order of their first appearance; no text has no code.
+
+    Args:
+        path: Of the trace, for the error if it holds too many.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._codes: dict[str, int] = {}
+        self._cost_bytes = 0
+
+    def __missing__(self, value: Any) -> int | None:  # noqa: ANN401 - whatever a name is in the file
+        text = _json_text(value) if isinstance(value, bytes) else value
+        code = None if text is None else self._code(str(text))
+        self[value] = code
+        return code
+
+    def texts(self) -> list[str]:
+        """The texts by code."""
+        return list(self._codes)
+
+    def _code(self, text: str) -> int:
+        self._cost_bytes += len(text) + _NAME_COST_BYTES
+        if self._cost_bytes > _NAME_LIMIT_BYTES:
+            raise TraceFormatError(
+                f"{self._path}: more than {_NAME_LIMIT_BYTES >> 30} GiB of distinct names",
+                hint="every event seems to have a name of its own",
+            )
+        return self._codes.setdefault(text, len(self._codes))
+
+
+def _json_text(raw: bytes) -> str | None:
+    """A JSON value as text: a string's own, None for null, all else as it is written."""
+    if not raw:
+        return None
+    if raw[:1] in (b'"', b"n"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(raw, type=str | None)
+    return " ".join(raw.decode("utf-8", "replace").split())
+
+
+def _getter(name: str) -> Getter:
+    """A loop over one attribute; compiled, it takes half the time of `attrgetter`."""
+    found: Getter = eval(f"lambda rows: [row.{name} for row in rows]")  # a name of our own schema
+    return found
+
+
+class _Column:
+    """The values of one column until they become a series."""
+
+    def __init__(self, column: TraceColumn) -> None:
+        self.column = column
+        self.is_own = column.field.startswith(".")
+        names = [column.field[1:]] if self.is_own else argument_names(column)
+        self._getters = [_getter(name) for name in names]
+        self._nothing = NO_JSON if column.is_json else None
+        self._missing_count = 0
+        """How many rows there are while none of them has a value."""
+        self._values: list[Any] = []
+
+    def add(self, rows: Sequence[Any], names: Names) -> None:
+        """Takes the values of some rows."""
+        values = self._getters[0](rows)
+        for getter in self._getters[1:]:
+            others = getter(rows)
+            if others.count(None) < len(others):  # an older spelling
+                values = [b if a is None else a for a, b in zip(values, others, strict=True)]
+        # The first one first: comparing takes fifty times longer where a value is not None.
+        nothing = self._nothing
+        if values[0] is nothing and not self._values and values.count(nothing) == len(values):
+            self._missing_count += len(values)
+            return
+        if self._missing_count:
+            self._values, self._missing_count = [None] * self._missing_count, 0
+        if self.column.type == "str":
+            found = map(bytes, values) if self.column.is_json else values  # a Raw keeps its piece
+            values = list(map(names.__getitem__, found))
+        self._values += values
+
+    def take(self) -> pl.Series | None:
+        """Returns and clears the values; None where no row has one."""
+        name, kind = self.column.name, _STORED[self.column.type]
+        values, self._values = self._values, []
+        self._missing_count = 0
+        if not values:
+            return None
+        try:
+            found = pl.Series(name, values, dtype=kind)
+        except _UNKNOWN:
+            if kind == pl.Int64:
+                return pl.Series(name, [_integer(value) for value in values], dtype=kind)
+            found = pl.Series(name, as_floats(values))
+        return self._finite(found) if kind == pl.Float64 else found
+
+    def _finite(self, found: pl.Series) -> pl.Series:
+        floats = found.to_numpy() * self.column.scale
+        finite = np.isfinite(floats)
+        if finite.all():
+            return pl.Series(found.name, floats, dtype=pl.Float64)
+        known = np.where(finite, floats, np.nan)
+        return pl.Series(found.name, known, dtype=pl.Float64, nan_to_null=True)
+
+
+def _integer(value: object) -> int | None:
+    """A whole number; of a text such as `stream 7` its last digits; None where there is none."""
+    if isinstance(value, str):
+        digits = value.rsplit(" ", 1)[-1]
+        value = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) and value.is_integer() else None
+    return value if isinstance(value, int) and -(1 << 63) <= value < 1 << 63 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What every table has of its rows, as arrays."""
+
+    event: Ints
+    category: npt.NDArray[np.uint32]
+    """Codes of the texts."""
+    ts_ns: Ints
+    dur_ns: Ints
+
+
+_COMMON = {"event": pl.Int64, "category": pl.UInt32, "ts_ns": pl.Int64, "dur_ns": pl.Int64}
+
+
+class TableBatch:
+    """Some rows of one table on their way from events to a frame.
+
+    Args:
+        table: Its name in `TABLES`.
+    """
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.row_count = 0
+        self._columns = [_Column(each) for each in TABLES[table] if each.name not in _COMMON]
+        self._common: list[Common] = []
+
+    def add(
+        self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
+    ) -> None:  # fmt: skip
+        """Takes rows.
+
+        Args:
+            heads: Of this table only; at least one.
+            args: Of the same events.
+            common: Of the same events.
+            names: Grows.
+        """
+        self.row_count += len(heads)
+        self._common.append(common)
+        for column in self._columns:
+            column.add(heads if column.is_own else args, names)
+
+    def take(self) -> pl.DataFrame:
+        """Returns and clears the rows; texts are codes.
+
+        Columns in which no row has a value are left out: see `merge_parts`.
+        """
+        parts, self._common, self.row_count = self._common, [], 0
+        found = {
+            name: pl.Series(name, np.concatenate([getattr(part, name) for part in parts]), kind)
+            for name, kind in _COMMON.items()
+        }
+        own = {each.column.name: each.take() for each in self._columns}
+        found |= {name: values for name, values in own.items() if values is not None}
+        return pl.DataFrame(list(found.values()))
+
+
+def merge_parts(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Parts of a table as one frame with the columns that any of them has."""
+    return pl.concat(parts, how="diagonal", rechunk=True)
+
+
+def by_start(ts_ns: Ints, dur_ns: Ints) -> Ints:
+    """The order of events by their start, the longer one first, else as they stand in the file."""
+    order: Ints = np.argsort(ts_ns, kind="stable")
+    same = np.diff(ts_ns[order]) == 0
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((-dur_ns[rows], ts_ns[rows]))]
+    return order
+
+
+def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
+    """A table with all its columns, and with its texts in place of codes.
+
+    Args:
+        table: Its name in `TABLES`.
+        part: From `TableBatch.take`, or several of them merged.
+        texts: The names by code.
+    """
+    coded = [each.name for each in TABLES[table] if each.type == "str" and each.name in part]
+    known = part.with_columns(_as_text_of(name, texts) for name in coded)
+    # One for all columns of a type, since they share its memory.
+    nulls = {kind: pl.Series(dtype=texts if kind == "str" else stored)
+             .extend_constant(None, part.height) for kind, stored in _STORED.items()}  # fmt: skip
+    return pl.DataFrame([
+        known[each.name] if each.name in part else nulls[each.type].alias(each.name)
+        for each in TABLES[table]
+    ])  # fmt: skip
+
+
+def _as_text_of(name: str, texts: pl.Enum) -> pl.Expr:
+    column = pl.col(name)
+    # polars 2 has a method for it, where polars 1 (Python 3.10) casts.
+    return column.cat.to(texts) if hasattr(column.cat, "to") else column.cast(texts)

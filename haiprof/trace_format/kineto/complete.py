@@ -1,0 +1,188 @@
+"""Completes a trace that Kineto wrote by itself with what it lacks: rank, host, steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.kineto.columns import finish_table, merge_parts
+from haiprof.trace_format.kineto.load import read_trace
+from haiprof.trace_format.kineto.tables import ANNOTATIONS, OPS
+
+_HEAD_BYTES = 4 << 20  # devices and metadata stand before the events
+_CHUNK_BYTES = 1 << 20
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_GZIP_BITS, _GZIP_LEVEL = 31, 3
+_TAIL_BYTES = 4 << 20  # what Kineto says of its own window stands behind the job's events
+_WINDOW = re.compile(
+    rb'"cat": "Trace",\s*"name": "PyTorch Profiler[^"]*",[^{}]*?'
+    rb'"ts": ([0-9]+)\.?([0-9]*),\s*"dur": ([0-9]+)\.?([0-9]*)'
+)
+_OPTIMIZER = r"^Optimizer\.step#"
+
+
+class EmptyTraceError(TraceFormatError):
+    """A trace holds nothing of the training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step."""
+
+    number: int
+    start_wall_ns: int
+    end_wall_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawTrace:
+    """A trace before it is completed."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    event_count: int
+    base_ns: int
+    """What the times in the file are counted from, in Unix time."""
+    start_wall_ns: int
+    """When Kineto began to record; else the start of the first operator or range."""
+    end_wall_ns: int
+    """When it ended; else the end of the last operator or range."""
+    optimizer_ends_wall_ns: tuple[int, ...]
+    """Ends of the optimizers' steps, in order."""
+    tid: int | None
+    """Of the thread that trains; None where no optimizer stepped."""
+
+
+def read_raw(path: Path) -> RawTrace:
+    """Reads a trace that Kineto has just written.
+
+    Raises:
+        TraceFormatError: It is not a trace.
+        EmptyTraceError: No operator and no range is in it.
+    """
+    parts: dict[str, list[pl.DataFrame]] = {ANNOTATIONS: [], OPS: []}
+
+    def keep(table: str, part: pl.DataFrame) -> None:
+        if table in parts:
+            wanted = [name for name in ("name", "ts_ns", "dur_ns", "tid") if name in part.columns]
+            parts[table].append(part.select(wanted))
+
+    metadata, texts, report = read_trace(path, keep)
+    base = metadata.get("baseTimeNanoseconds")
+    base_ns = base if type(base) is int else 0
+    spans = [p.select("ts_ns", "dur_ns", "tid") for table in parts.values() for p in table]
+    if not spans or not sum(map(len, spans)):
+        raise EmptyTraceError(f"{path}: it holds no operator and no range")
+    whole = pl.concat(spans)
+    steps = _optimizer_steps(parts[ANNOTATIONS], texts)
+    ends = [int(end) + base_ns for end in (steps["ts_ns"] + steps["dur_ns"]).sort()]
+    start_ns = int(whole["ts_ns"].to_numpy().min())
+    end_ns = int((whole["ts_ns"] + whole["dur_ns"]).to_numpy().max())
+    window = _window(path)
+    if window is not None:
+        start_ns, end_ns = min(start_ns, window[0]), max(end_ns, window[1])
+    return RawTrace(
+        path=path,
+        metadata=metadata,
+        event_count=report.event_count,
+        base_ns=base_ns,
+        start_wall_ns=base_ns + start_ns,
+        end_wall_ns=base_ns + end_ns,
+        optimizer_ends_wall_ns=tuple(ends),
+        tid=int(steps["tid"][0]) if steps.height and steps["tid"][0] is not None else None,
+    )
+
+
+def _window(path: Path) -> tuple[int, int] | None:
+    """Begin and end of the window by Kineto's own event, in ns of the file's times."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        found = _WINDOW.search(file.read())
+    if found is None:
+        return None
+    whole, part, long, rest = (text.decode() for text in found.groups())
+    start = int(whole + part[:3].ljust(3, "0"))
+    return start, start + int(long + rest[:3].ljust(3, "0"))
+
+
+def _optimizer_steps(parts: list[pl.DataFrame], texts: Sequence[str]) -> pl.DataFrame:
+    if not parts:
+        return pl.DataFrame(schema={"ts_ns": pl.Int64, "dur_ns": pl.Int64, "tid": pl.Int64})
+    ranges = finish_table(ANNOTATIONS, merge_parts(parts), pl.Enum(texts))
+    named = ranges.filter(pl.col("name").cast(pl.String).str.contains(_OPTIMIZER))
+    return named.select("ts_ns", "dur_ns", "tid")
+
+
+def write_complete(
+    raw: RawTrace,
+    file: BinaryIO,
+    *,
+    metadata: Mapping[str, Any],
+    steps: Sequence[Step],
+    pid: int,
+    packed: bool,
+) -> None:
+    """Writes the trace with more metadata and marks of steps, and everything else unchanged.
+
+    Args:
+        raw: The trace.
+        file: Where it goes.
+        metadata: JSON values by name; the trace's own value of a name takes precedence.
+        steps: Their marks are named ProfilerStep#N, as torch.profiler's own.
+        pid: Of the process, as the trace numbers it.
+        packed: Whether it is compressed.
+
+    Raises:
+        TraceFormatError: It is not in Kineto's form.
+        OSError: It cannot be read, or there is no room.
+    """
+    new = {key: value for key, value in metadata.items() if key not in raw.metadata}
+    marks = [_mark(raw, step, pid) for step in steps]
+    with raw.path.open("rb") as source:
+        pieces = _pieces(source, raw.path, new, marks)
+        for piece in _gzip_pieces(pieces) if packed else pieces:
+            file.write(piece)
+
+
+def _mark(raw: RawTrace, step: Step, pid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": f"ProfilerStep#{step.number}",
+        "pid": pid,
+        "tid": pid if raw.tid is None else raw.tid,
+        "ts": (step.start_wall_ns - raw.base_ns) / 1000,
+        "dur": (step.end_wall_ns - step.start_wall_ns) / 1000,
+        "args": {"haiprof": "a step as haiprof recorded it beside the trace"},
+    }
+
+
+def _pieces(
+    source: IO[bytes], path: Path, metadata: Mapping[str, Any], marks: Sequence[Mapping[str, Any]]
+) -> Iterator[bytes]:
+    head = source.read(_HEAD_BYTES)
+    brace, events = head.find(b"{"), _EVENTS_KEY.search(head)
+    if brace < 0 or head[:brace].strip() or events is None:
+        raise TraceFormatError(f"{path}: not a trace as Kineto writes it")
+    yield head[: brace + 1]
+    yield "".join(f"\n  {json.dumps(k)}: {json.dumps(v)}," for k, v in metadata.items()).encode()
+    yield head[brace + 1 : events.end()]
+    if head[events.end() :].lstrip()[:1] != b"]":
+        yield "".join(f"\n  {json.dumps(mark)}," for mark in marks).encode()
+    yield head[events.end() :]
+    yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
+
+
+def _gzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
+    for piece in pieces:
+        yield packer.compress(piece)
+    yield packer.flush()

@@ -1,0 +1,227 @@
+"""Decodes a piece of text into events; damaged ones are repaired or dropped, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from haiprof.trace_format.kineto.events import (
+    ARGUMENTS,
+    EXACT_WHOLE,
+    HEADS,
+    JSON_KEYS,
+    TEXTS,
+    WHOLE,
+    Decoder,
+)
+from haiprof.trace_format.kineto.scan import BOUNDARY, Element, Found, element, scrub
+from haiprof.trace_format.kineto.text import TraceText
+
+# A text of this length without the end of an event, in which further events seem to begin, has
+# lost a bracket or a quote.
+_UNFINISHED_LIMIT_BYTES = 8 << 20
+_WASTE_LIMIT, _WINDOW_BYTES = 16, 4096
+_SHOWN_BYTES, _EXAMPLES = 80, 3
+
+_DecodeError = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+@dataclass(slots=True)
+class Damage:
+    """Counts of what could not be read as written."""
+
+    repaired_count: int = 0
+    """Pieces of text with invalid JSON values (NaN, stray bytes), read without those values."""
+    lost_count: int = 0
+    """Events that could not be read at all."""
+    odd_arguments_count: int = 0
+    """Events some of whose arguments are of a wrong type: those are missing."""
+    examples: list[str] = field(default_factory=list)
+    """The beginning of the first few lost events."""
+
+    def lose(self, event: bytes) -> None:
+        """Counts an event that cannot be read."""
+        self.lost_count += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(event[:_SHOWN_BYTES].decode("utf-8", "replace"))
+
+
+def decode_whole(piece: bytes, text: TraceText, *, exact: bool) -> list[Any] | None:
+    """Decodes events with their arguments in one pass; None where one has an unusual form."""
+    return None if text.is_last else _decode_events(piece, EXACT_WHOLE if exact else WHOLE)
+
+
+def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:
+    """Decodes the events of a piece.
+
+    Args:
+        piece: Events separated by commas.
+        text: The file; `unread` is called for an incomplete last event, `events_ended` where the
+            array of events closes.
+        damage: Grows by what was wrong.
+        decoder: Of one event.
+    """
+    if not text.is_last:
+        found = _decode_events(piece, decoder)
+        if found is not None:
+            return found
+    last = _last_element(piece)
+    if not _seems_broken(piece, last, text):
+        whole = piece[: last.start]
+        found = _decode_after_scrub(whole.rstrip(b", \t\r\n"), decoder, damage)
+        if found is not None:
+            _end_with(piece, last, text)
+            return found
+    clean = scrub(piece)
+    damage.repaired_count += clean != piece
+    return list(_one_by_one(clean, decoder, text, damage))
+
+
+def event_texts(text: TraceText) -> Iterator[bytes]:
+    """Yields the text of all events as written, without what is not JSON.
+
+    Args:
+        text: Of a trace, from its beginning.
+
+    Returns:
+        Events separated by commas; no piece is empty.
+    """
+    damage = Damage()
+    for piece in text.pieces():
+        events = decode(piece, text, damage, TEXTS)
+        if _decode_events(b",".join(events), HEADS) is None:  # some are JSON, but no events
+            events = [each for each in events if _decode_events(bytes(each), HEADS) is not None]
+        if events:
+            whole = b",\n".join(events)
+            yield whole if whole.isascii() else scrub(whole)
+
+
+def arguments(table: str, raws: Sequence[msgspec.Raw], damage: Damage) -> list[Any]:
+    """Decodes the arguments of events of one table.
+
+    Args:
+        table: Its name in `TABLES`.
+        raws: An object each.
+        damage: Grows by what was wrong.
+
+    Returns:
+        Structs with the fields of `events.argument_names`.
+    """
+    decoder = ARGUMENTS[table]
+    found = _decode_events(b",".join(raws), decoder)
+    return [_mend(bytes(raw), decoder, damage) for raw in raws] if found is None else found
+
+
+def _mend(raw: bytes, decoder: Decoder, damage: Damage) -> object:
+    """One event's arguments without those that are of a wrong type."""
+    for candidate in (raw, scrub(raw)):
+        found = _decode_events(candidate, decoder)
+        if found is not None:
+            return found[0]
+    try:
+        values = msgspec.json.decode(scrub(raw))
+    except _DecodeError:
+        values = {}
+    kept = {k: v for k, v in values.items() if _fits(k, v)} if isinstance(values, dict) else {}
+    if values is not None:
+        damage.odd_arguments_count += 1
+    return decoder.decode(b"[" + msgspec.json.encode(kept) + b"]")[0]
+
+
+def _fits(key: str, value: object) -> bool:
+    return key in JSON_KEYS or (
+        isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    )
+
+
+def _decode_events(events: bytes, decoder: Decoder) -> list[Any] | None:
+    try:
+        return decoder.decode(b"[" + events + b"]")
+    except _DecodeError:
+        return None
+
+
+def _decode_after_scrub(events: bytes, decoder: Decoder, damage: Damage) -> list[Any] | None:
+    found = _decode_events(events, decoder)
+    if found is not None:
+        return found
+    clean = scrub(events)
+    found = _decode_events(clean, decoder) if clean != events else None
+    damage.repaired_count += found is not None
+    return found
+
+
+def _last_element(piece: bytes) -> Element:
+    """The last element, where it is incomplete."""
+    found = element(piece, 0)
+    while found.found is Found.WHOLE:
+        found = element(piece, found.end)
+    return found
+
+
+def _end_with(piece: bytes, last: Element, text: TraceText) -> None:
+    """Hands an incomplete end of the piece back to the text."""
+    if last.found is Found.ARRAY_END:
+        text.events_ended(piece[last.end :])
+    elif text.is_last:
+        text.truncated_bytes = len(piece) - last.start
+    else:
+        text.unread(piece[last.start :])
+
+
+def _seems_broken(piece: bytes, last: Element, text: TraceText) -> bool:
+    """Whether brackets do not match, or an unfinished event contains the beginnings of others.
+
+    A truncated file is not broken, even where its last event seems to contain events: at the end
+    of a file only an unmatched quote counts, and only where the file closes properly.
+    """
+    if last.found in (Found.BROKEN, Found.ARRAY_END):
+        return last.found is Found.BROKEN
+    if text.is_last:
+        swallowed = last.found is Found.IN_STRING and piece.rstrip().endswith((b"}", b"]"))
+    else:
+        swallowed = len(piece) - last.start > _UNFINISHED_LIMIT_BYTES
+    return swallowed and BOUNDARY.search(piece, last.start) is not None
+
+
+def _one_by_one(piece: bytes, decoder: Decoder, text: TraceText, damage: Damage) -> Iterator[Any]:
+    """Decodes each event alone; a damaged one ends where the next seems to begin."""
+    at, wasted_bytes = 0, 0
+    while True:
+        # Bounds the search: else heavy damage would cost a scan of the whole piece per event.
+        window = _WINDOW_BYTES if wasted_bytes > _WASTE_LIMIT * len(piece) else len(piece)
+        found = element(piece, at, min(at + window, len(piece)))
+        if found.found is Found.WHOLE:
+            event = piece[found.start : found.end]
+            decoded = _decode_events(event, decoder)
+            if decoded is not None:
+                yield from decoded
+                at = found.end
+                continue
+            following = None if _is_json(event) else BOUNDARY.search(event)
+            at = found.start + following.start() + 1 if following else found.end
+        else:
+            ended_early = found.end < len(piece) and found.found is not Found.ARRAY_END
+            if not (ended_early or _seems_broken(piece, found, text)):
+                break
+            following = BOUNDARY.search(piece, found.start)
+            if following is None:
+                break
+            at = following.start() + 1
+        wasted_bytes += found.end - found.start
+        damage.lose(piece[found.start : at])
+    if found.found is Found.BROKEN and text.is_last:
+        damage.lose(piece[found.start :])
+    else:
+        _end_with(piece, found, text)
+
+
+def _is_json(event: bytes) -> bool:
+    try:
+        msgspec.json.decode(event)
+    except _DecodeError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""What was found of a trace, kept in the user's cache: a sound one is checked once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from dataclasses import asdict, dataclass
+
+from haiprof.trace_format.checks.finding import Finding
+from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
+
+_VERSION = 1  # of the checks: findings of another one are worked out anew
+_SIZE_LIMIT_BYTES = 1 << 20
+_UNFIT = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading of a damaged entry raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFindings:
+    """What was found of one trace."""
+
+    findings: tuple[Finding, ...]
+    corrected: frozenset[str]
+    """Tables that hold something else than the file."""
+    window: tuple[int, int] | None
+    """First start and last end of calls and GPU events, or else of operators."""
+
+
+def recall_findings(key: str) -> KeptFindings | None:
+    """What was kept; None where nothing was, or something damaged.
+
+    Args:
+        key: Of the trace's columns.
+    """
+    with contextlib.suppress(*_UNFIT), read_entry(_name(key)) as file:
+        data = file.read(_SIZE_LIMIT_BYTES)
+        if int(data[:8], 16) != zlib.crc32(data[8:]):
+            return None
+        content = json.loads(data[8:])
+        findings = tuple(
+            Finding(**{**each, "answers": tuple(each["answers"])}) for each in content["findings"]
+        )
+        window = content["window"]
+        return KeptFindings(
+            findings=findings,
+            corrected=frozenset(content["corrected"]),
+            window=None if window is None else (int(window[0]), int(window[1])),
+        )
+    return None
+
+
+def keep_findings(key: str, kept: KeptFindings) -> None:
+    """Keeps what was found, if anything can be kept.
+
+    Args:
+        key: Of the trace's columns.
+        kept: What was found.
+    """
+    content = {
+        "findings": [asdict(finding) for finding in kept.findings],
+        "corrected": sorted(kept.corrected),
+        "window": kept.window,
+    }
+    body = json.dumps(content).encode()
+    if len(body) + 8 < _SIZE_LIMIT_BYTES:
+        with contextlib.suppress(OSError), new_entry(_name(key)) as file:
+            file.write(b"%08x" % zlib.crc32(body) + body)
+
+
+def _name(key: str) -> str:
+    return f"{key}-{_VERSION}.findings"

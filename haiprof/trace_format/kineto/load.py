@@ -1,0 +1,370 @@
+"""Reads one trace file into frames, piece by piece, with a report of what was read and what not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.kineto.columns import BATCH_ROWS, Common, Names, TableBatch
+from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
+from haiprof.trace_format.kineto.events import (
+    CATEGORIES,
+    CATEGORY_OF_TYPE,
+    EXACT_HEADS,
+    HEADS,
+    OTHER_CATEGORY,
+)
+from haiprof.trace_format.kineto.halves import HALVES, Half, OpenHalves
+from haiprof.trace_format.kineto.native import NATIVE_ROWS, NativeColumns
+from haiprof.trace_format.kineto.tables import (
+    MEMORY,
+    REDUNDANT_CATEGORIES,
+    TABLE_OF_CATEGORY,
+    TABLES,
+)
+from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.kineto.times import Flags, exact_times, times
+
+Sink = Callable[[str, pl.DataFrame], None]
+"""Takes a part of a table, as from `TableBatch.take`."""
+
+_MEMORY_NAME = "[memory]"  # before 2022 such events had no category
+_HALF_PHASES = frozenset("BEben")
+"""Halves of an event; Kineto writes none. Those of asynchronous ones (b, e, n) are not used."""
+_ENDS = "E, the ends of B"
+_KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
+
+_TABLE_NAMES = tuple(TABLES)
+_MEMORY = _TABLE_NAMES.index(MEMORY)
+_TABLE_OF_CATEGORY = np.array(
+    [_TABLE_NAMES.index(table) for table in TABLE_OF_CATEGORY.values()]
+    + [-1] * (len(REDUNDANT_CATEGORIES) + 1),
+    dtype=np.int8,
+)
+
+
+class _CategoryCodes(dict[Any, int]):
+    def __missing__(self, category: object) -> int:
+        return OTHER_CATEGORY
+
+
+_PLACES = _CategoryCodes({category: place for place, category in enumerate(CATEGORIES)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """Counts of a file's events by what was done with them; they add up to `event_count`."""
+
+    path: str
+    text_bytes: int
+    """Of JSON, decompressed."""
+    event_count: int
+    """Events in the file, lost ones included."""
+    kept: Mapping[str, int]
+    """By table."""
+    redundant: Mapping[str, int]
+    """By category: arrows that repeat what correlations say."""
+    not_used: Mapping[str, int]
+    """By phase and category: metadata, counters, marks that no table holds."""
+    bad_time_count: int
+    """Events without a usable time: not a number, negative or beyond a century."""
+    lost_count: int
+    """Events that are not JSON, or not in the form of an event."""
+    repaired_count: int
+    """Pieces of text that were read after invalid JSON values were removed."""
+    truncated_bytes: int | None
+    """Of an unfinished last event, where the file ends without closing its events; else None."""
+    odd_arguments_count: int
+    """Events with arguments of a wrong type, which are missing."""
+    examples: tuple[str, ...]
+    """The beginnings of the first lost events."""
+    file_notes: tuple[str, ...]
+    """Problems of the file other than those of events."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for people."""
+        counted = (
+            (self.truncated_bytes is not None,
+             f"the file is cut off: {self.truncated_bytes} bytes after the last whole event"),
+            (self.lost_count, f"{self.lost_count} events cannot be read, such as "
+                              + " and ".join(map(repr, self.examples[:1]))),
+            (self.repaired_count, f"{self.repaired_count} pieces held values that are no JSON "
+                                  "(NaN, stray bytes): read without them"),
+            (self.odd_arguments_count, f"{self.odd_arguments_count} events had arguments of a "
+                                       "wrong type: those are missing"),
+            (self.bad_time_count,
+             f"{self.bad_time_count} events without a usable time were left out"),
+            (not self.event_count, "it holds no events"),
+        )  # fmt: skip
+        found = [*self.file_notes, *(note for is_so, note in counted if is_so)]
+        return [f"{self.path}: {note}" for note in found]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A file that is being read."""
+
+    text: TraceText
+    names: Names
+    sink: Sink
+    damage: Damage = field(default_factory=Damage)
+    exact: bool = False
+    """Whether times are decoded from text, as they have too many digits for a float."""
+    events: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    redundant: Counter[str] = field(default_factory=Counter)
+    not_used: Counter[str] = field(default_factory=Counter)
+    bad_time: int = 0
+    halves: OpenHalves = field(default_factory=OpenHalves)
+    batches: list[TableBatch] = field(
+        default_factory=lambda: [TableBatch(table) for table in _TABLE_NAMES]
+    )
+
+    def flush(self, least_rows: int = 1) -> None:
+        """Passes on the tables that have at least so many rows."""
+        for batch in self.batches:
+            if batch.row_count >= least_rows:
+                self.sink(batch.table, batch.take())
+
+
+def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
+    """Reads a file once.
+
+    Args:
+        path: A trace of Kineto, plain or gzip.
+        sink: Gets the tables' parts, in the file's order.
+
+    Returns:
+        The metadata around the events, the texts by code, and the report.
+
+    Raises:
+        TraceFormatError: It is not a trace or cannot be read.
+    """
+    reading = _Reading(TraceText(path), Names(path), sink)
+    name_codes = np.array([reading.names[name] for name in (*CATEGORIES, "")], dtype=np.uint32)
+    native = NativeColumns(reading.names, name_codes)
+    for piece in reading.text.pieces():
+        if _scan_piece(piece, native, reading):
+            continue
+        _flush(native, reading)
+        events = _events(piece, reading, reading.damage)
+        found = exact_times(events.own) if reading.exact else times(events.own)
+        if found is None:
+            reading.exact = True
+            events = _events(piece, reading, Damage())
+            found = exact_times(events.own)
+        _count(events, reading)
+        _add(events, found, name_codes, reading)
+        _add_halves(events.halves, name_codes, reading)
+        reading.events += len(events.categories)
+    for half in reading.halves.unfinished():
+        _count_unused(half.head, reading)
+    reading.flush()
+    _flush(native, reading)
+    report = _report(reading)
+    _refuse_strangers(report)
+    return reading.text.metadata, reading.names.texts(), report
+
+
+def _scan_piece(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
+    """Whether the compiled scanner exists and has read the piece."""
+    found = None if reading.text.is_last else native.scan(piece, reading.events)
+    if found is None:
+        return False
+    counts, too_fine = found
+    reading.exact |= too_fine
+    reading.flush()  # what stands before it in the file
+    for place, count in enumerate(counts):
+        if count:
+            table = TABLE_OF_CATEGORY.get(CATEGORIES[place])
+            counter, key = (
+                (reading.kept, table) if table else (reading.redundant, CATEGORIES[place])
+            )
+            counter[key] += count
+    reading.events += sum(counts)
+    _flush(native, reading, NATIVE_ROWS)
+    return True
+
+
+def _flush(native: NativeColumns, reading: _Reading, least_rows: int = 1) -> None:
+    """Passes on what the scanner has read of tables with at least so many rows."""
+    for number, table in enumerate(_TABLE_NAMES):
+        if native.row_count(number) >= least_rows:
+            reading.sink(table, native.take(number))
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """The events of one piece, sorted by what is done with them."""
+
+    categories: npt.NDArray[np.uint8]
+    """Of all events, as indices in `CATEGORIES`."""
+    others: list[Any]
+    """Events that belong to no table and are not redundant."""
+    places: Ints
+    """Positions in the piece of the events that belong to a table."""
+    tables: npt.NDArray[np.int8]
+    """Their tables, as indices in `_TABLE_NAMES`."""
+    own: list[Any]
+    """The events that belong to a table."""
+    with_args: bool
+    """Whether their arguments have been decoded with them."""
+    halves: list[tuple[int, Any]]
+    """Begins and ends, with their places in the piece."""
+
+
+def _events(piece: bytes, reading: _Reading, damage: Damage) -> _Events:
+    found = decode_whole(piece, reading.text, exact=reading.exact)
+    if found is None:
+        decoder = EXACT_HEADS if reading.exact else HEADS
+        return _sort_events(decode(piece, reading.text, damage, decoder))
+    categories = np.frombuffer(bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, found))), np.uint8)
+    tables = _TABLE_OF_CATEGORY[categories]
+    places = np.flatnonzero(tables >= 0)
+    own = [found[at] for at in places.tolist()]
+    return _Events(categories, [], places, tables[places], own, with_args=True, halves=[])
+
+
+def _sort_events(heads: list[Any]) -> _Events:
+    categories = np.frombuffer(bytes([_PLACES[head.cat] for head in heads]), np.uint8)
+    tables, others = _TABLE_OF_CATEGORY[categories], []
+    halves: list[tuple[int, Any]] = []
+    for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
+        if heads[at].name == _MEMORY_NAME and not heads[at].cat:
+            tables[at] = _MEMORY
+        elif heads[at].ph in HALVES:
+            halves.append((at, heads[at]))
+        else:
+            others.append(heads[at])
+    places = np.flatnonzero(tables >= 0)
+    own = [heads[at] for at in places.tolist()]
+    for head in own:
+        if head.name is None:
+            head.name = ""
+    if not _HALF_PHASES.isdisjoint({head.ph for head in own}):
+        others += [head for head in own if head.ph in _HALF_PHASES - HALVES]
+        halves += [(at, heads[at]) for at in places.tolist() if heads[at].ph in HALVES]
+        halves.sort(key=lambda half: half[0])
+        places = places[[head.ph not in _HALF_PHASES for head in own]]
+        own = [heads[at] for at in places.tolist()]
+    return _Events(categories, others, places, tables[places], own, with_args=False, halves=halves)
+
+
+def _count(events: _Events, reading: _Reading) -> None:
+    """Counts the events that belong to no table."""
+    counts = np.bincount(events.categories, minlength=OTHER_CATEGORY + 1)
+    for category in REDUNDANT_CATEGORIES:
+        count = int(counts[_PLACES[category]])
+        if count:
+            reading.redundant[category] += count
+    for head in events.others:
+        _count_unused(head, reading)
+
+
+def _count_unused(head: Any, reading: _Reading) -> None:  # noqa: ANN401 - a Head or an ExactHead
+    unused, kind = reading.not_used, f"{head.ph or '?'} {head.cat or ''}".rstrip()
+    unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
+
+
+def _add_halves(
+    halves: list[tuple[int, Any]], name_codes: npt.NDArray[np.uint32], reading: _Reading
+) -> None:
+    """Begins and ends of a piece: what of them makes a whole event goes into its table."""
+    if not halves:
+        return
+    known = [Half(reading.events + at, _PLACES[head.cat], head) for at, head in halves]
+    whole, alone = reading.halves.join(known)
+    for half in alone:
+        _count_unused(half.head, reading)
+    tables = _TABLE_OF_CATEGORY[[half.category for half in whole]]
+    for half in (half for half, table in zip(whole, tables, strict=True) if table < 0):
+        _count_unused(half.head, reading)
+    reading.redundant[_ENDS] += len(whole)
+    for number in np.unique(tables[tables >= 0]).tolist():
+        rows = [half for half, table in zip(whole, tables, strict=True) if table == number]
+        _add_whole(number, rows, name_codes, reading)
+
+
+def _add_whole(
+    number: int, rows: list[Half], name_codes: npt.NDArray[np.uint32], reading: _Reading
+) -> None:
+    """Events that were put together, of one table."""
+    ts_ns, dur_ns, good = exact_times([half.head for half in rows])
+    reading.bad_time += len(rows) - int(np.count_nonzero(good))
+    rows = [half for half, is_good in zip(rows, good.tolist(), strict=True) if is_good]
+    if not rows:
+        return
+    batch, own = reading.batches[number], [half.head for half in rows]
+    categories = name_codes[[half.category for half in rows]]
+    events = np.array([half.event for half in rows], dtype=np.int64)
+    args = arguments(batch.table, [head.args for head in own], reading.damage)
+    common = Common(events, categories, ts_ns[good], dur_ns[good])
+    batch.add(own, args, common, reading.names)
+    reading.kept[batch.table] += len(own)
+    if batch.row_count >= BATCH_ROWS:
+        reading.sink(batch.table, batch.take())
+
+
+def _add(
+    events: _Events,
+    found: tuple[Ints, Ints, Flags],
+    name_codes: npt.NDArray[np.uint32],
+    reading: _Reading,
+) -> None:
+    """Adds the events of the tables."""
+    ts_ns, dur_ns, good = found
+    reading.bad_time += len(good) - int(np.count_nonzero(good))
+    for number in np.flatnonzero(np.bincount(events.tables)).tolist():
+        batch, rows = reading.batches[number], np.flatnonzero((events.tables == number) & good)
+        own = [events.own[at] for at in rows.tolist()]
+        if not own:
+            continue
+        args = [event.args for event in own]
+        if not events.with_args:
+            args = arguments(batch.table, args, reading.damage)
+        places = events.places[rows]
+        category = name_codes[events.categories[places]]
+        common = Common(places + reading.events, category, ts_ns[rows], dur_ns[rows])
+        batch.add(own, args, common, reading.names)
+        reading.kept[batch.table] += len(own)
+        if batch.row_count >= BATCH_ROWS:
+            reading.sink(batch.table, batch.take())
+
+
+def _report(reading: _Reading) -> LoadReport:
+    text, damage = reading.text, reading.damage
+    return LoadReport(
+        path=str(text.path),
+        text_bytes=text.size_bytes,
+        event_count=reading.events + damage.lost_count,
+        kept={table: reading.kept[table] for table in TABLES},
+        redundant=dict(reading.redundant),
+        not_used=dict(reading.not_used),
+        bad_time_count=reading.bad_time,
+        lost_count=damage.lost_count,
+        repaired_count=damage.repaired_count,
+        truncated_bytes=text.truncated_bytes,
+        odd_arguments_count=damage.odd_arguments_count,
+        examples=tuple(damage.examples),
+        file_notes=tuple(text.notes),
+    )
+
+
+def _refuse_strangers(report: LoadReport) -> None:
+    """Refuses other JSON with a list, of which no element has a phase or a category."""
+    strange = report.not_used.get("?", 0) + report.lost_count
+    if report.event_count and strange == report.event_count:
+        raise TraceFormatError(
+            f"{report.path}: none of its {strange} events is one of a profiler",
+            hint="expected a trace of torch.profiler (JSON, plain or gzip)",
+        )

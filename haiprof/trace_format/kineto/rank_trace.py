@@ -1,0 +1,228 @@
+"""One rank's trace: its tables, its steps, and who recorded it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.trace_format.checks.checked_events import (
+    CheckedDevice,
+    CheckedTable,
+    all_findings,
+    check_device,
+    check_table,
+)
+from haiprof.trace_format.checks.finding import Finding
+from haiprof.trace_format.file_ranks import rank_of
+from haiprof.trace_format.find import SUMMARY_SUFFIX
+from haiprof.trace_format.kineto.cache import TraceColumns, open_columns
+from haiprof.trace_format.kineto.kept_findings import (
+    KeptFindings,
+    keep_findings,
+    recall_findings,
+)
+from haiprof.trace_format.kineto.load import LoadReport
+from haiprof.trace_format.kineto.tables import (
+    ANNOTATIONS,
+    GPU,
+    LINKS,
+    MEMORY,
+    OPS,
+    PYTHON,
+    RUNTIME,
+    SYNC,
+)
+
+STEP = re.compile(r"ProfilerStep#(\d+)\Z")
+
+
+class _CheckedTables(dict[str, CheckedTable]):
+    """Tables that are checked at their first use.
+
+    Args:
+        read: Gives a table as it was recorded.
+    """
+
+    def __init__(self, read: Callable[[str], pl.DataFrame]) -> None:
+        self._read = read
+
+    def __missing__(self, name: str) -> CheckedTable:
+        self[name] = check_table(name, self._read(name))
+        return self[name]
+
+
+class Trace:
+    """The events of one trace file as frames; a table is read at its first use.
+
+    Args:
+        path: The file.
+        columns: Its columns; None reads them, from the cache where there is one.
+    """
+
+    def __init__(self, path: str | Path, columns: TraceColumns | None = None) -> None:
+        self.path = Path(path)
+        self._given = columns
+
+    @cached_property
+    def columns(self) -> TraceColumns:
+        """The file's columns.
+
+        Raises:
+            TraceFormatError: It is not a trace, or cannot be read.
+        """
+        if self.path.name.endswith(SUMMARY_SUFFIX):
+            raise TraceFormatError(
+                f"{self.path}: it is the summary of a trace", hint="trace-report can read it"
+            )
+        return self._given or open_columns(self.path)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Everything in the file other than its events."""
+        return self.columns.metadata
+
+    @property
+    def report(self) -> LoadReport:
+        """What was read and what was not."""
+        return self.columns.report
+
+    @cached_property
+    def gpu(self) -> pl.DataFrame:
+        """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`.
+
+        What cannot be true is corrected: see `findings`.
+        """
+        return self._device.gpu if self._is_corrected(GPU) else self._table(GPU)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is odd about the trace, and what was corrected."""
+        return self.checked.findings
+
+    @cached_property
+    def checked(self) -> KeptFindings:
+        """What was found when the trace was first read."""
+        if self._kept is not None:
+            return self._kept
+        tables = (self._checked[GPU], self._checked[RUNTIME], self._checked[OPS])
+        found = all_findings(tables, self._device, self.report.notes)
+        corrected = {table.name for table in tables if table.far_count or table.duplicate_count}
+        if self._device.gpu is not self._checked[GPU].events:
+            corrected.add(GPU)
+        kept = KeptFindings(findings=found, corrected=frozenset(corrected), window=self._window())
+        keep_findings(self.columns.key, kept)
+        return kept
+
+    def _window(self) -> tuple[int, int] | None:
+        """First start and last end of calls and GPU events, or else of operators."""
+        tables = [table for table in (self.runtime, self.gpu) if len(table)] or [self.ops]
+        if not len(tables[0]):
+            return None
+        ends = [table.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item() for table in tables]
+        return min(int(table["ts_ns"][0]) for table in tables), int(max(ends))
+
+    @cached_property
+    def runtime(self) -> pl.DataFrame:
+        """Calls of the CUDA or HIP runtime and driver, by start."""
+        return (
+            self._checked[RUNTIME].events if self._is_corrected(RUNTIME) else self._table(RUNTIME)
+        )
+
+    @cached_property
+    def ops(self) -> pl.DataFrame:
+        """Operators on the CPU, by start; a parent before its children."""
+        return self._checked[OPS].events if self._is_corrected(OPS) else self._table(OPS)
+
+    @cached_property
+    def annotations(self) -> pl.DataFrame:
+        """record_function ranges, on the CPU and as they show on the GPU (`category`)."""
+        return self._table(ANNOTATIONS)
+
+    @cached_property
+    def python(self) -> pl.DataFrame:
+        """Python functions, by start; a parent before its children."""
+        return self._table(PYTHON)
+
+    @cached_property
+    def memory(self) -> pl.DataFrame:
+        """Allocations and frees, by time."""
+        return self._table(MEMORY)
+
+    @cached_property
+    def sync(self) -> pl.DataFrame:
+        """Synchronisations (`enable_cuda_sync_events`), by start."""
+        return self._table(SYNC)
+
+    @cached_property
+    def links(self) -> pl.DataFrame:
+        """Arrows from forward to backward operators."""
+        return self._table(LINKS)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """Profiler steps by their number.
+
+        Returns:
+            `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
+        """
+        marks = self.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        if self.annotations.is_empty():  # before 2022 they were operators like any other
+            marks = self.ops.select(marks.columns)
+            steps = [name for name in marks["name"].unique().cast(pl.String) if STEP.match(name)]
+            marks = marks.filter(pl.col("name").is_in(steps))
+        named = marks.with_columns(
+            step=pl.col("name").cast(pl.String).str.extract(STEP.pattern.replace("\\Z", "$"))
+        )
+        numbered = named.with_columns(pl.col("step").cast(pl.Int64, strict=False))
+        return (
+            numbered.drop_nulls("step")
+            .select(
+                "step",
+                start_ns="ts_ns",
+                end_ns=pl.col("ts_ns") + pl.col("dur_ns"),
+                tid="tid",
+            )
+            .sort("start_ns")
+        )
+
+    @property
+    def rank(self) -> int | None:
+        """From distributedInfo, the file's name or the run's manifest; None where none says."""
+        return rank_of(self.path, self.metadata)
+
+    @property
+    def world_size(self) -> int | None:
+        """From distributedInfo."""
+        said = self.metadata.get("distributedInfo")
+        size = said.get("world_size") if isinstance(said, dict) else None
+        return size if type(size) is int and 0 < size < 1 << 31 else None
+
+    @cached_property
+    def _kept(self) -> KeptFindings | None:
+        """What was found when the trace was first read; notes name the file where it lies now."""
+        return recall_findings(self.columns.key)
+
+    def _is_corrected(self, table: str) -> bool:
+        """Whether a table has to be checked; a sound one is taken as it is."""
+        return (
+            self._kept is None
+            or table in self._kept.corrected
+            or (table == GPU and bool({RUNTIME, OPS} & self._kept.corrected))
+        )
+
+    @cached_property
+    def _device(self) -> CheckedDevice:
+        return check_device(self._checked[GPU].events, self.runtime)
+
+    @cached_property
+    def _checked(self) -> _CheckedTables:
+        return _CheckedTables(self._table)
+
+    def _table(self, name: str) -> pl.DataFrame:
+        return self.columns.table(name)

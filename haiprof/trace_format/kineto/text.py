@@ -1,0 +1,292 @@
+"""The text of a trace file in pieces of whole events: plain or gzip, whole or cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.unpack import RATIO_FROM_BYTES, check_expansion
+from haiprof.trace_format.kineto.scan import BOUNDARY, Found, depth, element, scrub
+
+PIECE_BYTES = 1 << 18  # what its events become fits the second-level cache of a core
+EVENT_LIMIT_BYTES = 64 << 20  # far more than any event or metadata of a real trace
+_GZIP_READ_BYTES = 1 << 16
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_EVENTS_KEY_BYTES = 64  # it may span two blocks, with some white space
+_ARRAY, _NEITHER = re.compile(rb"\s*\[(?=\s*(?:[{\]]|\Z))"), re.compile(rb"\s*[^\s{]")
+_SEPARATOR = re.compile(rb"[\s,]*")
+_HINTS = (
+    (rb'"nodes"\s*:', "it is an execution trace (ExecutionTraceObserver), not a profiler's"),
+    (rb'"segments"\s*:|"device_traces"\s*:', "it is a memory snapshot, not a profiler's trace"),
+    (rb"", "expected a trace of torch.profiler (JSON, plain or gzip)"),
+)
+
+
+class TraceText:
+    """The events' text of one file, in order, and the metadata around it.
+
+    Args:
+        path: A Kineto or Chrome trace: an object with `traceEvents`, or a bare array of events.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.size_bytes = 0
+        """Of the text, decompressed."""
+        self.truncated_bytes: int | None = None
+        """After the last whole event, where the file ends without closing its events."""
+        self.notes: list[str] = []
+        """Problems of the file other than those of events, for people."""
+        self.is_last = False
+        """Whether the piece at hand is the last one."""
+        self._separator = b""
+        self._unread = b""
+        self._trailer: list[bytes] | None = None
+        self._trailer_bytes = 0
+
+    def pieces(self) -> Iterator[bytes]:
+        """Events separated by commas, without the brackets of their array.
+
+        A piece begins at an event and ends behind one. Where text inside an event looks like the
+        end of an event, the caller finds out when decoding, and calls `unread` or `events_ended`.
+
+        Raises:
+            TraceFormatError: It is not a trace, cannot be read, or has no events array.
+        """
+        blocks = self._blocks()
+        waiting, wanted = [self._begin(blocks)], PIECE_BYTES
+        for block in blocks:
+            if self._trailer is not None:
+                self._keep_trailer(block)
+                continue
+            waiting.append(block)
+            if sum(map(len, waiting)) < wanted:
+                continue
+            buffer = b"".join(waiting)
+            cut = self._last_boundary(buffer)
+            if cut:
+                yield buffer[_separator_end(buffer) : cut]
+            waiting = self._rest(buffer[cut:])
+            rest_bytes = sum(map(len, waiting))
+            self._limit(rest_bytes)
+            wanted = max(PIECE_BYTES, 2 * rest_bytes)
+        if self._trailer is None:
+            self.is_last = True
+            buffer = b"".join(waiting)
+            yield buffer[_separator_end(buffer) :]
+        self._add_trailer()
+
+    def unread(self, rest: bytes) -> None:
+        """Puts the incomplete end of the current piece back, to be read with what follows it."""
+        self._unread = rest
+
+    def events_ended(self, rest: bytes) -> None:
+        """States that the array of events closes within the current piece.
+
+        Args:
+            rest: What follows its bracket in that piece.
+        """
+        self._trailer = [rest]
+
+    def _rest(self, buffer: bytes) -> list[bytes]:
+        """The beginning of the next piece; where the events have ended, it is metadata."""
+        if self._trailer is not None:
+            self._keep_trailer(buffer)
+            return []
+        rest, self._unread = self._unread, b""
+        return [rest, buffer] if rest else [buffer]
+
+    def _limit(self, waiting_bytes: int) -> None:
+        if waiting_bytes > EVENT_LIMIT_BYTES:
+            raise TraceFormatError(
+                f"{self.path}: {EVENT_LIMIT_BYTES >> 20} MiB without an end of an event: "
+                "not a trace, or damaged"
+            )
+
+    def _begin(self, blocks: Iterator[bytes]) -> bytes:
+        """Reads up to the first event; the text before it is metadata."""
+        head, searched, open_brackets, scanned = b"", 0, 0, 0
+        for block in _join_blocks(blocks, doubling=True):
+            head = head + block if head else block.removeprefix(_BYTE_ORDER_MARK)
+            self._limit(len(head))
+            array = _ARRAY.match(head)
+            if array:
+                return head[array.end() :]
+            if _NEITHER.match(head):
+                break
+            for key in _EVENTS_KEY.finditer(head, searched):
+                opened = depth(head, scanned, key.start())
+                if opened is None:
+                    continue  # within a string
+                open_brackets, scanned = open_brackets + opened, key.start()
+                if open_brackets == 1:
+                    self._add_metadata(head[: key.start()].strip().removeprefix(b"{"), "before")
+                    return head[key.end() :]
+            searched = max(0, len(head) - _EVENTS_KEY_BYTES)
+        raise self._no_events(head)
+
+    def _no_events(self, head: bytes) -> TraceFormatError:
+        shown = f"{self.size_bytes} bytes, begins {head[:24]!r}" if head else "it is empty"
+        why = "".join(f"; {note}" for note in self.notes)
+        hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
+        return TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
+
+    def _last_boundary(self, buffer: bytes) -> int:
+        """The end of the last event that is followed by another one; 0 where there is none."""
+        end = len(buffer)
+        while self._separator and end > 0:
+            at = buffer.rfind(self._separator, 0, end)
+            if at < 0 or BOUNDARY.match(buffer, at):
+                end = at
+                break
+            end = at + len(self._separator) - 1
+        if 0 < end < len(buffer):
+            return end + 1
+        boundaries = list(BOUNDARY.finditer(buffer))
+        if boundaries:
+            self._separator = b"}" + boundaries[-1][1] + b"{"
+            return boundaries[-1].start() + 1
+        return _last_end(buffer)
+
+    def _keep_trailer(self, block: bytes) -> None:
+        self._trailer_bytes += len(block)
+        if self._trailer is not None and self._trailer_bytes <= EVENT_LIMIT_BYTES:
+            self._trailer.append(block)
+
+    def _add_trailer(self) -> None:
+        """The metadata behind the events."""
+        rest = b"".join(self._trailer or []).strip()
+        if self._trailer_bytes > EVENT_LIMIT_BYTES:
+            self.notes.append(
+                f"{self._trailer_bytes >> 20} MiB of metadata behind the events were left out"
+            )
+        elif rest:
+            self._add_metadata(rest, "behind")
+
+    def _add_metadata(self, text: bytes, where: str) -> None:
+        """Keys and values as they stand before or behind the events, with stray commas."""
+        bare = text.strip().strip(b",")
+        for inside in (bare.removesuffix(b"}"), bare):
+            found = _object(b"{" + inside.strip().strip(b",") + b"}")
+            if found is not None:
+                break
+        else:
+            self.notes.append(f"the metadata {where} the events cannot be read")
+            return
+        if "traceEvents" in found:
+            self.notes.append("a second traceEvents was left out")
+        self.metadata |= {key: value for key, value in found.items() if key != "traceEvents"}
+
+    def _blocks(self) -> Iterator[bytes]:
+        """The file's text, decompressed."""
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):
+                kind = "a folder" if self.path.is_dir() else "no regular file"
+                raise TraceFormatError(f"{self.path}: it is {kind}")
+            with open(self.path, "rb", buffering=0) as file:
+                packed = file.read(2) == b"\x1f\x8b"
+                file.seek(0)
+                size = _GZIP_READ_BYTES if packed else PIECE_BYTES
+                raw = iter(lambda: file.read(size), b"")
+                yield from _join_blocks(self._count_bytes(self._gunzip(raw) if packed else raw))
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise TraceFormatError(f"{self.path}: {reason or error}") from None
+
+    def _count_bytes(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        for block in blocks:
+            self.size_bytes += len(block)
+            yield block
+
+    def _gunzip(self, raw: Iterator[bytes]) -> Iterator[bytes]:
+        """Unpacks gzip up to where the data is damaged or ends."""
+        unpacker, read_bytes = zlib.decompressobj(wbits=31), 0
+        for block in raw:
+            read_bytes += len(block)
+            while block:
+                if unpacker.eof:
+                    block = block.lstrip(b"\x00")  # zeros that pad a tape block
+                    if not block:
+                        break
+                    unpacker = zlib.decompressobj(wbits=31)
+                before = unpacker.copy()
+                try:
+                    text = unpacker.decompress(block, PIECE_BYTES)
+                except zlib.error as error:
+                    yield _readable(before, block)
+                    self.notes.append(f"damaged gzip data ({error}): its readable part was kept")
+                    return
+                if text:
+                    yield text
+                if self.size_bytes > RATIO_FROM_BYTES:
+                    check_expansion(self.path, packed_bytes=read_bytes, text_bytes=self.size_bytes)
+                block = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+        if not unpacker.eof:
+            self.notes.append("the gzip data ends early: its readable part was kept")
+
+
+def _join_blocks(blocks: Iterator[bytes], *, doubling: bool = False) -> Iterator[bytes]:
+    """Joins small blocks, so that the work per block stays small in total.
+
+    Args:
+        blocks: Of any size; gzip may have a member for every byte.
+        doubling: Makes each block at least as long as all before it together, so that a caller
+            who joins all of them again each time does at most twice the work.
+    """
+    waiting, waiting_bytes, given_bytes = list[bytes](), 0, PIECE_BYTES
+    for block in blocks:
+        waiting.append(block)
+        waiting_bytes += len(block)
+        if waiting_bytes >= (given_bytes if doubling else PIECE_BYTES):
+            yield b"".join(waiting)
+            given_bytes += waiting_bytes
+            waiting, waiting_bytes = [], 0
+    if waiting:
+        yield b"".join(waiting)
+
+
+def _readable(unpacker: Any, block: bytes) -> bytes:  # noqa: ANN401 - zlib does not name its type
+    """The text before the damage in a block."""
+    text = []
+    with contextlib.suppress(zlib.error):
+        for at in range(len(block)):
+            text.append(unpacker.decompress(block[at : at + 1]))  # noqa: PERF401 - those so far
+    return b"".join(text)
+
+
+def _separator_end(piece: bytes) -> int:
+    between = _SEPARATOR.match(piece)
+    return between.end() if between else 0
+
+
+def _last_end(buffer: bytes) -> int:
+    """Behind the last whole element of an array, or behind the array; 0 where there is none."""
+    end = 0
+    while True:
+        found = element(buffer, end)
+        if found.found in (Found.WHOLE, Found.ARRAY_END):
+            end = found.end
+        if found.found is not Found.WHOLE:
+            return end
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    for candidate in (text, scrub(text)):
+        try:
+            value = msgspec.json.decode(candidate)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            continue
+        return value if isinstance(value, dict) else None
+    return None

@@ -1,1 +1,0 @@
-"""Kineto traces as columns: read once, cached beside the file, nothing dropped in silence."""

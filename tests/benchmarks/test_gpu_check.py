@@ -1,0 +1,214 @@
+"""`scripts/gpu-check`: the dry run of every item, items that break, and a machine without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import pack
+from benchmarks.gpu.items import ITEMS
+
+ROOT = Path(__file__).parents[2]
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def gpu_check(*words: str, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as the script starts it, under this interpreter."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith(("HAIPROF_", "OUT"))}
+    found["PATH"] = path or os.pathsep.join((str(Path(sys.executable).parent), found["PATH"]))
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, env={**found, **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def broken(out: Path, *names: str, seconds: float = 60) -> subprocess.Popen[bytes]:
+    """A run of items that fail in the ways that they are named for."""
+    command = [sys.executable, "-m", "tests.benchmarks.items", str(out), str(seconds), *names]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def results(out: Path) -> dict[str, dict[str, Any]]:
+    content = json.loads((out / "gpu-check.json").read_text())
+    return {item["name"]: item for item in content["items"]}
+
+
+# -- without a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
+def test_without_a_gpu_one_line_exit_0_and_nothing_written(tmp_path: Path) -> None:
+    nothing = tmp_path / "bin"
+    nothing.mkdir()
+    done = gpu_check("--out", str(tmp_path / "out"), path=str(nothing))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    assert "No NVIDIA GPU here" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_an_item_that_is_not_there_is_named() -> None:
+    done = gpu_check("--fake", "--only", "no-such-item")
+    assert done.returncode == 2
+    assert "no item no-such-item: --list names them all" in done.stderr
+
+
+# -- the dry run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler for the stub of NVML")
+def test_dry_run_executes_every_item_and_gets_every_figure(tmp_path: Path) -> None:
+    done = gpu_check("--fake", "--minutes", "19", "--out", str(tmp_path / "out"))
+    found = results(tmp_path / "out")
+    assert list(found) == [item.name for item in ITEMS]
+    states = {name: (item["state"], item["reason"]) for name, item in found.items()}
+    assert states == {item.name: ("done", "") for item in ITEMS}, done.stdout
+    rows = [(name, row["figure"], row["outcome"], row["reason"] or row["measured"])
+            for name, item in found.items() for row in item["rows"]]  # fmt: skip
+    assert not [row for row in rows if row[2] not in ("pass", "fake")]
+    assert done.returncode == 0
+    table = (tmp_path / "out" / "gpu-check.md").read_text()
+    assert "Simulated: nothing here is a measurement." in table
+    with tarfile.open(tmp_path / "out" / "gpu-check-recordings.tar.gz") as archive:
+        names = archive.getnames()
+    kept = ("flight-recorder.json", "memory-snapshot.pickle", "nvml-answers.json",
+            "run-training/run.json", "window-of-four-steps.trace.json")  # fmt: skip
+    assert set(kept) <= set(names)
+
+
+def test_every_expectation_has_a_source_and_every_item_a_function() -> None:
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    for item in ITEMS:
+        module, _, name = item.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+        figures = [expect.figure for expect in item.expects]
+        assert len(set(figures)) == len(figures) > 0
+        for expect in item.expects:
+            assert expect.source
+            assert (expect.low, expect.high, expect.equals) != (None, None, None), expect.figure
+
+
+def test_documentation_has_every_item() -> None:
+    text = (ROOT / "docs" / "gpu-check.md").read_text()
+    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and
+            "gpu-check" not in line] == [item.name for item in ITEMS]  # fmt: skip
+
+
+# -- items that break ------------------------------------------------------------------------------
+
+
+def test_items_that_break_are_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ways = ("wrong", "raises", "crashes", "hangs", "exits", "ends_mid_line", "no.such:module")
+    assert broken(out, *ways, "works").wait(60) == 0
+    found = results(out)
+    states = {name: (item["state"], item["reason"]) for name, item in found.items()}
+    assert states == {
+        "wrong": ("done", ""),
+        "raises": ("failed", "ValueError: no such luck"),
+        "crashes": ("crashed", "SIGSEGV"),
+        "hangs": ("timed out", ""),
+        "exits": ("failed", "SystemExit: 0"),
+        "ends_mid_line": ("done", ""),
+        "no.such:module": ("failed", "ModuleNotFoundError: No module named 'no'"),
+        "works": ("done", ""),
+    }
+    outcomes = {name: item["rows"][0]["outcome"] for name, item in found.items()}
+    assert outcomes == {
+        "wrong": "fail", "raises": "missing", "crashes": "pass", "hangs": "pass",
+        "exits": "missing", "ends_mid_line": "pass", "no.such:module": "missing", "works": "pass",
+    }  # fmt: skip
+    assert not is_alive(found["hangs"]["notes"]["beside"])
+    table = (out / "gpu-check.md").read_text()
+    assert "- crashes: crashed: SIGSEGV" in table
+    assert "no such luck" in (out / "gpu-check.log").read_text()
+
+
+def test_run_that_is_ended_keeps_what_it_had(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = broken(out, "works", "hangs", "wrong")
+    until = time.monotonic() + 30
+    while not (out / "gpu-check.json").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    found = results(out)
+    assert found["works"]["rows"][0]["outcome"] == "pass"
+    assert found["wrong"]["state"] == "not reached"
+    with tarfile.open(out / "gpu-check-recordings.tar.gz") as archive:
+        assert archive.getnames() == ["one.json"]
+
+
+def test_items_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
+    assert broken(tmp_path / "out", "works", seconds=1).wait(30) == 0
+    item = results(tmp_path / "out")["works"]
+    assert (item["state"], item["reason"], item["rows"]) == ("not reached", "the time was up", [])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# -- packages that are carried ---------------------------------------------------------------------
+
+
+def test_wheels_fit_by_python_and_machine() -> None:
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert pack.fits("a-1-py3-none-any.whl")
+    assert pack.fits("a-1-py2.py3-none-any.whl")
+    assert pack.fits(f"a-1-{own}-{own}-manylinux_2_17_{os.uname().machine}.whl")
+    assert pack.fits(f"a-1-cp39-abi3-manylinux_2_17_{os.uname().machine}.whl")
+    assert not pack.fits(f"a-1-cp36-cp36m-manylinux_2_17_{os.uname().machine}.whl")
+    assert not pack.fits(f"a-1-{own}-{own}-win_amd64.whl")
+
+
+def test_carried_packages_are_used_where_they_are_lacking(tmp_path: Path) -> None:
+    wheels = tmp_path / ".whl"
+    wheels.mkdir()
+    for name in ("polars", "msgspec"):
+        with zipfile.ZipFile(wheels / f"{name}-9.9-py3-none-any.whl", "w") as file:
+            file.writestr(f"{name}/__init__.py", "version = 'carried'\n")
+    code = (
+        "import sys; from pathlib import Path; sys.path.append(sys.argv[2])\n"
+        "from benchmarks.gpu import pack\n"
+        "print(pack.use_wheels(Path(sys.argv[1], '.whl'), Path(sys.argv[1], 'site')))\n"
+        "import polars; print(polars.version)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(ROOT)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert first.startswith("2 packages from .whl/; ")
+    assert "lacking jinja2" in first
+    assert second == "carried"
+
+
+def test_wheel_of_other_sources_is_not_taken_for_the_tree(tmp_path: Path) -> None:
+    wheel = tmp_path / "haiprof-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("haiprof-0.1.0.dist-info/RECORD", "haiprof/__init__.py,sha256=abc,1\n")
+    assert not pack.is_of_tree(wheel)
+
+
+def test_core_dependencies_are_those_of_pyproject() -> None:
+    found = pack.core_dependencies()
+    assert {"polars", "msgspec", "nvidia-ml-py"} <= found
+    assert found - pack.NOT_NEEDED <= set(pack.MODULES)

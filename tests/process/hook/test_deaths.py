@@ -1,0 +1,128 @@
+"""A training process that is killed at a known step: every step that it ended is in the run."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.run_analysis.last_moments import LastMoment, last_moments
+from haiprof.run_analysis.run_files import open_run
+from tests.process.jobs import PYTHON, TORCHRUN, environment, haiprof_command
+
+pytestmark = pytest.mark.slow
+
+STEPS = 700
+LOOP = """
+import ctypes, os, signal, sys, time
+import torch
+if os.environ.get("PLAIN"):  # as where nothing was compiled
+    import haiprof.in_job.recorder, haiprof.in_job.spans
+    haiprof.in_job.recorder.make_spans = haiprof.in_job.spans.SpanBuffer
+way = sys.argv[1]
+count = os.open(f"{sys.argv[2]}/count-{os.environ.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT, 0o600)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+until = time.monotonic() + 1.5  # the agent has let us in, and the thread has drained before
+steps = 0
+while steps < 700 or time.monotonic() < until:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    os.write(count, b"x")
+    steps += 1
+if way == "exit":
+    os._exit(3)
+if way == "null":
+    ctypes.string_at(0)
+class Dies(torch.nn.Linear):
+    def forward(self, x):
+        os.kill(os.getpid(), getattr(signal, way))
+        time.sleep(60)
+Dies(4, 1)(torch.ones(2, 4))
+"""
+
+
+@dataclass(frozen=True)
+class Death:
+    """A job that has died."""
+
+    logs: Path
+    returncode: int
+    steps: dict[int, int]
+    """By rank, as the job itself counted them."""
+
+    def moments(self) -> list[LastMoment]:
+        return last_moments(open_run(self.logs))
+
+    def recorded(self) -> dict[int, int]:
+        from haiprof import Analyzer
+
+        optimizer = Analyzer(self.logs).phases().filter(phase="optimizer")
+        return dict(optimizer.group_by("rank").len().rows())
+
+
+def die(
+    folder: Path, way: str, *launcher: str, options: tuple[str, ...] = (), **variables: str
+) -> Death:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    command = [*(launcher or (PYTHON,)), str(script), way, str(folder)]
+    done = subprocess.run(
+        haiprof_command(command, log_dir=folder / "logs", options=["--quiet", *options]),
+        env=environment(variables), capture_output=True, timeout=120,
+    )  # fmt: skip
+    counts = {int(f.name[6:]): f.stat().st_size for f in folder.glob("count-*")}
+    return Death(folder / "logs", done.returncode, counts)
+
+
+@pytest.mark.parametrize(
+    ("way", "status"), [("SIGKILL", 137), ("SIGSEGV", 139), ("SIGTERM", 143), ("exit", 3),
+                        ("null", 139)],
+)  # fmt: skip
+def test_no_step_is_lost(tmp_path: Path, way: str, status: int) -> None:
+    death = die(tmp_path, way)
+    assert death.returncode == status or death.returncode == 128 - status
+    assert death.recorded() == death.steps
+    (moment,) = death.moments()
+    assert (moment.end, moment.lost_span_count) == ("unclean", 0)
+    assert moment.optimizer_steps == death.steps[0]
+    assert [phase for phase, _ in moment.open_phases] == (
+        [] if way in ("exit", "null") else ["forward"]
+    )
+
+
+def test_no_step_is_lost_without_the_compiled_recorder(tmp_path: Path) -> None:
+    death = die(tmp_path, "SIGKILL", PLAIN="1")
+    assert death.recorded() == death.steps
+
+
+def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
+    launcher = [*TORCHRUN, "--no-python", PYTHON]
+    death = die(tmp_path, "exit", *launcher)
+    assert set(death.steps) == {0, 1}
+    recorded = death.recorded()
+    # torchrun ends the slower rank anywhere: also between a step's end and the job's own count.
+    assert all(0 <= recorded[rank] - steps <= 1 for rank, steps in death.steps.items())
+
+
+def test_warm_up_is_not_kept(tmp_path: Path) -> None:
+    death = die(tmp_path, "SIGKILL", options=("--warmup", "600"))
+    (moment,) = death.moments()
+    assert (moment.end, moment.last_span_ns) == ("unclean", None)
+
+
+def events(death: Death) -> list[dict[str, Any]]:
+    (rank,) = open_run(death.logs).ranks
+    return [dict(line) for line in rank.lines]
+
+
+def test_a_job_that_ends_by_itself_has_a_clean_end(tmp_path: Path) -> None:
+    death = die(tmp_path, "nothing")  # AttributeError in its last call: Python ends in order
+    assert death.returncode == 1
+    assert death.recorded() == death.steps
+    assert [moment.end for moment in death.moments()] == ["exit"]
+    assert not [line for line in events(death) if line["type"] == "unclean_end"]

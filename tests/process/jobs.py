@@ -1,0 +1,117 @@
+"""Starts real jobs, bare and under haiprof, and keeps what came out of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof import Analyzer
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+PYTHON = sys.executable
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: any free port
+TIMEOUT_S = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that has ended."""
+
+    folder: Path
+    """Its working directory: whatever it wrote itself."""
+    log_dir: Path | None
+    """Where haiprof wrote; None for a bare job."""
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def analyzer(self) -> Analyzer:
+        assert self.log_dir is not None
+        return Analyzer(self.log_dir)
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The tests' own environment without haiprof's variables; one thread, so that bits repeat."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HAIPROF_")}
+    kept["PATH"] = f"{Path(PYTHON).parent}{os.pathsep}{kept.get('PATH', '')}"
+    kept["PYTHONPATH"] = str(REPOSITORY)
+    kept["OMP_NUM_THREADS"] = "1"
+    kept["HF_HUB_OFFLINE"] = "1"
+    kept["PYTHONDONTWRITEBYTECODE"] = "1"
+    return {**kept, **(extra or {})}
+
+
+def haiprof_command(command: Sequence[str], *, log_dir: Path, options: Sequence[str]) -> list[str]:
+    return [PYTHON, "-m", "haiprof", "run", "--log-dir", str(log_dir), *options, "--", *command]
+
+
+def run_job(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    haiprof: bool,
+    options: Sequence[str] = (),
+    extra_environment: Mapping[str, str] | None = None,
+    log_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Job:
+    """Runs a command in a new folder, under haiprof or bare, and waits for it.
+
+    Args:
+        command: What the job is; `python` stands for this interpreter.
+        folder: Where it runs; created.
+        haiprof: Whether it runs under haiprof.
+        options: haiprof's own options.
+        extra_environment: Variables on top of `environment()`.
+        log_dir: Where haiprof writes; `folder/logs` unless given.
+        timeout_s: After this long the job is killed and the test fails.
+    """
+    folder.mkdir(parents=True)
+    logs = (log_dir or folder / "logs") if haiprof else None
+    command = [PYTHON if word == "python" else word for word in command]
+    if logs is not None:
+        command = haiprof_command(command, log_dir=logs, options=options)
+    began = time.monotonic()
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(extra_environment),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Job(
+        folder=folder,
+        log_dir=logs,
+        returncode=done.returncode,
+        stdout=done.stdout,
+        stderr=done.stderr,
+        seconds=time.monotonic() - began,
+    )
+
+
+def succeeded(job: Job) -> Job:
+    """The job, after a look at its exit status."""
+    assert job.returncode == 0, f"exit {job.returncode}\n{job.stdout}\n{job.stderr}"
+    return job
+
+
+def rank_events(job: Job, kind: str) -> list[dict[str, Any]]:
+    """Lines of one type that the hook wrote, of all ranks."""
+    from haiprof.run_format.layout import RunPaths
+    from haiprof.run_format.manifest import newest_run
+    from haiprof.run_format.reader import read_lines
+
+    assert job.log_dir is not None
+    folders = RunPaths(newest_run(job.log_dir)).rank_folders()
+    lines = [line for _, _, paths in folders for line in read_lines(paths.events)[0]]
+    return [line for line in lines if line.get("type") == kind]

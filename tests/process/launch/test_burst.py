@@ -1,0 +1,397 @@
+"""`--burst` with a stand-in for nsys: what is sampled, what is said, and that the job is alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.agent.burst import Burst, has_trained, limit_bytes, prepare_burst
+from haiprof.agent.node_agent import Agent
+from haiprof.agent.nsys import Nsys, Refusal, find_nsys, probe_nsys
+from haiprof.base.errors import UsageError
+from haiprof.base.options import Options
+from haiprof.cli.own_command import own_command
+from haiprof.launch.job import Job
+from haiprof.run_format.layout import NodePaths
+from haiprof.run_format.manifest import read_manifest
+from tests.fake_nsys import install
+from tests.unit.analysis.recorded import packed, spans_of, write_rank, write_run
+
+SHORT = Options(burst=True, burst_time_s=0.2, burst_hz=1000)
+TRAIN = """
+import sys, time, torch
+from pathlib import Path
+is_done = lambda: sys.argv[2:] and any(Path(".").glob(sys.argv[2]))
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end and not is_done():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodePaths:
+    paths = NodePaths(tmp_path / "node")
+    paths.root.mkdir()
+    return paths
+
+
+def nsys_of(tmp_path: Path, behaviour: str = "works") -> Nsys:
+    path = install(tmp_path / "bin", behaviour)
+    return Nsys(path=str(path), device_option="--gpu-metrics-devices", devices="all", gpu_count=2)
+
+
+def burst_of(node: NodePaths, nsys: Nsys | Refusal, **more: Any) -> Burst:
+    given = {"has_trained": lambda: True, "delay_s": 0.0, **more}
+    return Burst(node, SHORT, nsys, **given)
+
+
+def run_until(burst: Burst, *ends: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while burst.status not in ends:
+        assert time.monotonic() < end, (burst.status, burst.reason)
+        burst.tick()
+        time.sleep(0.02)
+
+
+def lines(node: NodePaths) -> list[dict[str, Any]]:
+    if not node.events.exists():
+        return []
+    return [json.loads(line) for line in node.events.read_text().splitlines()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that was killed is gone, soon."""
+    limit = time.monotonic() + 30
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def seen(node: NodePaths) -> dict[str, Any]:
+    content = json.loads((node.bursts / "gpu.seen").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[int]]:
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+# -- finding nsys -----------------------------------------------------------------------------
+
+
+def test_nsys_is_found_by_variable_then_path_then_newest_installed(tmp_path: Path) -> None:
+    mine = install(tmp_path / "mine")
+    on_path = install(tmp_path / "path")
+    install(tmp_path / "opt/nvidia/nsight-systems/2024.5.1/bin")
+    newest = install(tmp_path / "opt/nvidia/nsight-systems/2025.10.1/bin")
+    everywhere = {"PATH": str(on_path.parent)}
+    assert find_nsys({**everywhere, "HAIPROF_NSYS": str(mine)}, root=tmp_path) == str(mine)
+    assert find_nsys(everywhere, root=tmp_path) == str(on_path)
+    assert find_nsys({"PATH": ""}, root=tmp_path) == str(newest)
+
+
+def test_nsys_that_is_nowhere_is_said_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    found = find_nsys({"PATH": str(tmp_path)}, root=tmp_path)
+    assert isinstance(found, Refusal)
+    assert "PATH" in found.reason
+    assert "opt/nvidia/nsight-systems" in found.reason
+    assert "install Nsight Systems" in found.remedy
+    named = find_nsys({"PATH": "", "HAIPROF_NSYS": "/no/nsys"}, root=tmp_path)
+    assert isinstance(named, Refusal)
+    assert "/no/nsys" in named.reason
+
+
+# -- asking it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason", "remedy"),
+    [
+        ("denied", "may not read the GPU's performance counters", "RestrictProfilingToAdminUsers"),
+        ("busy", "another tool holds", "dcgmi profile --pause"),
+        ("volta", "cannot sample this GPU", "Turing or newer"),
+    ],
+)
+def test_probe_says_why_the_gpus_cannot_be_sampled(
+    tmp_path: Path, behaviour: str, reason: str, remedy: str
+) -> None:
+    answer = probe_nsys(str(install(tmp_path, behaviour)), {"PATH": os.environ["PATH"]})
+    assert isinstance(answer, Refusal)
+    assert reason in answer.reason
+    assert "NVIDIA H200" in answer.reason  # nsys's own words
+    assert remedy in answer.remedy
+
+
+def test_probe_counts_the_gpus_that_can_be_sampled(tmp_path: Path) -> None:
+    path = str(install(tmp_path))
+    answer = probe_nsys(path, {})
+    assert answer == Nsys(
+        path=path, device_option="--gpu-metrics-devices", devices="all", gpu_count=2
+    )
+    visible = probe_nsys(path, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert isinstance(visible, Nsys)
+    assert visible.devices == "cuda-visible"
+
+
+def test_probe_speaks_to_an_older_version_in_its_words(tmp_path: Path) -> None:
+    answer = probe_nsys(str(install(tmp_path, "old")), {})
+    assert isinstance(answer, Nsys)
+    assert answer.device_option == "--gpu-metrics-device"
+
+
+def test_probe_of_a_job_without_gpus_does_not_ask(tmp_path: Path) -> None:
+    answer = probe_nsys(str(tmp_path / "nsys"), {"CUDA_VISIBLE_DEVICES": ""})
+    assert isinstance(answer, Refusal)
+    assert "CUDA_VISIBLE_DEVICES" in answer.reason
+
+
+def test_probe_that_gets_no_answer_gives_up(tmp_path: Path) -> None:
+    answer = probe_nsys(str(install(tmp_path, "mute")), {}, timeout_s=0.5)
+    assert isinstance(answer, Refusal)
+    assert "no answer within 0.5 s" in answer.reason
+
+
+def test_burst_needs_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"PATH": str(install(tmp_path / "bin").parent)}
+    assert isinstance(prepare_burst(environ, log_dir=tmp_path, options=SHORT), Nsys)
+    large = Options(burst=True, burst_time_s=5, burst_hz=200_000)
+    monkeypatch.setattr("haiprof.agent.burst.RESERVE_BYTES", 1 << 60)
+    answer = prepare_burst(environ, log_dir=tmp_path, options=large)
+    assert isinstance(answer, Refusal)
+    assert f"{tmp_path} has" in answer.reason
+    assert "free space" in answer.remedy
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"burst_hz": 5}, {"burst_hz": 500_000}, {"burst_time_s": 0.0}, {"burst_time_s": 900}]
+)
+def test_burst_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="burst"):
+        Options(burst=True, **wrong)
+
+
+# -- one burst --------------------------------------------------------------------------------
+
+
+def test_burst_samples_exports_and_leaves_only_its_files(tmp_path: Path, node: NodePaths) -> None:
+    burst = burst_of(node, nsys_of(tmp_path))
+    run_until(burst, "recorded")
+    names = sorted(path.name for path in node.bursts.iterdir())
+    assert names == ["gpu.nsys-rep", "gpu.seen", "gpu.sqlite", "nsys.log"]
+    first, last = lines(node)
+    assert (first["status"], first["hz"]) == ("sampling", 1000)
+    assert last["status"] == "recorded"
+    assert last["end_wall_ns"] - last["start_wall_ns"] > 0.2e9
+    assert seen(node)["argv"][-2:] == ["sleep", "0.2"]
+
+
+def test_burst_waits_for_training_and_a_moment_more(tmp_path: Path, node: NodePaths) -> None:
+    trained = False
+    burst = burst_of(node, nsys_of(tmp_path), has_trained=lambda: trained, delay_s=0.3)
+    burst.tick()
+    burst.tick()
+    assert burst.status == "waiting"
+    trained = True
+    burst.tick()
+    assert burst.status == "waiting"
+    run_until(burst, "recorded")
+
+
+def test_burst_has_a_session_of_its_own_and_no_terminal(tmp_path: Path, node: NodePaths) -> None:
+    run_until(burst_of(node, nsys_of(tmp_path)), "recorded")
+    facts = seen(node)
+    assert facts["session"] != os.getsid(0)
+    assert facts["terminal"] is False
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "words"),
+    [
+        ("crashes", "failed", "the daemon went away"),
+        ("no-report", "failed", "wrote no report"),
+        ("no-export", "failed", "the disk is full"),
+        ("fills", "failed", "more than"),
+        ("hangs", "failed", "did not end in time"),
+    ],
+)
+def test_burst_that_goes_wrong_says_so_and_leaves_nothing_half(
+    tmp_path: Path, node: NodePaths, behaviour: str, status: str, words: str
+) -> None:
+    grace_s = 1.0 if behaviour == "hangs" else 30.0
+    burst = burst_of(node, nsys_of(tmp_path, behaviour), grace_s=grace_s)
+    run_until(burst, "failed")
+    last = lines(node)[-1]
+    assert last["status"] == status
+    assert words in last["reason"]
+    assert not node.burst_export.exists()
+    assert not node.burst_scratch.exists()
+    assert ends(seen(node)["pid"])
+
+
+def test_burst_that_is_refused_is_written_down(node: NodePaths) -> None:
+    burst = burst_of(node, Refusal("no nsys on PATH", "install it"))
+    burst.tick()
+    (line,) = lines(node)
+    assert (line["status"], line["reason"]) == ("unavailable", "no nsys on PATH")
+    assert line["remedy"] == "install it"
+    assert not node.bursts.exists()
+
+
+def test_burst_is_given_up_with_its_processes_when_the_job_ends(
+    tmp_path: Path, node: NodePaths
+) -> None:
+    burst = burst_of(node, nsys_of(tmp_path, "hangs"))
+    run_until(burst, "sampling")
+    end = time.monotonic() + 10
+    while not (node.bursts / "gpu.seen").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    burst.finish("the job ended", lambda: True)
+    assert burst.status == "stopped"
+    assert lines(node)[-1]["reason"] == "the job ended"
+    assert ends(seen(node)["pid"])
+
+
+def test_burst_that_is_nearly_ready_when_the_job_ends_becomes_so(
+    tmp_path: Path, node: NodePaths
+) -> None:
+    burst = burst_of(node, nsys_of(tmp_path))
+    run_until(burst, "exporting")
+    burst.finish("the job ended", threading.Event().is_set)
+    assert burst.status == "recorded"
+
+
+def test_limit_grows_with_gpus_samples_and_time() -> None:
+    assert limit_bytes(SHORT, 1) < limit_bytes(SHORT, 8) < limit_bytes(Options(), 8) < 4 << 30
+
+
+# -- when the job trains ----------------------------------------------------------------------
+
+
+def test_training_is_seen_by_its_spans_not_by_evaluation(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of("D E D E"))
+    phases = run.rank(0).phases
+    assert not has_trained(phases)
+    with phases.open("ab") as file:
+        file.write(packed(spans_of("D F B O")) + b"torn")
+    assert has_trained(phases)
+    with phases.open("r+b") as file:
+        file.truncate(phases.stat().st_size - 4)
+    with phases.open("ab") as file:
+        file.write(packed(spans_of("D F " * 3000)) + packed(spans_of("O")))
+    assert has_trained(phases)
+    assert not has_trained(tmp_path / "none")
+
+
+# -- the launcher -----------------------------------------------------------------------------
+
+
+def launch(tmp_path: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "haiprof", "--burst", *words], cwd=tmp_path,
+        env={**os.environ, **environ}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def only_node(tmp_path: Path) -> NodePaths:
+    (folder,) = tmp_path.glob("haiprof-logs/*/nodes/*")
+    return NodePaths(folder)
+
+
+def test_job_without_nsys_runs_on_after_one_clear_line(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--quiet", "bash", "-c", "echo hi; exit 3", HAIPROF_NSYS="/no/nsys")
+    assert (done.returncode, done.stdout) == (3, "hi\n")
+    (line,) = done.stderr.splitlines()
+    assert "no burst of GPU metrics: HAIPROF_NSYS=/no/nsys: no such program" in line
+    found = [line for line in lines(only_node(tmp_path)) if line["type"] == "burst"]
+    assert [line["status"] for line in found] == ["unavailable"]
+
+
+def test_burst_of_a_real_job_lands_in_its_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    nsys = install(tmp_path / "bin")
+    done = launch(
+        tmp_path, "--burst-time", "0.5", "--burst-hz", "1000", "train.py", "60",
+        "haiprof-logs/*/nodes/*/bursts/gpu.sqlite",
+        HAIPROF_NSYS=str(nsys), CUDA_VISIBLE_DEVICES="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    node = only_node(tmp_path)
+    found = [line["status"] for line in lines(node) if line["type"] == "burst"]
+    assert found == ["sampling", "recorded"], done.stderr
+    assert node.burst_export.exists()
+    assert "--gpu-metrics-devices=cuda-visible" in seen(node)["argv"]
+
+
+def test_killed_recording_process_takes_nsys_with_it(tmp_path: Path, sleepers: list[int]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    nsys = install(tmp_path / "bin", "hangs")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "haiprof", "--quiet", "--burst", "train.py", "40"], cwd=tmp_path,
+        env={**os.environ, "HAIPROF_NSYS": str(nsys), "CUDA_VISIBLE_DEVICES": "0"},
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("haiprof-logs/*/nodes/*/bursts/gpu.seen")):
+        assert job.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    time.sleep(0.5)  # it ignores the signals that ask it to end
+    pid = seen(only_node(tmp_path))["pid"]
+    sleepers.append(pid)
+    assert alive(pid)
+    os.kill(json.loads(only_node(tmp_path).agent.read_text())["pid"], signal.SIGKILL)
+    while alive(pid):
+        assert time.monotonic() < end, "nsys outlives what has started it"
+        time.sleep(0.05)
+    assert job.poll() is None, "the job goes on"
+    job.terminate()
+    assert job.wait() == -signal.SIGTERM
+
+
+def test_burst_that_fails_within_is_said_once_and_the_agent_goes_on(
+    tmp_path: Path, node: NodePaths, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def broken() -> bool:
+        asked.append(True)
+        raise ValueError("no such number")
+
+    run = write_run(tmp_path / "run")
+    job = Job(run, read_manifest(run), Options(), created=True, subcommand=own_command)
+    job._agent = agent = Agent(run, Options())
+    job._burst = burst_of(node, nsys_of(tmp_path), has_trained=broken)
+    for _ in range(3):
+        job._tick()
+    assert len(asked) == 1
+    assert capfd.readouterr().err.count("no such number") == 1
+    assert job._agent is agent

@@ -1,0 +1,276 @@
+"""Requests travel from the run directory to real rank processes, and their replies back."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.agent.relay import Relay
+from haiprof.run_format.control import (
+    MESSAGE_LIMIT_BYTES,
+    Request,
+    control_socket,
+    new_request,
+    post_request,
+    read_replies,
+)
+from haiprof.run_format.layout import RunPaths
+
+HOST = socket.gethostname()
+RANK = """
+import os, sys, time
+from pathlib import Path
+from haiprof.in_job.commands import Commands
+from haiprof.run_format.layout import RunPaths
+notes = []
+def echo(request_id, arguments):
+    if arguments.get("boom"):
+        raise ValueError("boom")
+    if arguments.get("later"):
+        return None
+    return {"state": "done", "said": arguments.get("word", "") * arguments.get("times", 1)}
+commands = Commands(RunPaths(Path(sys.argv[1])), {"echo": echo}, notes.append)
+commands.start({"rank": int(sys.argv[2]), "attempt": int(sys.argv[3])})
+if len(sys.argv) > 4:  # a child that outlives its parent must not hold the parent's line
+    while commands._line is None:
+        time.sleep(0.01)
+    if os.fork() == 0:
+        commands.forget()
+        time.sleep(5)
+        os._exit(0)
+for line in sys.stdin:
+    print(commands.reply(line.strip(), {"state": "done", "said": "later"}), flush=True)
+print(notes)
+"""
+
+
+def within(seconds: float, condition: Callable[[], Any]) -> Any:
+    """What the condition gave once it held."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"not within {seconds} s")
+
+
+class Node:
+    """A run directory with a relay, and rank processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunPaths(folder)
+        folder.mkdir()
+        self.relay = Relay(self.run, HOST)
+        self.ranks: list[subprocess.Popen[str]] = []
+
+    def start_rank(self, rank: int, attempt: int = 0, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RANK, str(self.run.root), str(rank), str(attempt), *more]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.ranks.append(process)
+        self.until(lambda: any(peer.rank == rank for peer in self.relay.peers))
+        return process
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        def ticked() -> Any:
+            self.relay.tick()
+            return condition()
+
+        return within(60, ticked)
+
+    def ask(
+        self, kind: str = "echo", ranks: tuple[int, ...] | None = None, **arguments: Any
+    ) -> str:
+        request = new_request(kind, arguments, valid_s=30, ranks=ranks)
+        post_request(self.run, request)
+        return request.id
+
+    def replies(self, request_id: str, count: int) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = self.until(
+            lambda: (
+                len(read_replies(self.run, request_id)) >= count
+                and read_replies(self.run, request_id)
+            )
+        )
+        return found
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path / "run")
+    node.relay.start()
+    yield node
+    node.relay.stop()
+    for process in node.ranks:
+        process.kill()
+        process.communicate()
+
+
+def test_every_rank_answers_a_request(node: Node) -> None:
+    first, _ = node.start_rank(0), node.start_rank(1, 2)
+    replies = node.replies(node.ask(word="hello"), 2)
+    assert {name: reply["said"] for name, reply in replies.items()} == {
+        "0": "hello",
+        "1.2": "hello",
+    }
+    assert replies["0"] == {
+        "rank": 0, "host": HOST, "pid": first.pid, "state": "done", "said": "hello",
+    }  # fmt: skip
+
+
+def test_rank_that_dies_while_it_is_asked_keeps_the_request_from_no_other(node: Node) -> None:
+    dying, _ = node.start_rank(0), node.start_rank(1)
+    dying.kill()
+    dying.wait()
+    node.relay._read = lambda peer: None  # type: ignore[method-assign]  # it died after that
+    node.ask(word="hello")
+    node.relay.tick()
+    del node.relay._read
+    node.until(lambda: [p.name for p in node.relay.peers] == ["1"])
+    [folder] = node.run.control_replies.iterdir()
+    assert node.replies(folder.name, 1)["1"]["said"] == "hello"
+
+
+def test_request_to_some_ranks_reaches_no_other(node: Node) -> None:
+    for rank in range(3):
+        node.start_rank(rank)
+    asked = node.ask(ranks=(1,), word="you")
+    everybody = node.replies(node.ask(word="all"), 3)
+    assert sorted(everybody) == ["0", "1", "2"]
+    assert list(read_replies(node.run, asked)) == ["1"]
+
+
+def test_reply_may_follow_later_from_another_thread(node: Node) -> None:
+    process = node.start_rank(0)
+    asked = node.ask(later=True)
+    node.relay.tick()
+    assert process.stdin is not None
+    process.stdin.write(asked + "\n")
+    process.stdin.flush()
+    assert node.replies(asked, 1)["0"]["said"] == "later"
+
+
+def test_handler_that_fails_is_a_failed_reply_and_the_next_request_works(node: Node) -> None:
+    node.start_rank(0)
+    failed = node.replies(node.ask(boom=True), 1)["0"]
+    assert (failed["state"], failed["reason"]) == ("failed", "ValueError: boom")
+    refused = node.replies(node.ask("unheard-of"), 1)["0"]
+    assert refused["state"] == "refused"
+    assert "unheard-of" in refused["reason"]
+    assert node.replies(node.ask(word="still here"), 1)["0"]["state"] == "done"
+
+
+def test_answer_that_is_too_long_says_so(node: Node) -> None:
+    node.start_rank(0)
+    reply = node.replies(node.ask(word="x", times=MESSAGE_LIMIT_BYTES), 1)["0"]
+    assert reply["reason"] == "the answer was too long"
+
+
+def test_rank_that_died_is_forgotten_though_its_child_lives(node: Node) -> None:
+    process = node.start_rank(0, 0, "fork")
+    process.kill()
+    node.until(lambda: not node.relay.peers)
+
+
+def test_folders_are_their_owners_alone(node: Node) -> None:
+    post_request(node.run, new_request("echo", valid_s=1))
+    for folder in (node.run.control, node.run.control_requests, node.run.control_replies):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    node.run.control.chmod(0o777)
+    other = Relay(node.run, "other-host")
+    other.start()
+    other.stop()
+    assert stat.S_IMODE(node.run.control.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\0\1\2", b"[1]", b"{}", b"[" * 5000, b'{"id": "../../x", "kind": "echo"}',
+        b'{"id": "a", "kind": 1, "arguments": {}, "expires_wall_ns": 1}',
+        b'{"id": "a", "kind": "echo", "arguments": [], "expires_wall_ns": 9e99}',
+        b"x" * (MESSAGE_LIMIT_BYTES + 1),
+    ],
+)  # fmt: skip
+def test_hostile_files_are_passed_over(node: Node, content: bytes) -> None:
+    node.start_rank(0)
+    node.ask(word="first")
+    (node.run.control_requests / "0-bad.json").write_bytes(content)
+    (node.run.control_requests / "sub.json").mkdir()
+    assert node.replies(node.ask(word="fine"), 1)["0"]["said"] == "fine"
+
+
+def test_request_that_is_too_old_is_not_carried_out(node: Node) -> None:
+    node.start_rank(0)
+    old = Request(id="old", kind="echo", expires_wall_ns=time.time_ns() - 1)
+    post_request(node.run, old)
+    node.replies(node.ask(word="new"), 1)
+    assert read_replies(node.run, "old") == {}
+
+
+def test_requests_from_before_the_agent_are_not_carried_out(tmp_path: Path) -> None:
+    node = Node(tmp_path / "run")
+    before = node.ask(word="before")
+    node.relay.start()
+    try:
+        node.start_rank(0)
+        node.replies(node.ask(word="after"), 1)
+        assert read_replies(node.run, before) == {}
+    finally:
+        node.relay.stop()
+        node.ranks[0].kill()
+        node.ranks[0].communicate()
+
+
+def test_hostile_packets_reach_nothing(node: Node) -> None:
+    node.start_rank(0)
+    asked = node.ask(word="x")
+    folder, path = control_socket(node.run, HOST)
+    liar = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    liar.connect(path)
+    os.close(folder)
+    for packet in (
+        b"\xff\xfe", b"[]", b"[" * 5000, b'{"hello": {"rank": "../../etc", "attempt": 0}}',
+        json.dumps({"id": asked, "state": "done"}).encode(),  # before it said who it is
+        json.dumps({"id": "../../x", "state": "done"}).encode(),
+    ):  # fmt: skip
+        liar.send(packet)
+    assert list(node.replies(asked, 1)) == ["0"]
+    liar.close()
+    node.until(lambda: len(node.relay.peers) == 1)
+
+
+def test_stopped_relay_leaves_no_socket_and_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
+    node = Node(tmp_path / ("long" * 60))
+    node.relay.start()
+    try:
+        process = node.start_rank(0)
+        assert node.replies(node.ask(word="hi"), 1)["0"]["said"] == "hi"
+    finally:
+        node.relay.stop()
+    assert list(node.run.control.glob("*.sock")) == []
+    out, _ = process.communicate("", timeout=60)
+    assert out.strip() == "[]", "the end of the agent is nothing to note"
+
+
+def test_rank_without_an_agent_notes_it_and_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    from haiprof.in_job import commands
+
+    monkeypatch.setattr(commands, "RETRY_AFTER_S", (0.0, 0.01))
+    notes: list[dict[str, Any]] = []
+    commands.Commands(RunPaths(tmp_path), {}, notes.append).start({"rank": 0, "attempt": 0})
+    within(90, lambda: notes)
+    assert notes[0]["state"] == "unreachable"
+    assert str(tmp_path) in notes[0]["reason"]

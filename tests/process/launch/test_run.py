@@ -1,0 +1,237 @@
+"""`haiprof COMMAND` as users see it: what is printed, what is written, what is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import haiprof
+
+HAIPROF = [sys.executable, "-m", "haiprof"]
+
+
+def run(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HAIPROF, *words],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("haiprof-logs/*") if path.is_dir())
+
+
+def test_first_line_says_what_was_taken(tmp_path: Path) -> None:
+    done = run("echo", "hi", "--time", "7", "--lr", "1", cwd=tmp_path)
+    assert done.stdout == "hi --lr 1\n"
+    first = done.stderr.splitlines()[0]
+    assert "for 7 s" in first
+    assert "taken from the command line: --time 7" in first
+
+
+def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
+    run("--name", "my job", "--warmup", "2", "bash", "-c", "exit 3", cwd=tmp_path)
+    (folder,) = runs(tmp_path)
+    content = json.loads((folder / "run.json").read_text())
+    assert folder.name.startswith("my-job-")
+    assert content["command"] == ["bash", "-c", "exit 3"]
+    assert content["options"]["warmup"] == 2.0
+    assert (content["exit_status"], content["signal"]) == (3, None)
+    assert content["start_wall_ns"] < content["end_wall_ns"]
+
+
+def test_everything_written_is_in_the_log_directory(tmp_path: Path) -> None:
+    run("true", cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["haiprof-logs"]
+
+
+def test_quiet_prints_nothing_of_ours(tmp_path: Path) -> None:
+    done = run("--quiet", "echo", "hi", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("hi\n", "")
+
+
+def test_disabled_by_the_platform_runs_the_bare_command(tmp_path: Path) -> None:
+    done = run("echo", "hi", cwd=tmp_path, HAIPROF_ENABLED="0")
+    assert (done.stdout, done.stderr) == ("hi\n", "")
+    assert not runs(tmp_path)
+
+
+def test_second_haiprof_inside_leaves_the_first_in_charge(tmp_path: Path) -> None:
+    done = run(*HAIPROF, "--time", "5", "echo", "hi", cwd=tmp_path)
+    assert done.stdout == "hi\n"
+    assert "already recorded" in done.stderr
+    assert len(runs(tmp_path)) == 1
+
+
+def test_log_directory_that_cannot_be_made_leaves_the_job_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("--log-dir", "file/logs", "bash", "-c", "echo hi; exit 4", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "hi\n")
+    assert "the job runs unrecorded" in done.stderr
+    assert str(tmp_path / "file/logs") in done.stderr
+
+
+def test_launchers_with_one_run_id_share_a_run_directory(tmp_path: Path) -> None:
+    words = [*HAIPROF, "--quiet", "--run-id", "job7", "--name", "x", "sleep", "5"]
+    for job in [subprocess.Popen(words, cwd=tmp_path) for _ in range(2)]:
+        assert job.wait(60) == 0
+    assert [path.name for path in runs(tmp_path)] == ["x-job7"]
+
+
+def test_run_id_of_a_run_that_has_ended_starts_another(tmp_path: Path) -> None:
+    for _ in range(2):
+        run("--run-id", "job7", "--name", "x", "true", cwd=tmp_path)
+    assert [path.name for path in runs(tmp_path)] == ["x-job7", "x-job7-2"]
+
+
+def test_environment_of_the_job_differs_in_few_variables_and_in_none_that_is_set(
+    tmp_path: Path,
+) -> None:
+    own = {"TORCH_FR_BUFFER_SIZE": "100"}
+    code = "import os, json; print(json.dumps(dict(os.environ)))"
+    bare = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **own}, capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    recorded = run("--quiet", sys.executable, "-c", code, cwd=tmp_path, **own)
+    before, after = json.loads(bare.stdout), json.loads(recorded.stdout)
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
+    dumps = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    assert changed == {"PYTHONPATH", "HAIPROF_ACTIVE_RUN", *dumps}
+    assert Path(after["TORCH_FR_DUMP_TEMP_FILE"]).parent.is_dir()
+    assert after["PYTHONPATH"].endswith(before.get("PYTHONPATH", ""))
+
+
+def test_launcher_without_open_streams_still_runs_the_job(tmp_path: Path) -> None:
+    script = f"exec {' '.join(HAIPROF)} bash -c 'touch done; exit 5' <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 5
+    assert (tmp_path / "done").exists()
+
+
+def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "end = time.monotonic() + 60\n"
+        "while time.monotonic() < end:\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+    )
+    with subprocess.Popen(
+        [*HAIPROF, "train.py", "--time", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            end = time.monotonic() + 50
+            while not list(tmp_path.glob("haiprof-logs/*/report/verdict.json")):
+                assert job.poll() is None
+                assert time.monotonic() < end, "no verdict while the job ran"
+                time.sleep(0.2)
+            assert job.poll() is None
+        finally:
+            job.terminate()
+        assert job.stderr is not None
+        assert "the job runs on without haiprof's hooks" in job.stderr.read()
+
+
+def test_script_without_a_first_line_runs_as_in_a_shell(tmp_path: Path) -> None:
+    script = tmp_path / "job"
+    script.write_text("echo hi\nexit 4\n")
+    script.chmod(0o755)
+    done = run("./job", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (4, "hi\n")
+
+
+def test_deleted_working_directory_leaves_the_job_running(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    command = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {' '.join(HAIPROF)} echo hi"
+    package = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, "PYTHONPATH": package},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "hi\n")
+    assert "the job runs unrecorded" in done.stderr
+
+
+def test_log_directory_that_pythonpath_cannot_carry_is_said(tmp_path: Path) -> None:
+    done = run("--log-dir", "a:b", "echo", "hi", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "hi\n")
+    assert "PYTHONPATH cannot carry" in done.stderr
+
+
+def test_plain_run_has_the_shells_pipe_signal(tmp_path: Path) -> None:
+    code = "set -o pipefail; yes | head -1 >/dev/null; echo $?"
+    done = run("bash", "-c", code, cwd=tmp_path, HAIPROF_ENABLED="0")
+    assert done.stdout == "141\n"
+
+
+def test_agent_that_fails_does_not_reach_the_job(tmp_path: Path) -> None:
+    broken = tmp_path / "haiprof-logs" / "x-1"
+    script = f"sleep 0.1; rm -rf {broken}; sleep 1; exit 6"
+    done = run("--run-id", "1", "--name", "x", "bash", "-c", script, cwd=tmp_path)
+    assert done.returncode == 6
+    assert "Traceback" not in done.stderr
+
+
+def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
+    (tmp_path / "calendar.py").write_text("raise SystemExit('the job ran in our process')\n")
+    (tmp_path / "polars.py").write_text("raise SystemExit('the job ran in our process')\n")
+    script = tmp_path / "train" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+        "for _ in range(30):\n    m(torch.ones(1, 2)).sum().backward()\n    o.step()\n"
+    )
+    done = run("train/train.py", cwd=tmp_path)
+    assert "our process" not in done.stderr
+    assert "usual step" in done.stderr
+
+
+def test_words_taken_after_the_script_are_said_even_when_quiet(tmp_path: Path) -> None:
+    done = run("--quiet", "echo", "hi", "--name", "x", cwd=tmp_path)
+    assert done.stdout == "hi\n"
+    assert "does not get --name x" in done.stderr
+
+
+def test_script_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> None:
+    done = run("nosuch.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nosuch.py: no such file" in done.stderr
+    assert not runs(tmp_path)
+
+
+def test_mistyped_command_gets_a_suggestion(tmp_path: Path) -> None:
+    done = run("verdct", cwd=tmp_path)
+    assert done.returncode == 127
+    assert "did you mean: haiprof verdict" in done.stderr
+
+
+def test_second_start_of_a_running_job_names_attach(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        "if os.environ.get('INNER'): raise SystemExit\n"
+        "for name in [n for n in os.environ if n.startswith('HAIPROF')]: del os.environ[name]\n"
+        "os.environ.pop('PYTHONPATH', None)\n"
+        "os.environ['INNER'] = '1'\n"
+        "program = 'import sys; sys.path.insert(0, sys.argv.pop(1));'\n"
+        "program += 'from haiprof.__main__ import main; sys.exit(main())'\n"
+        "words = ['--log-dir', 'logs', '--time', '5', 'train.py']\n"
+        "subprocess.run([sys.executable, '-c', program, sys.argv[1], *words])\n"
+    )
+    root = str(Path(haiprof.__file__).parent.parent)
+    done = run("--log-dir", "logs", "train.py", root, cwd=tmp_path)
+    assert "haiprof attach train-" in done.stderr
+    assert "--time 5" in done.stderr

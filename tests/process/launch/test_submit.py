@@ -1,0 +1,636 @@
+"""Submission: what each engine is told, word for word, and jobs that outlive who submitted them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from haiprof.base.errors import MissingExtraError, UsageError
+from haiprof.cli import main
+from haiprof.launch.submit.emit import FORMS, emit
+from haiprof.launch.submit.follow import follow
+from haiprof.launch.submit.node import node_words, script_words
+from haiprof.launch.submit.options import resolve_options
+from haiprof.launch.submit.slurm import SlurmJob, submit_slurm
+from haiprof.launch.submit.spec import (
+    JobSpec,
+    parse_directives,
+    parse_environment,
+    parse_time_limit,
+)
+from haiprof.launch.submit.yaml_text import yaml_text
+from haiprof.live.find import running_jobs
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import find_runs, read_manifest
+from tests.process.jobs import PYTHON, environment
+from tests.sampling import examples
+
+HOSTILE = (
+    "", " ", "a b", "it's", '"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "&& touch x",
+    "$HOME", "${HOME}", "\\", "\\n", "new\nline\n#SBATCH --nodes=9", "-n", "--n", "--", "--time=1",
+    "*", "~", "!x", "#no", "$$", "$(HOME)", "${local_rank}", "{{x}}", "%j", "\t", "ü🙂",
+)  # fmt: skip
+
+# torchrun makes of these what they were: test_torchrun_leaves_the_scripts_arguments_alone
+FOR_TORCHRUN = tuple({"$$": "$$$$", "${local_rank}": "$${local_rank}"}.get(w, w) for w in HOSTILE)
+
+_TRAIN = """
+import json, os, sys, time
+import torch
+
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+if "RANK" in os.environ:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(os.environ.get("STEPS", "40"))):
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.02)
+print("ARGUMENTS " + json.dumps(sys.argv[1:]) + "\\n", end="", flush=True)
+if "RANK" in os.environ:
+    torch.distributed.barrier()
+    time.sleep(0.2)  # tests/process/loops.py says why
+    torch.distributed.destroy_process_group()
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+def job_spec(**facts: Any) -> JobSpec:
+    usual: dict[str, Any] = {"program": "train.py", "name": "train"}
+    return JobSpec(**{**usual, "options": {"log-dir": "/logs", "name": "train"}, **facts})
+
+
+def pods_of(text: str) -> dict[str, Any]:
+    """The pod template of a Job or of a JobSet's only group."""
+    body = list(yaml.safe_load_all(text))[-1]["spec"]
+    job = body["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in body else body
+    pod: dict[str, Any] = job["template"]["spec"]
+    return pod
+
+
+# -- what a node runs -----------------------------------------------------------------------------
+
+
+def test_options_of_all_places_are_passed_on_each_once(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[tool.haiprof]\ntime = 1\nlog-dir = "/shared/logs"\n')
+    texts, log_dir = resolve_options(
+        ["profile.time=120", "profile.trace=1", "profile.trace_limit=50"],
+        {"time": None, "recorder": "basic,gpu"},
+        {"HAIPROF_TIME": "60", "HAIPROF_GPU_INTERVAL": "0.5", "HAIPROF_QUIET": "1"},
+        program="src/my train.py",
+        pyproject=project,
+    )
+    assert texts == {
+        "time": "120", "trace": "1", "trace-limit": "50", "quiet": "1", "recorder": "basic,gpu",
+        "interval.gpu": "0.5", "log-dir": "/shared/logs", "name": "my-train",
+    }  # fmt: skip
+    assert log_dir == Path("/shared/logs")
+    words = node_words(job_spec(options=texts), rendezvous=())
+    assert [word.partition("=")[0] for word in words].count("--time") == 1
+
+
+def test_value_of_a_published_option_may_hold_equals_signs() -> None:
+    texts, _ = resolve_options(["profile.run-id=a=b=c"], {}, {}, program="train.py")
+    assert texts["run-id"] == "a=b=c"
+
+
+def test_option_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tiem"):
+        resolve_options(["profile.tiem=1"], {}, {}, program="train.py")
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_torchrun_leaves_the_scripts_arguments_alone(module: bool) -> None:
+    from torch.distributed.elastic.utils.api import macros
+    from torch.distributed.run import parse_args
+
+    spec = job_spec(program="pkg.train" if module else "train.py", module=module, arguments=HOSTILE)
+    parsed = parse_args(["--nnodes=2", *script_words(spec)])  # type: ignore[no-untyped-call]
+    words = macros.substitute([parsed.training_script, *parsed.training_script_args], "7")
+    assert (words, parsed.module) == ([spec.program, *HOSTILE], module)
+
+
+# -- Slurm's script -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    """Commands that write their words and the variable A into files instead of doing anything."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    code = (
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "told = {'words': sys.argv[1:], 'A': os.environ.get('A')}\n"
+        "open(sys.argv[0] + '.json', 'w').write(json.dumps(told))\n"
+        "sys.exit(int(os.environ.get('STUB_STATUS', '0')))\n"
+    )
+    for name in ("srun", "haiprof"):
+        (folder / name).write_text(code)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_script(text: str, stubs: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    usual = {"PATH": f"{stubs}:/usr/bin:/bin", "SLURM_JOB_ID": "123457"}
+    folder = stubs.parent / "work"
+    folder.mkdir()
+    done = subprocess.run(
+        ["bash", "-euc", text], env={**usual, **variables}, cwd=folder, capture_output=True
+    )
+    assert not list(folder.iterdir())
+    return done
+
+
+def told(stubs: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((stubs / f"{name}.json").read_text())
+    return found
+
+
+def test_sbatch_script_passes_hostile_words_as_they_are(stubs: Path) -> None:
+    spec = job_spec(nodes=2, arguments=HOSTILE, environment={"A": "".join(HOSTILE)})
+    assert run_script(emit(spec, "slurm"), stubs).returncode == 0
+    srun = told(stubs, "srun")
+    words = srun["words"]
+    assert srun["A"] == "".join(HOSTILE)
+    assert words[0] == "--export=ALL"
+    assert words[-len(HOSTILE) :] == list(FOR_TORCHRUN)
+    host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    assert f"--rdzv-endpoint={host}:23457" in words
+    assert "--rdzv-id=123457" in words
+    assert words.index("--name=train") < words.index("--") < words.index("--nnodes=2")
+
+
+def test_sbatch_directives_say_what_was_asked_for() -> None:
+    spec = job_spec(
+        nodes=8, gpus_per_node=8, gpu_type="h100", cpus_per_node=96, time_limit_s=90_061,
+        partition="gpu", account="me", requeue=True, directives={"qos": "high", "exclusive": ""},
+    )  # fmt: skip
+    lines = emit(spec, "slurm").splitlines()
+    assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
+        "--job-name=train", "--nodes=8", "--ntasks-per-node=1", "--gpus-per-node=h100:8",
+        "--cpus-per-task=96", "--time=1-01:01:01", "--partition=gpu", "--account=me", "--requeue",
+        "--open-mode=append", "--qos=high", "--exclusive",
+    ]  # fmt: skip
+    assert "--cpus-per-task=96" in lines[-2].split()  # srun does not inherit it
+    assert "--nproc-per-node=8" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"partition": "a b"},
+        {"account": "x\n#SBATCH --uid=0"},
+        {"gpu_type": "$(x)"},
+        {"directives": {"comment": "a\nb"}},
+        {"directives": {"Qos": "x"}},
+        {"directives": {"comment": "a 'b"}},
+        {"nodes": 0},
+        {"gpus_per_node": 0},
+    ],
+)
+def test_words_that_sbatch_would_read_otherwise_are_refused(facts: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        job_spec(**facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("10:30", 630), ("12:00:00", 43_200), ("1-12", 129_600), ("2-0:30:5", 174_605)],
+)
+def test_time_limits_are_read_as_slurm_does(text: str, seconds: int) -> None:
+    assert parse_time_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "2h", "-1", "1:2:3:4", "1-", "٣"])
+def test_time_limits_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="time-limit"):
+        parse_time_limit(text)
+
+
+def test_variables_are_given_or_taken_from_here() -> None:
+    assert parse_environment(["A=x=y", "B", "C="], {"B": "here"}) == {
+        "A": "x=y", "B": "here", "C": "",
+    }  # fmt: skip
+    assert parse_directives(["--qos=high", "exclusive"]) == {"qos": "high", "exclusive": ""}
+    for word in ("GONE", "9=x", "a-b=1", "=x"):
+        with pytest.raises(UsageError, match="--env"):
+            parse_environment([word], {})
+
+
+_NODE_TASK = """
+import sys
+from haiprof.launch.submit.slurm import NodeTask
+from haiprof.launch.submit.spec import JobSpec
+spec = JobSpec(program="train.py", name="train", nodes=2, environment={"A": "x y"})
+NodeTask(spec, haiprof=(sys.argv[1],), torchrun="torchrun")()
+"""
+
+
+def test_task_of_a_node_outlives_submitits_signal_and_ends_as_the_job(tmp_path: Path) -> None:
+    stub = tmp_path / "haiprof"
+    stub.write_text('#!/bin/sh\nkill -USR2 $$ $PPID\necho "$A/$HAIPROF_RENDEZVOUS" "$@"\nexit 7\n')
+    stub.chmod(0o755)
+    done = subprocess.run(
+        [PYTHON, "-c", _NODE_TASK, str(stub)],
+        env=environment({"HAIPROF_RENDEZVOUS": "n1:20007", "SLURM_JOB_ID": "7"}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.startswith("x y/ run -- torchrun --nnodes=2 --nproc-per-node=1 ")
+    assert "--rdzv-endpoint=n1:20007 --rdzv-id=7 -- train.py" in done.stdout
+
+
+# -- pods, Ray, SkyPilot --------------------------------------------------------------------------
+
+
+def expanded(word: str, variables: dict[str, str]) -> str:
+    """As a kubelet expands $(NAME): k8s.io/kubernetes third_party/forked/golang/expansion."""
+    out, left = "", word
+    while left:
+        head, dollar, left = left.partition("$")
+        out += head
+        if dollar and left.startswith("$"):
+            out, left = out + "$", left[1:]
+        elif dollar and left.startswith("(") and ")" in left:
+            name, _, left = left[1:].partition(")")
+            out += variables.get(name, f"$({name})")
+        elif dollar:
+            out += "$"
+    return out
+
+
+@pytest.mark.parametrize("form", ["kubernetes", "jobset"])
+def test_pods_run_hostile_words_as_they_are(form: str) -> None:
+    spec = job_spec(nodes=2, image="r/x:1", arguments=HOSTILE, environment={"A": "".join(HOSTILE)})
+    container = pods_of(emit(spec, form))["containers"][0]
+    variables = {"JOB_COMPLETION_INDEX": "1", "RUN_ID": "uid-0", "HOME": "/root"}
+    words = [expanded(word, variables) for word in container["command"]]
+    head = {"kubernetes": "train-0.train", "jobset": "train-node-0-0.train"}[form]
+    assert words == [
+        "haiprof", "run", "--log-dir=/logs", "--name=train", "--run-id=uid-0", "--", "torchrun",
+        "--nnodes=2", "--nproc-per-node=1", "--node-rank=1", f"--master-addr={head}",
+        "--master-port=29500", "--", "train.py", *FOR_TORCHRUN,
+    ]  # fmt: skip
+    assert expanded(container["env"][-1]["value"], variables) == "".join(HOSTILE)
+
+
+def test_trainjob_leaves_the_meeting_to_its_runtime() -> None:
+    spec = job_spec(nodes=2, gpus_per_node=8, image="r/x:1", arguments=("--lr", "0.1"))
+    trainer = yaml.safe_load(emit(spec, "trainjob"))["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert not [word for word in trainer["command"] if "master" in word or "rdzv" in word]
+    assert trainer["command"][-4:] == ["--", "train.py", "--lr", "0.1"]
+
+
+@pytest.mark.parametrize("form", ["kubernetes", "jobset", "trainjob"])
+def test_every_field_is_one_of_the_published_api(form: str) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")  # 2.3: Trainer, JobSet, batch/v1
+    facts: dict[str, Any] = {"claim": "c", "requeue": True, "time_limit_s": 60}
+    spec = job_spec(
+        nodes=2, gpus_per_node=8, cpus_per_node=4, image="r/x:1", environment={"A": "1"},
+        **(facts if form != "trainjob" else {}),
+    )  # fmt: skip
+    document = list(yaml.safe_load_all(emit(spec, form)))[-1]
+    name = {
+        "kubernetes": "IoK8sApiBatchV1Job",
+        "jobset": "JobsetV1alpha2JobSet",
+        "trainjob": "TrainerV1alpha1TrainJob",
+    }[form]
+    model = getattr(models, name).from_dict(document)
+    assert _lost(document, model.to_dict()) == []
+
+
+def _lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """What of ours the published model does not know, or reads otherwise."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [x for k, v in ours.items() for x in _lost(v, theirs.get(k), f"{path}.{k}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [x for i, (a, b) in pairs for x in _lost(a, b, f"{path}[{i}]")]
+    return [] if ours == theirs else [f"{path}: {ours!r} {theirs!r}"]
+
+
+def test_skypilot_runs_hostile_words_as_they_are(stubs: Path) -> None:
+    spec = job_spec(nodes=2, arguments=HOSTILE, environment={"A": "".join(HOSTILE)})
+    task = yaml.safe_load(emit(spec, "skypilot"))
+    variables = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_TASK_ID": "sky-7",
+    }
+    assert task["num_nodes"] == 2
+    assert run_script(task["run"], stubs, **variables).returncode == 0
+    haiprof = told(stubs, "haiprof")
+    assert haiprof["A"] == "".join(HOSTILE)
+    assert haiprof["words"] == [
+        "run", "--log-dir=/logs", "--name=train", "--run-id=sky-7", "--", "torchrun", "--nnodes=2",
+        "--nproc-per-node=1", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500",
+        "--", "train.py", *FOR_TORCHRUN,
+    ]  # fmt: skip
+
+
+_FAKE_RAY = """
+class _Remote:
+    def __init__(self, function): self.function = function
+    def options(self, **options): return self
+    def remote(self, *words): return (self.function, words)
+def remote(**options): return _Remote
+def init(): pass
+def get(made): return made[0](*made[1]) if isinstance(made, tuple) else made
+from ray import util
+def wait(left): return left[:1], left[1:]
+"""
+_FAKE_UTIL = "def get_node_ip_address(): return '10.0.0.1'"
+_FAKE_GROUP = """
+class placement_group:
+    def __init__(self, bundles, strategy): print(bundles, strategy)
+    def ready(self): return None
+"""
+_FAKE_STRATEGY = "def PlacementGroupSchedulingStrategy(group, placement_group_bundle_index): pass"
+
+
+@pytest.fixture
+def ray(stubs: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a driver with stand-ins for ray and haiprof."""
+    package = stubs.parent / "packages" / "ray" / "util"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text(_FAKE_RAY)
+    (package / "__init__.py").write_text(_FAKE_UTIL)
+    (package / "placement_group.py").write_text(_FAKE_GROUP)
+    (package / "scheduling_strategies.py").write_text(_FAKE_STRATEGY)
+
+    def run(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        usual = {"PATH": f"{stubs}:/usr/bin:/bin", "PYTHONPATH": str(package.parents[1])}
+        return subprocess.run(
+            [PYTHON, "-c", text], env={**usual, **variables}, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_ray_driver_starts_each_node_with_words_as_they_are(
+    ray: Callable[..., subprocess.CompletedProcess[str]], stubs: Path
+) -> None:
+    spec = job_spec(
+        nodes=2, gpus_per_node=4, arguments=HOSTILE, environment={"A": "".join(HOSTILE)}
+    )
+    done = ray(emit(spec, "ray"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[{'CPU': 1, 'GPU': 4}, {'CPU': 1, 'GPU': 4}] STRICT_SPREAD"
+    haiprof = told(stubs, "haiprof")  # of the second node, which came last
+    assert haiprof["A"] == "".join(HOSTILE)
+    words = haiprof["words"]
+    assert words[words.index("torchrun") :] == [
+        "torchrun", "--nnodes=2", "--nproc-per-node=4", "--node-rank=1", "--master-addr=10.0.0.1",
+        "--master-port=29500", "--", "train.py", *FOR_TORCHRUN,
+    ]  # fmt: skip
+
+
+def test_ray_driver_ends_with_the_jobs_status(
+    ray: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    assert ray(emit(job_spec(nodes=2), "ray"), STUB_STATUS="7").returncode == 7
+
+
+_TEXT = st.text(max_size=20)
+_VALUES = st.recursive(
+    _TEXT | st.integers() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.dictionaries(_TEXT, _VALUES, min_size=1, max_size=3))
+def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
+    assert yaml.safe_load(yaml_text(value)) == value
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "no script"),
+        (["train.py", "--nodes", "2"], "one machine"),
+        (["train.py", "--partition", "gpu"], "--partition"),
+        (["train.py", "--requeue"], "--requeue"),
+        (["train.py", "--on", "kubernetes"], "--emit kubernetes"),
+        (["train.py", "--on", "moon"], "--on moon"),
+        (["train.py", "--emit", "moon"], "--emit moon"),
+        (["gone.py"], "gone.py: no such file"),
+        (["gone.py", "--on", "slurm"], "gone.py: no such file"),
+        (["prog", "--emit", "slurm"], "prog"),
+        (["train.py", "--emit", "jobset"], "--image"),
+        (["train.py", "--emit", "trainjob", "--image", "i", "--claim", "c"], "--claim"),
+        (["train.py", "--emit", "jobset", "--image", "i", "--claim", "c"], "no whole path"),
+        (["train.py", "--emit", "skypilot", "--gpus-per-node", "8"], "--gpu-type"),
+        (["train.py", "--on", "slurm", "--sbatch", "array=0-3"], "--emit slurm"),
+        (["train.py", "--options", "time=1"], "profile.NAME=VALUE"),
+        (["train.py", "--lr", "1"], "--lr"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(
+    words: list[str],
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert main(["submit", *words]) == 2
+    shown = capsys.readouterr().err
+    assert part in shown
+    assert "Traceback" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_slurm_without_submitit_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(MissingExtraError) as caught:
+        submit_slurm(job_spec(), log_dir=tmp_path)
+    assert "haiprof[slurm]" in caught.value.hint
+
+
+def test_machine_without_slurm_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="srun"):
+        submit_slurm(job_spec(), log_dir=tmp_path)
+
+
+def test_emit_prints_the_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["submit", "-m", "pkg.train", "-n", "2", "--emit", "slurm", "--name", "[red]x"]
+    assert main([*words, "--", "--time", "7", "--", "x"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=red-x\n")
+    assert shown.out.endswith(" -m -- pkg.train --time 7 -- x\n")
+    assert "sbatch FILE" in shown.err
+    assert not list(tmp_path.iterdir())
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["next"] == FORMS["slurm"].next
+
+
+# -- real jobs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "it's a 'job' #1"
+    folder.mkdir()
+    (folder / "train.py").write_text(_TRAIN)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def submitted(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PYTHON, "-m", "haiprof", "submit", *words],
+        env=environment(variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def arguments_in(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("ARGUMENTS ")]
+    return [json.loads(line.removeprefix("ARGUMENTS ")) for line in lines]
+
+
+@pytest.mark.slow
+def test_job_outlives_who_submitted_it(work: Path) -> None:
+    words = [PYTHON, "-m", "haiprof", "submit", "train.py", "--wait", "--nproc-per-node", "2"]
+    submitter = subprocess.Popen(
+        [*words, "--", *HOSTILE],
+        env=environment({"STEPS": "300"}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    logs = work / "haiprof-logs"
+    wait_until(lambda: logs.is_dir() and find_runs(logs))
+    run = RunPaths(find_runs(logs)[0])
+    wait_until(lambda: run.root in [job.run.root for job in running_jobs([])])
+    os.killpg(submitter.pid, signal.SIGHUP)  # its terminal is closed
+    os.killpg(submitter.pid, signal.SIGKILL)
+    submitter.wait()
+    launcher = read_manifest(run).launcher_pid
+    assert os.getsid(launcher) == launcher
+    wait_until(lambda: read_manifest(run).end_wall_ns is not None)
+    assert read_manifest(run).exit_status == 0
+    assert [rank["rank"] for rank in read_manifest(run).ranks] == [0, 1]
+    log = Path(f"{run.root}.log")
+    assert arguments_in(log.read_text()) == [list(HOSTILE)] * 2
+    wait_until(run.verdict_json.exists)
+
+
+@pytest.mark.slow
+def test_wait_shows_the_log_and_ends_with_the_jobs_status(work: Path) -> None:
+    done = submitted("train.py", "--wait", "--env", "STATUS=7", "--", "--n", "5")
+    assert done.returncode == 7
+    assert arguments_in(done.stdout) == [["--n", "5"]]
+    assert "haiprof verdict" in done.stderr
+    assert "kill " in done.stderr
+
+
+@pytest.mark.slow
+def test_kill_ends_the_job(work: Path) -> None:
+    done = submitted("train.py", "--json", STEPS="100000")
+    assert done.returncode == 0, done.stderr
+    job = json.loads(done.stdout)
+    run = RunPaths(Path(job["target"]))
+    wait_until(run.rank_folders)
+    assert job["exit_status"] is None
+    subprocess.run(job["stop"], check=True)
+    wait_until(lambda: read_manifest(run).end_wall_ns is not None)
+    assert read_manifest(run).signal == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_job_that_cannot_start_is_said_at_once(work: Path) -> None:
+    done = submitted("no-such-program-here")
+    assert done.returncode == 1
+    assert "no-such-program-here" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_two_nodes_of_slurm_record_one_run(work: Path) -> None:
+    asked = ("--on", "slurm", "--nodes", "2", "--wait", "--time-limit", "5", "--env", "A=x y")
+    # A site that lets no environment travel: the job must not need it.
+    done = submitted("train.py", *asked, "--", *HOSTILE, SBATCH_EXPORT="NONE")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert arguments_in(done.stdout) == [list(HOSTILE)] * 2
+    (root,) = find_runs(work / "haiprof-logs")
+    assert f"haiprof verdict haiprof-logs/{root.name}" in done.stderr
+    manifest = read_manifest(RunPaths(root))
+    assert (manifest.exit_status, [rank["rank"] for rank in manifest.ranks]) == (0, [0, 1])
+    assert RunPaths(root).verdict_json.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_status_and_refusals_of_slurm_come_back(work: Path) -> None:
+    done = submitted("train.py", "--on", "slurm", "--wait", "--env", "STATUS=3", STEPS="5")
+    assert done.returncode == 1, done.stderr  # torchrun's, whatever its ranks ended with
+    refused = submitted("train.py", "--on", "slurm", "--partition", "nowhere")
+    assert refused.returncode == 2
+    assert "invalid partition" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("slurm")
+def test_printed_script_runs_under_sbatch(work: Path) -> None:
+    done = submitted("train.py", "--nodes", "2", "--emit", "slurm", "--", *HOSTILE)
+    (work / "job.sh").write_text(done.stdout)
+    command = ["sbatch", "--parsable", "--export=NONE", "--output=out.txt", "job.sh"]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    log = work / "out.txt"
+    status = follow(
+        log, SlurmJob(id=ran.stdout.strip(), log=log, target=work).status, None, poll_s=0.5
+    )
+    shown = log.read_text()
+    assert status == 0, shown
+    assert arguments_in(shown) == [list(HOSTILE)] * 2
+    (root,) = find_runs(work / "haiprof-logs")
+    assert len(read_manifest(RunPaths(root)).ranks) == 2

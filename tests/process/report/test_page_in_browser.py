@@ -1,0 +1,274 @@
+"""The page in a real browser without network: from disk, and served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.cli.app import run_command
+from tests.browser import Page, browser, chromium
+from tests.served import served
+from tests.unit.analysis.test_compare import write
+from tests.unit.report.many_ranks import write_flight, write_many
+from tests.unit.report.page_parts import parts_of
+
+__all__ = ["browser"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("report page"),
+    pytest.mark.skipif(chromium is None, reason="no Chromium"),
+]
+READY = "document.documentElement.dataset.ready === '1'"
+LATEST = "document.querySelector('[data-figure=rank]').data"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_many(tmp_path_factory.mktemp("browser") / "run", ranks=8, steps=120)
+    write_flight(root, ranks=8, late_rank=5, late_ns=12_000_000)
+    return root
+
+
+@pytest.fixture
+def report(run: Path, tmp_path: Path) -> str:
+    """Address of the page as a file."""
+    path = tmp_path / "a b.html"
+    assert run_command(["report", str(run), "-o", str(path)]) == 0
+    return path.as_uri()
+
+
+def verdict_json(run: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert run_command(["verdict", str(run), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def opened(
+    browser: Callable[[str], Page], url: str, *, width: int = 1280, dark: bool = False
+) -> Page:
+    page = browser("about:blank")
+    page.call(
+        "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
+        mobile=False,
+    )  # fmt: skip
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    page.call("Emulation.setEmulatedMedia", features=[scheme])
+    page.open(url)
+    page.wait(READY)
+    return page
+
+
+def check_verdict(page: Page, verdict: Any) -> None:
+    text = page.text("#verdict").replace("\xa0", " ")
+    assert text.startswith(verdict["headline"])
+    values = page.run("[...document.querySelectorAll('#verdict data')].map(e => e.value)")
+    numbers = [float(value) for value in values if value]
+    for finding in verdict["findings"]:
+        assert finding["title"] in text
+        assert finding["remedy"] in text
+        assert finding["confidence"] in numbers
+        for evidence in finding["evidence"]:
+            assert evidence["name"] in text
+            assert evidence["value"] is None or evidence["value"] in numbers
+    assert verdict["step_ns"] in numbers
+    for ns in verdict["split"].values():
+        assert ns is None or ns in numbers
+
+
+def show(page: Page, selector: str) -> None:
+    """Scrolls to a figure and waits until it is drawn."""
+    page.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView()")
+    page.wait(f"document.querySelector({json.dumps(selector)}).dataset.drawn === '1'")
+
+
+def check_choosing(page: Page) -> None:
+    """Another rank shows other steps and other counters; the keyboard does it, too."""
+    show(page, "[data-figure=rank]")
+    forward = f"{LATEST}.find(t => t.name === 'forward').y"
+    first = page.run(f"Array.from({forward})")
+    page.run("document.getElementById('chooser').focus()")
+    for _ in range(5):
+        for kind in ("keyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key="ArrowDown", code="ArrowDown",
+                      windowsVirtualKeyCode=40)  # fmt: skip
+    page.wait("document.getElementById('chooser').value === '5'")
+    second = page.run(f"Array.from({forward})")
+    assert sorted(second)[60] == pytest.approx(2 * sorted(first)[60], rel=0.02)
+    panels = page.texts("[data-panels=rank] .keys")
+    assert "rank 5" in panels[0]
+    assert "rank 0" not in panels[0]
+    page.click("#previous")
+    page.wait("document.getElementById('chooser').value === '4'")
+    assert page.run("document.querySelector('#rank-table tr.chosen').cells[0].textContent") == "4"
+
+
+def check_map(page: Page) -> None:
+    show(page, "[data-figure=map]")
+    row = "Array.from(document.querySelector('[data-figure=map]').data[0].z[5])"
+    assert sorted(page.run(row))[40] == pytest.approx(30, abs=3)
+    page.run("(() => { const e = document.getElementById('part'); e.value = 'backward';"
+             " e.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    assert abs(sorted(page.run(row))[40]) < 2
+
+
+def check_quiet(page: Page, *, own: int) -> None:
+    """No error, and nothing asked of anybody."""
+    assert page.errors == []
+    assert page.failed == []
+    assert len(page.requests) == own or own < 0
+    assert [url for url in page.foreign if not url.startswith("file:")] == []
+
+
+def test_report_opens_from_disk(
+    browser: Callable[[str], Page], run: Path, report: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = opened(browser, report)
+    check_verdict(page, verdict_json(run, capsys))
+    check_choosing(page)
+    check_map(page)
+    for name in ("over-time", "late"):
+        show(page, f"[data-figure={name}]")
+    late = "Array.from(document.querySelector('[data-figure=late]').data[0].y)"
+    assert max(page.run(late)) == pytest.approx(12, rel=0.01)
+    check_quiet(page, own=1)
+
+
+def test_view_tells_that_the_job_has_gone_on(
+    browser: Callable[[str], Page], run: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    with served("view", root, "--port", "0", "--no-browser") as found:
+        page = opened(browser, found.url)
+        page.wait("document.getElementById('live-text').textContent.includes('running')")
+        assert page.run("document.getElementById('reload').hidden") is True
+        time.sleep(2.1)  # a page is held for two seconds
+        with (root / "ranks" / "3" / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write("{}\n")
+        page.wait("!document.getElementById('reload').hidden", timeout_s=30)
+        before = page.run("performance.timeOrigin")
+        page.click("#reload")
+        page.wait(f"performance.timeOrigin !== {before} && {READY}")
+        assert page.run("document.getElementById('reload').hidden") is True
+        check_quiet(page, own=-1)
+
+
+def test_view_shows_the_same_page(
+    browser: Callable[[str], Page], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = verdict_json(run, capsys)
+    with served("view", run, "--port", "0", "--no-browser") as found:
+        page = opened(browser, found.url)
+        assert "token" not in page.run("location.href")
+        check_verdict(page, verdict)
+        check_choosing(page)
+        check_map(page)
+        page.wait("document.getElementById('live-text').textContent.includes('page of')")
+        check_quiet(page, own=-1)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
+def test_page_fits_its_window_and_its_ground(
+    browser: Callable[[str], Page], report: str, width: int, dark: bool, tmp_path: Path
+) -> None:
+    page = opened(browser, report, width=width, dark=dark)
+    for name in ("over-time", "map", "rank", "late"):
+        show(page, f"[data-figure={name}]")
+    assert page.run("document.documentElement.scrollWidth") <= width
+    ink = page.run("document.querySelector('[data-figure=rank]').layout.font.color")
+    ground = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (ink, ground) == (("#e6e9ee", "rgb(20, 23, 27)") if dark else
+                             ("#1d2127", "rgb(255, 255, 255)"))  # fmt: skip
+    assert page.screenshot(tmp_path / "page.png").stat().st_size > 5000
+    check_quiet(page, own=1)
+
+
+def test_map_of_many_ranks_shows_the_slowest_first(
+    browser: Callable[[str], Page], tmp_path: Path
+) -> None:
+    root = write_many(tmp_path / "run", ranks=72, steps=60)
+    assert run_command(["report", str(root), "-o", str(tmp_path / "r.html")]) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri())
+    show(page, "[data-figure=map]")
+    rows = "Array.from(document.querySelector('[data-figure=map]').data[0].y)"
+    assert page.run(rows) == list(range(72))
+    for part, slowest in (("step", {"2", "5"}), ("forward", {"5"}), ("dataloader", {"2"})):
+        page.run(f"(() => {{ for (const [id, value] of [['part', '{part}'], ['rows', '32']]) {{"
+                 " const e = document.getElementById(id); e.value = value;"
+                 " e.dispatchEvent(new Event('change')); } })()")  # fmt: skip
+        assert set(page.run(rows)[: len(slowest)]) == slowest
+        assert len(page.run(rows)) == 32
+    check_quiet(page, own=1)
+
+
+def test_map_of_one_rank_is_one_row(browser: Callable[[str], Page], tmp_path: Path) -> None:
+    root = write_many(tmp_path / "run", ranks=1, steps=60)
+    assert run_command(["report", str(root), "-o", str(tmp_path / "r.html")]) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri())
+    show(page, "[data-figure=map]")
+    ticks = (
+        "[...document.querySelectorAll('[data-figure=map] .ytick text')].map(e => e.textContent)"
+    )
+    assert page.run(ticks) == ["0"]
+
+
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.proof)])
+def test_comparison_with_another_run_is_drawn(
+    browser: Callable[[str], Page], tmp_path: Path, width: int
+) -> None:
+    before, after = (write(tmp_path, name, seed=seed, data_ms=ms, second=seed)
+                     for name, seed, ms in (("before", 1, 4.0), ("after", 2, 7.0)))  # fmt: skip
+    words = ["report", str(after), "-o", str(tmp_path / "r.html"), "--baseline", str(before)]
+    assert run_command(words) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri(), width=width)
+    show(page, "[data-figure=comparison]")
+    keys = page.texts("#comparison .keys li")
+    assert keys[:3] == ["baseline", "new run", "beyond chance"]
+    assert "dataloader" in page.texts("[data-figure=comparison] .y2tick text")
+    assert " % slower (" in page.text("#comparison .claim").replace("\xa0", " ")
+    assert page.run("document.documentElement.scrollWidth") <= width
+    check_quiet(page, own=1)
+
+
+def test_every_control_can_be_reached_by_keyboard(
+    browser: Callable[[str], Page], report: str
+) -> None:
+    page = opened(browser, report)
+    reached = set()
+    for _ in range(60):
+        for kind in ("keyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab",
+                      windowsVirtualKeyCode=9)  # fmt: skip
+        reached.add(page.run("document.activeElement.id || document.activeElement.hash"
+                             " || document.activeElement.tagName"))  # fmt: skip
+    assert {"part", "previous", "chooser", "next", "#counters", "SUMMARY"} <= reached
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_hostile_names_run_nothing_in_the_browser(
+    browser: Callable[[str], Page], run: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    name = "<img src=x onerror=window.bad=1></script><script>window.bad=1</script>"
+    for rank in (0, 1):
+        path = root / "ranks" / str(rank) / "rank.json"
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**facts, "host": name, "device": name}), encoding="utf-8")
+    manifest = json.loads((root / "run.json").read_text(encoding="utf-8"))
+    manifest |= {"name": name, "command": [name]}
+    (root / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert run_command(["report", str(root), "-o", str(tmp_path / "r.html")]) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri())
+    for figure in ("over-time", "map", "rank", "late"):
+        show(page, f"[data-figure={figure}]")
+    assert page.run("window.bad") is None
+    assert page.run("document.title").startswith("<img")
+    assert len(parts_of((tmp_path / "r.html").read_text(encoding="utf-8")).all("script")) == 3
+    check_quiet(page, own=1)

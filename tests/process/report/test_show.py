@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import haiprof
+from haiprof import Analyzer
+from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+
+
+@pytest.fixture
+def analyzer(tmp_path: Path) -> Analyzer:
+    run = write_run(tmp_path / "job-1")
+    write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
+    return Analyzer(run.root)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    run = write_run(tmp_path / "job-0")
+    write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
+    return run.root
+
+
+def test_show_in_a_terminal_prints(
+    analyzer: Analyzer, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    analyzer.show_overview()
+    analyzer.show_ranks()
+    analyzer.show_one_rank(0)
+    analyzer.show_comparison(other)
+    text = capsys.readouterr().out
+    assert "cannot be judged" in text  # all its steps are equal: they tell nothing
+    assert "Processes" in text
+    assert "Slowest steps" in text
+
+
+@pytest.mark.slow
+def test_show_in_a_notebook_displays_figures_that_need_no_network(
+    analyzer: Analyzer,
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    root = str(Path(haiprof.__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    code = f"from haiprof import Analyzer\na = Analyzer({str(analyzer.path)!r})\n"
+    cells = [code + "a.show_overview()", "a.show_one_rank(0)", "a.show_ranks()"]
+    cells.append(f"a.show_comparison({str(other)!r})")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    shown = [output["data"] for cell in notebook.cells for output in cell.outputs]
+    assert len(shown[0]["text/html"]) > 1 << 20  # plotly's own script
+    for cell in notebook.cells:
+        (output,) = cell.outputs
+        page = output["data"]["text/html"]
+        assert "Plotly.newPlot" in page
+        assert "cdn.plot.ly/plotly" not in page
+        name = "cannot be judged" if "comparison" in cell.source else "job</b>"
+        assert f"haiprof figure: <b>{name}" in output["data"]["text/plain"]

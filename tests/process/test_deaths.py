@@ -1,0 +1,97 @@
+"""Real jobs that die: named with their line, and dying as they do without haiprof."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from haiprof.run_analysis.deaths import Death
+from tests.process.jobs import REPOSITORY, Job, run_job
+
+pytestmark = pytest.mark.slow
+
+ENDS = """
+import faulthandler, os, signal, sys, threading
+import torch
+from torch import nn
+how = sys.argv[1]
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+if how == "hook":
+    def own(kind, error, traceback):
+        print("own hook:", kind.__name__, error, file=sys.stderr)
+    sys.excepthook = own
+def step(number):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if number < 3:
+        return
+    if how == "segv":
+        faulthandler.enable()
+        import ctypes
+        ctypes.string_at(0)
+    if how == "exit":
+        sys.exit(3)
+    if how == "thread":
+        thread = threading.Thread(target=lambda: 1 / 0, name="reader")
+        thread.start()
+        thread.join()
+        return
+    try:
+        {}["label"]
+    except KeyError as error:
+        raise RuntimeError("no label in sample 9") from error
+for number in range(5):
+    step(number)
+"""
+CAUSES = {"raise": "exception", "hook": "exception", "exit": "exit", "segv": "crash"}
+
+
+def died(job: Job) -> Death | None:
+    return next((death for death in job.analyzer().deaths()), None)
+
+
+def comparable(text: str) -> str:
+    """Without what faulthandler says of the threads that there are, ours among them."""
+    before, current, after = text.partition("Current thread")
+    text = before.partition("\nThread 0x")[0].rstrip() + current + after
+    return re.sub(r"0x[0-9a-f]+", "0x", text).strip()
+
+
+@pytest.mark.parametrize("how", ["raise", "hook", "exit", "segv", "thread"])
+def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = ("python", str(script), how)
+    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
+    job = run_job(command, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
+    said = "".join(
+        line for line in job.stderr.splitlines(keepends=True) if not line.startswith("haiprof:")
+    )
+    assert job.returncode == bare.returncode
+    assert (job.stdout, comparable(said)) == (bare.stdout, comparable(bare.stderr))
+    death = died(job)
+    if how == "thread":
+        assert death is None, "an exception in a thread ends no process"
+        return
+    assert death is not None
+    assert death.cause == CAUSES[how]
+    assert death.ranks == (0,) or how == "segv", "who crashes at once has not reported in yet"
+    if how in ("raise", "hook"):
+        assert death.headline.startswith("rank 0 died: RuntimeError: no label in sample 9 (ends.py")
+        assert death.source == 'raise RuntimeError("no label in sample 9") from error'
+
+
+def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path: Path) -> None:
+    words = ("torchrun", "--standalone", "--nproc-per-node", "2")
+    script = str(REPOSITORY / "benchmarks/dying_job.py")
+    job = run_job((*words, script, "kill"), folder=tmp_path / "job", haiprof=True)
+    assert job.returncode == 1
+    death = died(job)
+    assert death is not None
+    assert (death.cause, death.ranks) == ("killed", (1,))
+    assert {fate.rank: fate.role for fate in death.fates}[0] in ("victim", "stopped")
+    lines = [line for line in job.stderr.splitlines() if line.startswith("haiprof:")]
+    assert "rank 1 died first: killed (SIGKILL)" in lines[-1], "the cause is the last line"

@@ -1,0 +1,423 @@
+"""Jobs that do to their processes, to torch and to the run directory what jobs do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from haiprof import Analyzer
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import newest_run
+from tests.process.jobs import Job, environment, haiprof_command, rank_events, run_job
+from tests.process.loops import PRELUDE
+
+pytestmark = pytest.mark.slow
+
+QUIET = ("--quiet",)
+TRAIN = (
+    PRELUDE
+    + """
+model = net()
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+)
+STEPS = """
+for batch in batches({count}):
+    train_step(model, optimizer, batch)
+"""
+FINISH = "\nfinish(model)\n"
+
+
+def both_ways(
+    folder: Path, source: str, *arguments: str, options: tuple[str, ...] = QUIET
+) -> tuple[Job, Job]:
+    """The script bare and under haiprof."""
+    script = folder / "train.py"
+    script.write_text(source)
+    command = ["python", str(script), *arguments]
+    bare = run_job(command, folder=folder / "bare", haiprof=False)
+    recorded = run_job(command, folder=folder / "recorded", haiprof=True, options=options)
+    return bare, recorded
+
+
+def assert_same_outcome(bare: Job, recorded: Job) -> None:
+    assert recorded.returncode == bare.returncode, recorded.stderr
+    assert recorded.stdout == bare.stdout
+
+
+def last_error_line(job: Job) -> str:
+    lines = [line for line in job.stderr.splitlines() if not line.startswith("haiprof")]
+    return lines[-1] if lines else ""
+
+
+def ranks_of(job: Job) -> list[tuple[int, int]]:
+    assert job.log_dir is not None
+    run = RunPaths(newest_run(job.log_dir))
+    return [(rank, attempt) for rank, attempt, _ in run.rank_folders()]
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leave", ["os._exit(3)", "sys.exit(3)"])
+def test_fork_in_the_middle_leaves_one_rank(tmp_path: Path, leave: str) -> None:
+    fork = f"""
+child = os.fork()
+if child == 0:
+    model(torch.ones(1, 16))
+    {leave}
+print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    steps = STEPS.format(count=5)
+    bare, recorded = both_ways(tmp_path, TRAIN + steps + fork + steps + FINISH)
+    assert_same_outcome(bare, recorded)
+    assert bare.stdout.startswith("child ended with 3")
+    assert ranks_of(recorded) == [(0, 0)]
+    assert recorded.analyzer().steps().height == 10
+
+
+@pytest.mark.parametrize(
+    ("context", "epochs"),
+    # A worker that is spawned imports torch anew.
+    [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.proof)],
+)
+def test_loader_workers_stay_unrecorded(tmp_path: Path, context: str, epochs: int) -> None:
+    source = (
+        TRAIN
+        + f"""
+if __name__ == "__main__":
+    for epoch in range({epochs}):
+        loader = DataLoader(
+            data(6), batch_size=4, num_workers=2, multiprocessing_context="{context}"
+        )
+        for batch in loader:
+            train_step(model, optimizer, batch)
+    finish(model)
+"""
+    )
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert ranks_of(recorded) == [(0, 0)]
+    assert recorded.analyzer().steps().height == 6 * epochs
+
+
+def test_spawned_ranks_are_recorded(tmp_path: Path) -> None:
+    source = (
+        PRELUDE
+        + """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in batches(5, seed=rank):
+        train_step(model, optimizer, batch)
+    if rank == 0:
+        finish(model.module)
+    leave_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(os.path.abspath("rendezvous"),), nprocs=2)
+"""
+    )
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert bare.returncode == 0, bare.stderr
+    steps = recorded.analyzer().steps()
+    assert steps.group_by("rank").len().sort("rank").rows() == [(0, 5), (1, 5)]
+
+
+def test_many_short_python_processes_leave_no_trace(tmp_path: Path) -> None:
+    source = """
+import subprocess, sys
+codes = []
+for _ in range(50):
+    pair = [subprocess.Popen([sys.executable, "-c", "print(6 * 7)"], stdout=subprocess.PIPE)
+            for _ in range(2)]
+    codes += [process.communicate()[0] for process in pair]
+print(len(codes), set(codes))
+"""
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert ranks_of(recorded) == []
+
+
+def test_second_haiprof_inside_runs_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + STEPS.format(count=6) + FINISH)
+    inner = haiprof_command(
+        [sys.executable, str(script)], log_dir=tmp_path / "inner", options=QUIET
+    )
+    bare = run_job(["python", str(script)], folder=tmp_path / "bare", haiprof=False)
+    recorded = run_job(inner, folder=tmp_path / "recorded", haiprof=True, options=QUIET)
+    assert_same_outcome(bare, recorded)
+    step_counts = [
+        Analyzer(log_dir).steps().height
+        for log_dir in (recorded.log_dir, tmp_path / "inner")
+        if log_dir is not None and log_dir.exists() and RunPaths(newest_run(log_dir)).rank_folders()
+    ]
+    assert step_counts
+    assert set(step_counts) == {6}
+
+
+# -- torch --------------------------------------------------------------------------------------
+
+
+def test_module_call_replaced_by_the_job(tmp_path: Path) -> None:
+    patch = """
+count = 0
+original = nn.Module.__call__
+def counted(self, *args, **kwargs):
+    global count
+    count += 1
+    return original(self, *args, **kwargs)
+nn.Module.__call__ = counted
+"""
+    restore = "\nnn.Module.__call__ = original\nprint(count)\n"
+    steps = STEPS.format(count=5)
+    source = TRAIN + steps + patch + steps + restore + steps + FINISH
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert recorded.analyzer().steps().height == 15
+
+
+def test_module_call_wrapped_while_recording_ends(tmp_path: Path) -> None:
+    """The job's own wrapper, put around haiprof's, keeps working when haiprof's is switched off."""
+    patch = """
+import time
+original = nn.Module.__call__
+nn.Module.__call__ = lambda self, *args, **kwargs: original(self, *args, **kwargs)
+for _ in range(25):
+    train_step(model, optimizer, (torch.randn(4, 16), torch.randint(4, (4,))))
+    time.sleep(0.1)
+"""
+    source = TRAIN + STEPS.format(count=5) + patch + STEPS.format(count=5) + FINISH
+    bare, recorded = both_ways(tmp_path, source, options=(*QUIET, "--time", "0.5"))
+    assert_same_outcome(bare, recorded)
+    assert [end["reason"] for end in rank_events(recorded, "record_end")] == ["time"]
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        "del torch.autograd._engine_run_backward",
+        "del nn.Module.__call__",
+        "import time; time.perf_counter_ns = None",
+        *(
+            pytest.param(line, marks=pytest.mark.proof)
+            for line in (
+                "torch.is_grad_enabled = None",
+                "torch.optim.optimizer._global_optimizer_pre_hooks.clear()",
+                "import gc; gc.callbacks.clear()",
+            )
+        ),
+    ],
+)
+def test_sabotaged_torch_fails_or_works_as_without_haiprof(tmp_path: Path, sabotage: str) -> None:
+    source = TRAIN + STEPS.format(count=3) + sabotage + STEPS.format(count=3) + FINISH
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert last_error_line(recorded) == last_error_line(bare)
+
+
+def test_module_of_the_job_named_torch_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("VALUE = 3\n")
+    bare, recorded = both_ways(tmp_path, "import torch\nprint(torch.VALUE, torch.__file__)\n")
+    assert_same_outcome(bare, recorded)
+    assert bare.returncode == 0
+
+
+@pytest.mark.parametrize("where", ["_ident"])
+def test_hook_that_raises_switches_itself_off(tmp_path: Path, where: str) -> None:
+    sabotage = f"""
+if "haiprof.in_job.patches" in sys.modules:
+    def broken(*args):
+        raise RuntimeError("injected")
+    sys.modules["haiprof.in_job.patches"].{where} = broken
+"""
+    source = TRAIN + STEPS.format(count=5) + sabotage + STEPS.format(count=5) + FINISH
+    bare, recorded = both_ways(tmp_path, source)
+    assert_same_outcome(bare, recorded)
+    assert bare.returncode == 0
+    errors = rank_events(recorded, "hook_error")
+    assert [("injected" in error["reason"]) for error in errors] == [True]
+
+
+def test_module_that_cannot_be_described_trains_on(tmp_path: Path) -> None:
+    source = (
+        PRELUDE
+        + """
+class Odd(nn.Sequential):
+    def parameters(self, recurse=True):
+        if sys._getframe(1).f_code.co_filename.endswith("roots.py"):
+            raise RuntimeError("not for you")
+        return super().parameters(recurse)
+
+model = Odd(nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+    )
+    bare, recorded = both_ways(tmp_path, source + STEPS.format(count=5) + FINISH)
+    assert_same_outcome(bare, recorded)
+    assert bare.returncode == 0
+
+
+def test_exception_in_forward_reaches_the_job(tmp_path: Path) -> None:
+    source = TRAIN + STEPS.format(count=3) + "\nmodel(torch.ones(2, 99))\n"
+    bare, recorded = both_ways(tmp_path, source)
+    assert bare.returncode == 1
+    assert_same_outcome(bare, recorded)
+    assert last_error_line(recorded) == last_error_line(bare)
+
+
+# -- the run directory --------------------------------------------------------------------------
+
+SLOW_STEPS = """
+import time
+for _ in range(30):
+    train_step(model, optimizer, (torch.randn(4, 16), torch.randint(4, (4,))))
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; needs the right to mount."""
+    yield from _mounted(tmp_path / "disk", "size=256k")
+
+
+@pytest.fixture
+def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+    yield from _mounted(tmp_path / "disk", "ro")
+
+
+def _mounted(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a file system here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk_never_reaches_the_job(tmp_path: Path, tiny_disk: Path) -> None:
+    script = tmp_path / "train.py"
+    fill = f"""
+try:
+    open({str(tiny_disk / "filler")!r}, "wb").write(b"x" * 10**6)
+except OSError as error:
+    print(error.strerror)
+"""
+    script.write_text(TRAIN + STEPS.format(count=5) + "\nimport time; time.sleep(1.5)\n"
+                      + (fill + SLOW_STEPS) + FINISH)  # fmt: skip
+    job = run_job(
+        ["python", str(script)], folder=tmp_path / "recorded", haiprof=True, log_dir=tiny_disk
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.startswith("No space left on device")
+    assert len(job.stdout.split()[-1]) == 64
+    assert "Traceback" not in job.stderr
+    assert Analyzer(tiny_disk).steps().height >= 5
+
+
+def test_disk_that_is_full_from_the_start_never_reaches_the_job(
+    tmp_path: Path, tiny_disk: Path
+) -> None:
+    with pytest.raises(OSError, match="No space"):
+        (tiny_disk / "filler").write_bytes(b"x" * 10**6)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + STEPS.format(count=5) + FINISH)
+    bare = run_job(["python", str(script)], folder=tmp_path / "bare", haiprof=False)
+    recorded = run_job(
+        ["python", str(script)], folder=tmp_path / "recorded", haiprof=True, log_dir=tiny_disk
+    )
+    assert_same_outcome(bare, recorded)
+    assert "Traceback" not in recorded.stderr
+    assert "haiprof" in recorded.stderr
+
+
+def test_read_only_log_dir_never_reaches_the_job(tmp_path: Path, read_only_disk: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + STEPS.format(count=5) + FINISH)
+    bare = run_job(["python", str(script)], folder=tmp_path / "bare", haiprof=False)
+    recorded = run_job(
+        ["python", str(script)], folder=tmp_path / "recorded", haiprof=True, log_dir=read_only_disk
+    )
+    assert_same_outcome(bare, recorded)
+    assert "Traceback" not in recorded.stderr
+    assert str(read_only_disk) in recorded.stderr
+
+
+def test_log_dir_deleted_in_the_middle_never_reaches_the_job(tmp_path: Path) -> None:
+    delete = """
+import shutil, time
+time.sleep(1.5)
+print(os.path.isdir("logs"))
+shutil.rmtree("logs")
+"""
+    source = TRAIN + STEPS.format(count=5) + delete + SLOW_STEPS + FINISH
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    job = run_job(["python", str(script)], folder=tmp_path / "recorded", haiprof=True)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.startswith("True")
+    assert "Traceback" not in job.stderr
+
+
+def test_run_that_was_killed_outright_reads_like_any_other(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + SLOW_STEPS.replace("range(30)", "range(10_000)"))
+    command = haiprof_command(
+        [sys.executable, str(script)], log_dir=tmp_path / "logs", options=QUIET
+    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_records(tmp_path / "logs", bytes_at_least=2000)
+    finally:
+        launcher = psutil.Process(process.pid)
+        for victim in [launcher, *launcher.children(recursive=True)]:
+            victim.kill()
+        process.wait(timeout=90)
+    analyzer = Analyzer(tmp_path / "logs")
+    assert analyzer.steps().height >= 10
+    assert analyzer.ranks()["recording_ended"].to_list() == [None]
+
+
+def _wait_for_records(log_dir: Path, *, bytes_at_least: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        files = list(log_dir.glob("*/ranks/0/phases.rec"))
+        if files and files[0].stat().st_size >= bytes_at_least:
+            return
+        time.sleep(0.1)
+    raise AssertionError("nothing was recorded")
+
+
+# -- signals ------------------------------------------------------------------------------------
+
+
+def test_signal_that_the_job_holds_back_while_it_saves_does_not_end_it(tmp_path: Path) -> None:
+    """A thread of haiprof's that takes signals would take the one that the job has blocked."""
+    hold = """
+import signal, time
+time.sleep(1.5)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+if os.fork() == 0:
+    os.kill(os.getppid(), signal.SIGTERM)
+    os._exit(0)
+os.wait()
+print("saved", [pending.name for pending in signal.sigpending()])
+"""
+    steps = STEPS.format(count=5)
+    bare, recorded = both_ways(tmp_path, TRAIN + steps + hold + steps + FINISH)
+    assert_same_outcome(bare, recorded)
+    assert bare.stdout.startswith("saved ['SIGTERM']")
+    assert recorded.analyzer().steps().height == 10

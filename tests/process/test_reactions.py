@@ -1,0 +1,81 @@
+"""Real jobs of two ranks hang or become slower: haiprof notices, looks, and says who it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.run_analysis.reactions import reactions
+from haiprof.run_analysis.run_files import open_run
+from tests.process.jobs import REPOSITORY, TORCHRUN, environment, run_job, succeeded
+from tests.process.live import LiveJob
+
+pytestmark = pytest.mark.slow
+
+JOB = str(REPOSITORY / "benchmarks" / "faulty_job.py")
+
+
+def live(folder: Path, fault: str, *options: str) -> LiveJob:
+    return LiveJob(folder, [*TORCHRUN, JOB, *fault.split()], *options, said="FAULT")
+
+
+def verdict(folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "haiprof", "verdict", str(folder / "logs"), "--json"],
+        env=environment(), capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("wait_for_lock", "wait_for_lock"), ("stop", "stopped by a signal")]
+)
+def test_hang_is_looked_at_by_itself_and_the_verdict_names_the_rank(
+    fault: str, said: str, tmp_path: Path
+) -> None:
+    with live(tmp_path, f"{fault} --at 40", "--hang-limit", "5") as job:
+        hang = job.first_hang(within_s=60)
+        assert (hang.trigger, hang.state) == ("hang", "done")
+        assert [suspect.rank for suspect in hang.suspects] == [1]
+        assert said in hang.suspects[0].reason + hang.suspects[0].doing
+        assert "rank 1 holds the job up" in job.stderr
+        assert job.process.poll() is None, "looking at a job does not end it"
+    findings = verdict(tmp_path)["findings"]
+    assert (findings[0]["slug"], findings[0]["ranks"]) == ("standstill", [1])
+
+
+def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: Path) -> None:
+    command = [*TORCHRUN, JOB, "slow:1.3", "--at", "90", "--steps", "200"]
+    options = ("--react", "both", "--quiet")
+    under = succeeded(run_job(command, folder=tmp_path / "a", haiprof=True, options=options))
+    faster = [*command[:-4], "--at", "0", "--steps", "200", "--step-s", "0"]
+    bare = succeeded(run_job(faster, folder=tmp_path / "b", haiprof=False))
+    losses = [line for line in under.stdout.splitlines() if line.startswith("LOSSES")]
+    assert losses
+    assert losses[0] in bare.stdout
+    (slow,) = reactions(open_run(tmp_path / "a" / "logs"))
+    assert (slow.trigger, slow.state) == ("slow", "done")
+    assert slow.step is not None
+    assert abs(slow.step - 90) <= 10
+    assert slow.steps is not None
+    assert slow.steps[0] >= slow.step
+    found = verdict(tmp_path / "a")
+    assert f"step {slow.step} on became" in found["reactions"][0]
+    assert f"steps {slow.steps[0]} to {slow.steps[1] - 1} were traced" in found["reactions"][0]
+
+
+def test_long_save_names_nobody_and_the_job_ends_as_it_would(tmp_path: Path) -> None:
+    command = [*TORCHRUN, JOB, "save:15", "--at", "40", "--steps", "60"]
+    job = succeeded(
+        run_job(command, folder=tmp_path / "job", haiprof=True, options=("--hang-limit", "5"))
+    )
+    (hang,) = reactions(open_run(tmp_path / "job" / "logs"))
+    assert (hang.state, hang.suspects, hang.saving) == ("done", (), (0,))
+    assert "a checkpoint is being saved (rank 0)" in job.stderr
+    assert "standstill" not in [f["slug"] for f in verdict(tmp_path / "job")["findings"]]

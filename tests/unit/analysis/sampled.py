@@ -1,0 +1,49 @@
+"""Sampled stacks written by hand: what a rank and its DataLoader workers leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
+from haiprof.run_format.writer import LineWriter
+
+Stack = tuple[tuple[str, int, str], ...]
+"""Frames (file, line, function), the outermost first."""
+
+
+def write_stacks(
+    path: Path, samples: Sequence[tuple[int, Stack]], *, worker: int | None = None, pid: int = 7,
+    per_line: int = 5, libraries: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Writes (time_ns in whole us, stack) as the job would: so many samples in a line."""
+    writer = LineWriter(path)
+    writer.append({
+        "type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": worker, "time_ns": 0,
+        "hz": 20.0, "libraries": list(libraries),
+    })  # fmt: skip
+    frames: dict[tuple[str, int, str], int] = {}
+    stacks: dict[tuple[int, int], int] = {}
+    for first in range(0, len(samples), per_line):
+        chosen = samples[first : first + per_line]
+        frame_count, stack_count = len(frames), len(stacks)
+        numbers = []
+        for _, stack in chosen:
+            number = 0
+            for frame in stack:
+                place = frames.setdefault(frame, len(frames))
+                number = stacks.setdefault((number, place), len(stacks) + 1)
+            numbers.append(number)
+        begin = chosen[0][0]
+        writer.append({
+            "type": SAMPLES, "pid": pid, "time_ns": begin,
+            "first_frame": frame_count,
+            "frames": [[*frame, frame[1]] for frame in list(frames)[frame_count:]],
+            "first_stack": stack_count + 1,
+            "stacks": [list(stack) for stack in list(stacks)[stack_count:]],
+            "offset_us": [(time - begin) // 1000 for time, _ in chosen],
+            "late_us": [100] * len(chosen),
+            "stack": numbers,
+            "cpu_ns": 1000,
+        })  # fmt: skip
+    writer.close()

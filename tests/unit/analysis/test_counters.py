@@ -1,0 +1,213 @@
+"""Counters become rates, gauges stay, and what is missing has no row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from haiprof import Analyzer
+from haiprof.base.units import NS_PER_S
+from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import Column, Table
+from haiprof.run_format.tables.gpu import GPU
+from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.writer import LineWriter
+from tests.unit.analysis.recorded import (
+    WALL_OFFSET_NS,
+    row_of,
+    spans_of,
+    write_rank,
+    write_records,
+    write_run,
+)
+
+NULL = schema.NULL_I64
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return write_run(tmp_path / "run")
+
+
+def values(run: RunPaths, source: str, metric: str) -> list[tuple[float, float]]:
+    """(seconds since the first sample, value), in order."""
+    counters = Analyzer(run.root).counters()
+    rows = counters.filter(source=source, metric=metric).select("time_ns", "value").rows()
+    return [((time - WALL_OFFSET_NS) / NS_PER_S, value) for time, value in rows]
+
+
+def host_row(second: int, **counts: int) -> list[float]:
+    return row_of(HOST, time_ns=second * NS_PER_S, **counts)
+
+
+def cpu(user: int, system: int, idle: int) -> dict[str, int]:
+    return {
+        "cpu_user_ns": user * NS_PER_S,
+        "cpu_system_ns": system * NS_PER_S,
+        "cpu_idle_ns": idle * NS_PER_S,
+    }
+
+
+def test_cpu_use_is_the_share_of_all_cpus(run: RunPaths) -> None:
+    rows = [host_row(1, **cpu(0, 0, 0)), host_row(2, **cpu(2, 1, 1)), host_row(3, **cpu(2, 1, 5))]
+    write_records(run.node("node0").records("host"), HOST, rows)
+    assert values(run, "host", "cpu_utilization_ratio") == [(2.0, 0.75), (3.0, 0.0)]
+    assert values(run, "host", "cpu_steal_ratio") == []
+
+
+def test_counter_that_went_backwards_is_a_gap(run: RunPaths) -> None:
+    rows = [host_row(i + 1, disk_read_bytes=v) for i, v in enumerate([100, 300, 50, 60, NULL, 99])]
+    write_records(run.node("node0").records("host"), HOST, rows)
+    assert values(run, "host", "disk_read_bytes_per_s") == [(2.0, 200.0), (3.0, None), (4.0, 10.0)]
+
+
+def test_process_counters_carry_their_rank(run: RunPaths) -> None:
+    write_rank(run, spans_of("D F B O"), rank=4)
+    rows = [
+        row_of(PROCESS, time_ns=s * NS_PER_S, pid=pid, start_ticks=7, cpu_ns=s * 2 * NS_PER_S)
+        for s in (1, 2)
+        for pid in (104, 999)
+    ]
+    write_records(run.node("node0").records("process"), PROCESS, rows)
+    counters = Analyzer(run.root).counters().filter(metric="cpu_cores")
+    assert counters.select("rank", "value", "unit").rows() == [
+        (4, 2.0, "cores"),
+        (None, 2.0, "cores"),
+    ]
+
+
+def test_gpu_counters_carry_the_rank_that_alone_uses_the_gpu(run: RunPaths) -> None:
+    for rank, uuid in enumerate(["GPU-A", "GPU-B", "GPU-B"]):
+        write_rank(run, spans_of("D F B O"), rank=rank, gpu_uuid=uuid)
+    rows = [row_of(GPU, time_ns=NS_PER_S, gpu=gpu, utilization_ratio=0.5) for gpu in (0, 1, 2)]
+    gpus = [
+        {"key": [0], "name": "gpu 0", "uuid": "gpu-b"},
+        {"key": [2], "name": "gpu 2", "uuid": "GPU-a"},
+    ]
+    write_records(run.node("node0").records("gpu"), GPU, rows, entities=gpus)
+    counters = Analyzer(run.root).counters()
+    found = counters.filter(metric="utilization_ratio").select("gpu", "rank", "value").rows()
+    assert found == [(0, None, 0.5), (1, None, 0.5), (2, 0, 0.5)]
+    assert counters.filter(metric="power_watts").height == 0
+
+
+def test_run_without_counters_has_an_empty_frame(run: RunPaths) -> None:
+    counters = Analyzer(run.root).counters()
+    assert counters.height == 0
+    assert counters.columns[-2:] == ["value", "flag"]
+
+
+# -- counters that wrap, stop and are set back -------------------------------------------------
+
+ODD = Table(
+    HOST.name,
+    (
+        *HOST.columns,
+        Column("packet_count", "i64", "count", "counter32", "goes on at 0 after 32 bits"),
+        Column("error_count", "i64", "count", "sticky8", "stops at 255"),
+    ),
+)
+
+
+def odd_rates(run: RunPaths, metric: str, counts: Sequence[int]) -> list[tuple[float | None, str]]:
+    """(rate, flag) of each second after the first, of a counter with these values."""
+    rows = [row_of(ODD, time_ns=(i + 1) * NS_PER_S, **{metric: v}) for i, v in enumerate(counts)]
+    write_records(run.node("node0").records("host"), ODD, rows)
+    counters = Analyzer(run.root).counters().filter(metric=f"{metric}_per_s")
+    return counters.select("value", "flag").rows()
+
+
+def test_counter_of_32_bits_that_wraps_has_the_right_rate(run: RunPaths) -> None:
+    top = 1 << 32
+    found = odd_rates(run, "packet_count", [top - 10, 5, 25])
+    assert found == [(15.0, "wrap"), (20.0, None)]
+
+
+def test_counter_of_32_bits_that_was_set_back_is_no_wrap(run: RunPaths) -> None:
+    found = odd_rates(run, "packet_count", [1_000_000, 5, 25])
+    assert found == [(None, "reset"), (20.0, None)]
+
+
+def test_counter_that_stops_at_its_end_has_no_rate_there(run: RunPaths) -> None:
+    found = odd_rates(run, "error_count", [250, 252, 255, 255, 3, 4])
+    assert found == [
+        (2.0, None),
+        (None, "saturated"),
+        (None, "saturated"),
+        (None, "reset"),
+        (1.0, None),
+    ]
+
+
+def test_counter_of_64_bits_keeps_its_last_digit(run: RunPaths) -> None:
+    huge = (1 << 62) + 1
+    rows = [host_row(i + 1, disk_read_bytes=huge + 3 * i) for i in range(2)]
+    write_records(run.node("node0").records("host"), HOST, rows)
+    assert values(run, "host", "disk_read_bytes_per_s") == [(2.0, 3.0)]
+
+
+def test_counter_of_a_restarted_rank_starts_anew(run: RunPaths) -> None:
+    rows = [
+        row_of(PROCESS, time_ns=s * NS_PER_S, pid=104, start_ticks=start, read_bytes=count)
+        for s, start, count in ((1, 7, 100), (2, 7, 300), (3, 8, 400), (4, 8, 450))
+    ]
+    write_records(run.node("node0").records("process"), PROCESS, rows)
+    assert values(run, "process", "read_bytes_per_s") == [(2.0, 200.0), (4.0, 50.0)]
+
+
+def test_entity_that_came_later_has_its_name(run: RunPaths) -> None:
+    rows = [row_of(GPU, time_ns=NS_PER_S, gpu=gpu, power_watts=1.0) for gpu in (0, 1)]
+    node = run.node("node0")
+    write_records(node.records("gpu"), GPU, rows, entities=[{"key": [0], "name": "gpu 0"}])
+    lines = LineWriter(node.events)
+    lines.append({"type": "entity", "source": "gpu", "key": [1], "name": "late gpu"})
+    lines.close()
+    counters = Analyzer(run.root).counters().filter(metric="power_watts")
+    assert counters["entity"].to_list() == ["gpu 0", "late gpu"]
+
+
+GROWTH = st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=30)
+
+
+@given(start=st.integers(0, (1 << 32) - 1), growth=GROWTH)
+def test_counter_of_32_bits_shows_the_true_growth_across_wraps(
+    start: int, growth: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = write_run(tmp_path_factory.mktemp("run") / "run")
+    true = [start + sum(growth[:n]) for n in range(len(growth) + 1)]
+    found = odd_rates(run, "packet_count", [count % (1 << 32) for count in true])
+    assert [rate for rate, _ in found] == growth
+    wraps = [after >> 32 > before >> 32 for before, after in itertools.pairwise(true)]
+    assert [flag == "wrap" for _, flag in found] == wraps
+
+
+@given(
+    parts=st.lists(
+        st.lists(st.integers(0, 1 << 40), min_size=1, max_size=6), min_size=1, max_size=5
+    )
+)
+def test_counter_of_64_bits_never_shows_growth_across_a_reset(
+    parts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each part counts from 1 on, so a part that begins lower than the last ended was set back."""
+    run = write_run(tmp_path_factory.mktemp("run") / "run")
+    counts: list[int] = [1 << 50]
+    expected: list[float | None] = []
+    for part in parts:
+        counts.append(1)  # set back: far below what any part reaches before
+        expected.append(None)
+        for grown in part:
+            counts.append(counts[-1] + grown)
+            expected.append(float(grown))
+        counts.append(1 << 50)
+        expected.append(float((1 << 50) - counts[-2]))
+    rows = [host_row(i + 1, disk_read_bytes=v) for i, v in enumerate(counts)]
+    write_records(run.node("node0").records("host"), HOST, rows)
+    assert [rate for _, rate in values(run, "host", "disk_read_bytes_per_s")] == expected

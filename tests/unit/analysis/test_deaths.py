@@ -1,0 +1,336 @@
+"""Who died first, and of what: told from what ranks and nodes leave behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import read_manifest, write_manifest
+from haiprof.run_format.writer import LineWriter, write_json
+from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
+
+S = 1_000_000_000
+T0 = CLOCK.wall_ns + 60 * S
+GLOO = "[/__w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
+BROKEN = "[/__w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57741"
+LOCK = ["/home/me/train.py", 88, "step"]
+BACKWARD = [LOCK, ["/x/site-packages/torch/_tensor.py", 5, "backward"]]
+
+
+class Job:
+    """A run directory of some ranks, whose ends are written one by one."""
+
+    def __init__(self, root: Path, *, ranks: int = 3, hosts: int = 1, world: int = 0) -> None:
+        self.run = write_run(root)
+        self.hosts = [f"node{number}" for number in range(hosts)]
+        for rank in range(ranks):
+            self.start(rank, world=world or ranks)
+        self.ended(1)
+
+    def start(self, rank: int, *, attempt: int = 0, world: int = 3) -> None:
+        clock = {"wall_ns": CLOCK.wall_ns + attempt * 600 * S, "mono_ns": CLOCK.mono_ns}
+        write_rank(
+            self.run, spans_of("F B O F B O F B O"), rank=rank, attempt=attempt, restart=attempt,
+            host=self.host(rank), pid=self.pid(rank, attempt), world_size=world, clock=clock,
+        )  # fmt: skip
+
+    def ended(self, status: int | None, number: str | None = None) -> None:
+        manifest = read_manifest(self.run)
+        fields = {"end_wall_ns": T0 + 3600 * S, "exit_status": status, "signal": number}
+        write_manifest(self.run, type(manifest)(**{**vars(manifest), **fields}))
+
+    def host(self, rank: int) -> str:
+        return self.hosts[rank % len(self.hosts)]
+
+    def pid(self, rank: int, attempt: int = 0) -> int:
+        return 100 + rank + 1000 * attempt
+
+    def over(
+        self, rank: int, at_s: float, *, status: int | None = None, number: int | None = None,
+        attempt: int = 0, **more: object,
+    ) -> None:  # fmt: skip
+        self.line(self.host(rank), {
+            "type": "process_end", "pid": self.pid(rank, attempt), "rank": rank, "parent": 1,
+            "wall_ns": T0 + round(at_s * S), "status": status, "signal": number, **more,
+        })  # fmt: skip
+
+    def line(self, host: str, content: Mapping[str, object]) -> None:
+        self.run.node(host).root.mkdir(parents=True, exist_ok=True)
+        events = LineWriter(self.run.node(host).events)
+        events.append(content)
+        events.close()
+
+    def raised(
+        self, rank: int, at_s: float, kind: str, message: str, frames: Sequence[object] = (LOCK,),
+        *, attempt: int = 0, how: str = "exception", **more: object,
+    ) -> None:  # fmt: skip
+        host, pid = self.host(rank), self.pid(rank, attempt)
+        self.run.uncaught.mkdir(exist_ok=True)
+        error = {"type": kind, "message": message, "frames": list(frames), "source": "x = y()"}
+        entry = {"how": how, "thread": None, "wall_ns": T0 + round(at_s * S), "errors": [error]}
+        path = self.run.uncaught_file(host, pid)
+        write_json(path, {
+            "host": host, "pid": pid, "rank": rank, "restart": attempt, "ended": [entry], **more,
+        }, below=self.run.root)  # fmt: skip
+
+    def died(self, rank: int, at_s: float, kind: str, message: str, **more: object) -> None:
+        """By an exception, and then its process."""
+        self.raised(rank, at_s, kind, message, **more)  # type: ignore[arg-type]
+        self.over(rank, at_s + 0.5, status=1)
+
+    def began(self, rank: int, *kinds: str) -> None:
+        """The collectives of its only group, as its Flight Recorder has them."""
+        entries = [
+            {"collective_seq_id": place, "record_id": place, "profiling_name": f"gloo:{kind}",
+             "process_group": ["0", "default_pg"], "input_sizes": [[4]], "input_dtypes": ["Float"],
+             "time_created_ns": CLOCK.wall_ns + place, "state": "completed"}
+            for place, kind in enumerate(kinds, start=1)
+        ]  # fmt: skip
+        dump = {"version": 2, "wall_ns": T0, "mono_ns": 5, "groups": {}, "traces": [
+            {"entries": entries}]}  # fmt: skip
+        path = self.run.rank(rank).collectives(T0)
+        path.write_bytes(gzip.compress(json.dumps(dump).encode()))
+
+    def death(self) -> Death:
+        (death,) = [each for each in self.deaths() if each.final]
+        return death
+
+    def deaths(self) -> list[Death]:
+        return RunFrames(self.run.root).deaths()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path / "run")
+
+
+def found(death: Death) -> tuple[str, tuple[int, ...]]:
+    return death.cause, death.ranks
+
+
+# -- one rank fails, the others wait ---------------------------------------------------------------
+
+
+def test_job_that_ended_well_has_no_death(job: Job) -> None:
+    for rank in range(3):
+        job.over(rank, 1, status=0)
+    job.ended(0)
+    assert job.deaths() == []
+
+
+def test_exception_is_named_with_its_line_and_the_others_as_its_victims(job: Job) -> None:
+    for rank in (0, 1, 2):
+        job.began(rank, *["all_reduce"] * (240 + (rank != 1)))
+    job.died(1, 0, "RuntimeError", "shape mismatch", frames=BACKWARD)
+    job.died(0, 25, "RuntimeError", GLOO)
+    job.died(2, 25, "RuntimeError", GLOO)
+    death = job.death()
+    assert found(death) == ("exception", (1,))
+    assert death.headline == (
+        "rank 1 died first: RuntimeError: shape mismatch (train.py:88 in step); ranks 0 and 2 "
+        "waited in all_reduce 241 and were ended 25.0 s later by gloo's timeout"
+    )
+    assert [fate.role for fate in death.fates] == ["victim", "cause", "victim"]
+    assert (death.line, death.source, death.step) == ("train.py:88 in step", "x = y()", 2)
+
+
+def test_victim_whose_exception_came_first_is_not_blamed(job: Job) -> None:
+    job.died(0, 0, "RuntimeError", BROKEN)
+    job.over(1, 0.001, number=signal.SIGKILL)
+    job.over(2, 0.8, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == ("killed", (1,))
+    assert {f.rank: f.role for f in death.fates} == {0: "victim", 1: "cause", 2: "stopped"}
+
+
+def test_rank_that_hung_until_its_launcher_ended_it_is_named_by_its_collectives(job: Job) -> None:
+    job.began(0, *["all_reduce"] * 9)
+    job.began(1, *["all_reduce"] * 8)
+    job.began(2, *["all_reduce"] * 9)
+    job.died(0, 0, "RuntimeError", GLOO)
+    job.died(2, 0.1, "RuntimeError", GLOO)
+    job.over(1, 1.2, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == ("hang", (1,))
+    assert not death.certain
+    assert "never came to all_reduce 9" in death.headline
+
+
+def test_rank_that_ended_early_with_status_0_is_the_cause_of_the_others_deaths(job: Job) -> None:
+    job.over(1, 0, status=0)
+    job.died(0, 0.2, "RuntimeError", BROKEN)
+    job.died(2, 0.2, "RuntimeError", BROKEN)
+    assert found(job.death()) == ("early_exit", (1,))
+
+
+def test_contradicting_collectives_are_named_with_what_each_rank_did(job: Job) -> None:
+    job.began(0, "all_reduce", "all_reduce")
+    job.began(1, "all_reduce", "broadcast")
+    job.began(2, "all_reduce", "all_reduce")
+    for rank in range(3):
+        job.died(rank, rank, "RuntimeError", GLOO)
+    death = job.death()
+    assert found(death) == ("mismatch", (1,))
+    assert "broadcast" in death.headline
+
+
+def test_same_failure_of_all_ranks_is_one_cause(job: Job) -> None:
+    for rank in range(3):
+        job.died(rank, rank * 0.1, "ValueError", "bad shape")
+    death = job.death()
+    assert found(death) == ("exception", (0, 1, 2))
+    assert death.headline.startswith("all 3 ranks died together")
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "said"),
+    [
+        ({"number": signal.SIGSEGV}, "crash", "SIGSEGV"),
+        ({"status": 7}, "exit", "os._exit"),
+        ({"number": signal.SIGKILL}, "killed", "SIGKILL"),
+        ({"number": signal.SIGKILL, "oom": {"kills": 1, "anonymous_bytes": 1 << 30}},
+         "out_of_memory", "1.00 GiB"),
+    ],
+)  # fmt: skip
+def test_end_without_an_exception_is_told_by_status_or_signal(
+    job: Job, how: dict[str, object], cause: str, said: str
+) -> None:
+    job.over(1, 0, **how)  # type: ignore[arg-type]
+    job.died(0, 0.1, "RuntimeError", BROKEN)
+    job.over(2, 1, number=signal.SIGTERM)
+    death = job.death()
+    assert found(death) == (cause, (1,))
+    assert said in death.headline
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "cause"),
+    [
+        ("MemoryError", "", "out_of_memory"),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
+        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible "
+         "that dataloader's workers are out of shared memory.", "shared_memory_full"),
+        ("OSError", "[Errno 28] No space left on device: 'model.pt'", "disk_full"),
+        ("KeyboardInterrupt", "", "unknown"),
+    ],
+)  # fmt: skip
+def test_texts_of_exceptions_tell_the_kind(job: Job, kind: str, message: str, cause: str) -> None:
+    job.died(1, 0, kind, message)
+    assert job.death().cause == cause
+
+
+def test_error_of_a_loader_worker_is_named_with_its_own_line(job: Job) -> None:
+    text = (
+        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+        'last):\n  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 3, in loop\n'
+        "  File \"/home/me/data.py\", line 17, in __getitem__\nKeyError: 'label'\n"
+    )
+    job.died(1, 0, "KeyError", text)
+    assert job.death().line == "data.py:17 in __getitem__"
+
+
+def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:
+    job.began(0, "all_reduce", "all_reduce")
+    job.began(1, "all_reduce")
+    job.began(2, "all_reduce", "all_reduce")
+    job.raised(1, -20, "ValueError", "truncated record", how="thread")
+    job.died(0, 0, "RuntimeError", GLOO)
+    job.died(2, 0, "RuntimeError", GLOO)
+    job.over(1, 1, number=signal.SIGTERM)
+    assert "had died of ValueError: truncated record" in job.death().headline
+
+
+# -- from outside ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("left_s", "cause"), [(5, "time_limit"), (5000, "cancelled")])
+def test_signal_of_slurm_is_told_by_its_time_limit(job: Job, left_s: int, cause: str) -> None:
+    job.line("node0", {
+        "type": "signal", "signal": 15, "wall_ns": T0, "from_pid": 77, "from_uid": 0,
+        "from_command": "slurmstepd: [12.batch]", "slurm_job": "12",
+        "slurm_end_s": T0 // S + left_s,
+    })  # fmt: skip
+    for rank in range(3):
+        job.over(rank, 0.1, number=signal.SIGTERM)
+    job.ended(None, "SIGTERM")
+    assert found(job.death()) == (cause, ())
+
+
+def test_signal_after_a_failure_is_not_its_cause(job: Job) -> None:
+    job.raised(1, 0, "ValueError", "bad")
+    job.line("node0", {"type": "signal", "signal": 2, "wall_ns": T0 + 9 * S})
+    for rank in range(3):
+        job.over(rank, 10, number=signal.SIGINT)
+    assert found(job.death()) == ("exception", (1,))
+
+
+def test_node_that_fell_silent_is_lost(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=4, hosts=2)
+    job.died(0, 0, "RuntimeError", GLOO)
+    job.died(2, 0, "RuntimeError", GLOO)
+    job.line("node0", {"type": "job_end", "pid": 9, "wall_ns": T0 + S, "status": 1})
+    job.run.node("node1").root.mkdir(parents=True)
+    death = job.death()
+    assert found(death) == ("node_lost", (1, 3))
+    assert "node1" in death.headline
+
+
+def test_rank_that_was_never_seen_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=2, world=3)
+    job.died(0, 0, "RuntimeError", "Timed out after 9 seconds waiting for clients. 2/3 joined.")
+    job.died(1, 0, "RuntimeError", "Timed out after 9 seconds waiting for clients. 2/3 joined.")
+    assert found(job.death()) == ("never_started", (2,))
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: Job) -> None:
+    job.died(1, 0, "ValueError", "bad")
+    job.over(0, 1, number=signal.SIGTERM)
+    job.over(2, 1, number=signal.SIGTERM)
+    for rank in range(3):
+        job.start(rank, attempt=1)
+        job.over(rank, 700, status=0, attempt=1)
+    job.ended(0)
+    (death,) = job.deaths()
+    assert (death.generation, death.final, found(death)) == (0, False, ("exception", (1,)))
+    frames = RunFrames(job.run.root)
+    first, second = frames.starts()
+    assert (first.kept_ns, first.lost_ns > 0) == (0, True), "no save: all of it was lost"
+    assert (second.lost_ns, second.why) == (0, None)
+    assert frames.goodput().kept_ns == second.kept_ns
+
+
+# -- hostile input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"type": "process_end", "pid": "x", "wall_ns": T0},
+        {"type": "process_end", "pid": 101, "wall_ns": T0, "signal": 1 << 40, "status": -5},
+        {"type": "process_end", "pid": 101, "wall_ns": T0, "rank": [1], "oom": "yes", "status": 1},
+        {"type": "signal", "signal": {}, "wall_ns": None},
+    ],
+)
+def test_damaged_lines_are_passed_over(job: Job, line: dict[str, object]) -> None:
+    job.line("node0", line)
+    job.run.uncaught.mkdir()
+    (job.run.uncaught / "a.json").write_text(
+        '{"host": "node0", "pid": 1, "ended": [{"errors": 5}]}'
+    )
+    (job.run.uncaught / "b.json").write_text("{")
+    assert isinstance(job.deaths(), list)
+
+
+def test_run_paths_are_only_of_this_run(job: Job) -> None:
+    assert RunPaths(job.run.root).uncaught_files() == []

@@ -1,0 +1,202 @@
+"""Lines of user code: each sample in its phase, every count against one that is counted by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from haiprof import Analyzer
+from haiprof.base.code_places import code_name, is_library
+from haiprof.run_analysis.lines import function_times, wilson
+from haiprof.run_analysis.stack_export import collapsed, speedscope
+from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+from tests.unit.analysis.sampled import Stack, write_stacks
+
+SITE = "/opt/venv/lib/python3.11/site-packages"
+MAIN = ("/home/me/train.py", 88, "main")
+LOAD = ("/home/me/data.py", 12, "load_image")
+DECODE = ("/home/me/data.py", 14, "load_image")
+OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
+FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+CALL = (f"{SITE}/torch/nn/modules/module.py", 1700, "Module._call_impl")
+RECURSE = ("/home/me/data.py", 30, "walk")
+STACKS: tuple[Stack, ...] = (
+    (MAIN,), (MAIN, CALL), (MAIN, FETCH, LOAD), (MAIN, FETCH, LOAD, OPEN), (MAIN, FETCH, DECODE),
+    (MAIN, RECURSE, RECURSE), (MAIN, RECURSE, RECURSE, OPEN), (OPEN,),
+)  # fmt: skip
+LINE = "ITER " + "D F B O " * 30 + "E E E " + "D F B O SAVE " * 10
+SPAN_NS, GAP_NS = 100_000, 7_000
+
+
+def phase_of(time_ns: int) -> str:
+    """By hand: the span, or the stretch between spans, that a moment lies in."""
+    spans = spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS)
+    names = {1: "dataloader", 3: "dataloader", 4: "forward", 5: "evaluation", 7: "backward",
+             8: "optimizer", 11: "checkpoint"}  # fmt: skip
+    rows = zip(spans.kind.tolist(), spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True)
+    found = [(kind, start, end) for kind, start, end in rows]
+    for kind, start, end in found:
+        if start <= time_ns < end:
+            return names[kind]
+    evaluations = [(start, end) for kind, start, end in found if kind == 5]
+    if evaluations[0][0] <= time_ns < evaluations[-1][1]:
+        return "evaluation"
+    last_optimizer = max(end for kind, _, end in found if kind == 8)
+    first = min(start for _, start, _ in found)
+    return "other" if first <= time_ns < last_optimizer else "between_steps"
+
+
+def samples_of(count: int, seed: int) -> list[tuple[int, Stack]]:
+    spans = spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS)
+    last = int(spans.end_ns.max()) // 1000
+    chance = random.Random(seed)
+    return sorted((1000 * chance.randint(1, last), chance.choice(STACKS)) for _ in range(count))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[Path, list[tuple[int, Stack]]]:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))
+    samples = samples_of(3000, seed=1)
+    write_stacks(run.rank(0).stacks, samples)
+    return run.root, samples
+
+
+def innermost_user(stack: Stack) -> tuple[str, int, str] | None:
+    own = [frame for frame in stack if "/site-packages/" not in frame[0]]
+    return own[-1] if own else None
+
+
+def test_every_count_is_that_of_counting_by_hand(
+    recorded: tuple[Path, list[tuple[int, Stack]]],
+) -> None:
+    root, samples = recorded
+    own: Counter[tuple[object, ...]] = Counter()
+    inclusive: Counter[tuple[object, ...]] = Counter()
+    for time_ns, stack in samples:
+        phase = phase_of(time_ns)
+        inner = innermost_user(stack)
+        if inner is not None:
+            own[(phase, *inner)] += 1
+        for frame in {frame for frame in stack if "/site-packages/" not in frame[0]}:
+            inclusive[(phase, *frame)] += 1
+    rows = Analyzer(root).lines().to_dicts()
+    key = ("phase", "file", "line", "function")
+    assert {tuple(row[k] for k in key): row["inclusive_count"] for row in rows} == dict(inclusive)
+    found = {tuple(row[k] for k in key): row["self_count"] for row in rows if row["self_count"]}
+    assert found == dict(own)
+
+
+def test_time_of_a_phase_is_shared_among_its_samples(
+    recorded: tuple[Path, list[tuple[int, Stack]]],
+) -> None:
+    """Samples may be few where the interpreter is busy: the spans know how long it was."""
+    root, _ = recorded
+    analyzer = Analyzer(root)
+    steps, samples = analyzer.steps(), analyzer.code_samples()
+    for phase in ("forward", "backward"):
+        total = samples.weight_ns[samples.phase == {"forward": 1, "backward": 2}[phase]].sum()
+        assert total == pytest.approx(steps[f"{phase}_host_ns"].sum())
+
+
+def test_function_is_named_with_its_top_line_and_what_it_calls(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))
+    stacks: list[Stack] = [(MAIN, FETCH, LOAD, OPEN)] * 60 + [(MAIN, FETCH, DECODE)] * 20
+    stacks += [(MAIN,)] * 20
+    write_stacks(run.rank(0).worker_stacks(3), [(1000 * i, s) for i, s in enumerate(stacks, 1)],
+                 worker=3)  # fmt: skip
+    times = function_times(Analyzer(run.root).code_samples())
+    assert (times[0].function, times[0].line, times[0].ratio) == ("load_image", 12, 0.8)
+    assert times[0].callees == ("PIL.Image.open",)
+    assert times[1].function == "main"
+
+
+def test_workers_wait_outside_their_fetch(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of(LINE))
+    write_stacks(run.rank(0).worker_stacks(0), [(1000, (FETCH, LOAD)), (2000, (OPEN,))], worker=0)
+    lines = Analyzer(run.root).lines()
+    assert lines.select("worker", "phase", "function").rows() == [(0, "worker", "load_image")]
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "library"),
+    [
+        ("/home/me/train.py", "main", False),
+        ("train.py", "main", False),
+        ("/tmp/ipykernel_9/12.py", "<module>", False),
+        ("/home/me/lib/python_tools/data.py", "load", False),
+        ("<string>", "<module>", False),
+        ("<string>", "__init__", True),
+        ("<frozen importlib._bootstrap>", "_load", True),
+        ("<eval_with_key>.3", "forward", True),
+        (f"{SITE}/torch/nn/modules/linear.py", "forward", True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", "f", True),
+        ("/usr/lib/python3.11/json/encoder.py", "encode", True),
+        ("/opt/pytorch/torch/nn/modules/linear.py", "forward", True),
+    ],
+)
+def test_user_code_is_told_from_libraries(file: str, function: str, library: bool) -> None:
+    assert is_library(file, function, libraries=("/opt/pytorch/torch",)) is library
+
+
+def test_library_functions_have_the_names_people_import() -> None:
+    assert code_name(f"{SITE}/PIL/Image.py", "open") == "PIL.Image.open"
+    assert code_name("/usr/lib/python3.11/json/__init__.py", "dumps") == "json.dumps"
+
+
+def test_interval_of_a_share_is_wilsons() -> None:
+    """Of 10 of 100: 5.5 to 17.4 %, as R's prop.test(10, 100, correct=FALSE) has it."""
+    import numpy as np
+
+    low, high = wilson(np.array([10]), np.array([100]))
+    assert (round(float(low[0]), 4), round(float(high[0]), 4)) == (0.0552, 0.1744)
+
+
+def test_speedscope_file_holds_every_sample(
+    recorded: tuple[Path, list[tuple[int, Stack]]],
+) -> None:
+    root, samples = recorded
+    content = json.loads(speedscope(Analyzer(root).code_samples(), name="job"))
+    assert sum(len(profile["samples"]) for profile in content["profiles"]) == len(samples)
+    for profile in content["profiles"]:
+        assert profile["type"] == "sampled"
+        assert len(profile["samples"]) == len(profile["weights"]) == profile["endValue"]
+    frames = content["shared"]["frames"]
+    used = {place for p in content["profiles"] for stack in p["samples"] for place in stack}
+    assert used == set(range(len(frames)))
+
+
+def test_collapsed_stacks_hold_every_sample(
+    recorded: tuple[Path, list[tuple[int, Stack]]],
+) -> None:
+    root, samples = recorded
+    lines = collapsed(Analyzer(root).code_samples()).decode().splitlines()
+    assert sum(int(line.rpartition(" ")[2]) for line in lines) == len(samples)
+    assert all(line.startswith("rank 0;") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "samples", "pid": 7, "time_ns": 1, "offset_us": [], "late_us": [0], "stack": []}',
+        '{"type": "samples", "pid": 7, "time_ns": "x", "offset_us": [0], "stack": [1]}',
+        '{"type": "samples", "pid": 7, "first_stack": 1, "stacks": [[1, 0], [5, 99], "x"]}',
+        '{"type": "samples", "pid": 7, "first_frame": -4, "frames": [[1, 2, 3]]}',
+        '{"type": "samples", "pid": 1e400}',
+        '{"type": "stacks", "pid": 7, "version": 1, "libraries": 3}',
+        '{"type": "samp',
+    ],
+)
+def test_a_damaged_line_of_samples_costs_only_itself(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))
+    write_stacks(run.rank(0).stacks, samples_of(10, seed=2), pid=8)
+    with run.rank(0).stacks.open("a") as file:
+        file.write('{"type": "stacks", "version": 1, "pid": 7, "worker": null}\n' + text + "\n")
+    assert Analyzer(run.root).lines()["inclusive_count"].sum() > 0

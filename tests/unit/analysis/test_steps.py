@@ -1,0 +1,217 @@
+"""Every shape of training loop gives the steps that its author would count."""
+
+from __future__ import annotations
+
+import pytest
+
+from haiprof.run_analysis.steps import EVAL_PHASE, PHASES, Segmentation, segment
+from tests.unit.analysis.recorded import GAP_NS, SPAN_NS, spans_of
+
+EPOCH = "ITER D F B O D F B O D F B O END"
+
+
+def cut(line: str, **families: int) -> Segmentation:
+    return segment(spans_of(line), families={int(k[1:]): v for k, v in families.items()})
+
+
+def held(found: Segmentation, line: str) -> list[str]:
+    """The outermost tokens of each step, as words."""
+    words = [w for w in line.split() if not w.startswith(("GC", "SAVE"))]
+    top = found.nested.parent < 0
+    steps = found.step[top].tolist()
+    assert len(words) == len(steps), "use held() on flat lines"
+    count = len(found.steps.start_ns)
+    return [" ".join(w for w, s in zip(words, steps, strict=True) if s == k) for k in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"),
+    [
+        pytest.param("D F B O D F B O", ["D F B O"] * 2, id="plain"),
+        pytest.param("D F B D F B O " * 2, ["D F B D F B O"] * 2, id="accumulation"),
+        pytest.param("D F B O0 F B O1 " * 3, ["D F B O0 F B O1"] * 3, id="gan"),
+        pytest.param("F F B O0 F B O1 " * 3, ["F F B O0 F B O1"] * 3, id="gan-no-loader"),
+        pytest.param("D F B O0 O0 O0 " * 2, ["D F B O0 O0 O0"] * 2, id="parameter-groups"),
+        pytest.param("F B O0 O0 O0 " * 2, ["F B O0 O0 O0"] * 2, id="parameter-groups-no-loader"),
+        pytest.param("F B O F B O F B O", ["F B O"] * 3, id="no-loader"),
+        pytest.param(
+            "ITER D D D F B F B O D D F B F B O D END F B F B O END",
+            ["ITER D D D F B F B O", "D D F B F B O", "D END F B F B O END"],
+            id="transformers-trainer",
+        ),
+        pytest.param("D F B S D F B S", ["D F B S"] * 2, id="scaler-skips"),
+        pytest.param("F B S F B S", ["F B S"] * 2, id="scaler-skips-no-loader"),
+        pytest.param("D D O D O D O END O", ["D D O", "D O", "D O", "END O"], id="lightning"),
+        pytest.param("D F B O F B O F B O", ["D F B O", "F B O", "F B O"], id="one-batch-for-all"),
+        pytest.param("D F B O F B O F B O " * 4, ["D F B O F B O F B O"] * 4, id="inner-loop"),
+        pytest.param("F B F B", ["F B"] * 2, id="compiled-optimizer"),
+        pytest.param("D B D B", ["D B"] * 2, id="compiled-whole-step"),
+        pytest.param("B B B", ["B"] * 3, id="compiled-whole-step-no-loader"),
+        pytest.param("D O D O", ["D O"] * 2, id="optimizer-only"),
+        pytest.param("O O O", ["O"] * 3, id="optimizer-only-no-loader"),
+    ],
+)  # fmt: skip
+def test_steps_of_a_loop_are_its_iterations(line: str, steps: list[str]) -> None:
+    spread = [step.split() for step in steps]
+    if "END" in line.split()[-1] and "END" in steps[-1].split()[-1]:
+        spread[-1].pop()  # the end of the last epoch is after the last step
+    found = cut(line)
+    assert [s.split() for s in held(found, line)] == spread
+
+
+def test_steps_of_epochs_with_evaluation_are_the_batches() -> None:
+    evaluation = "ITER D E D E END"
+    line = " ".join([EPOCH, evaluation] * 2)
+    found = cut(line)
+    assert len(found.steps.start_ns) == 6
+    assert len(found.evaluation_start_ns) == 2
+    assert held(found, line)[2] == "D F B O END"
+    assert (found.phase == EVAL_PHASE).sum() == 4
+
+
+@pytest.mark.parametrize("evaluation", ["E", "D E D E", "ITER D D E D E END E", "D E END D E END",
+                                        "ITER D E D E END", "D END E"])  # fmt: skip
+@pytest.mark.parametrize("train", ["D F B O", "F B O", "D F B D F B O"])
+def test_evaluation_is_in_no_step(train: str, evaluation: str) -> None:
+    found = cut(f"{train} {train} {evaluation} {train} {train} {evaluation} {train}")
+    steps = found.steps
+    assert len(steps.start_ns) == 5
+    assert len(found.evaluation_start_ns) == 2
+    words = len(train.split())
+    assert (steps.step_ns <= words * SPAN_NS + (words + 1) * GAP_NS).all()
+    for begin, end in zip(found.evaluation_start_ns, found.evaluation_end_ns, strict=True):
+        assert ((steps.end_ns <= begin) | (steps.start_ns >= end)).all()
+
+
+def test_evaluation_between_micro_steps_is_taken_out_of_the_step() -> None:
+    found = cut("D F B E E D F B O D F B D F B O")
+    assert found.steps.step_ns[0] == found.steps.end_ns[0] - found.steps.start_ns[0] - 207
+    assert found.steps.micro_step_count.tolist() == [2, 2]
+
+
+def test_prefetching_loader_with_evaluation_in_the_epoch_counts_every_batch() -> None:
+    line = "ITER D D F B O ITER D D E END E D F B O D F B O ITER D D E END E END F B O"
+    found = cut(line)
+    assert len(found.steps.start_ns) == 4
+    assert held(found, line)[-1] == "END F B O"
+
+
+def test_teacher_pass_is_other_time_of_its_step() -> None:
+    line = "D E1 F0 B O " * 3
+    found = cut(line, t0=0, t1=1)
+    assert held(found, line)[1] == "D E1 F0 B O"
+    assert found.steps.other_ns[1] == SPAN_NS + 5 * GAP_NS
+    assert not len(found.evaluation_start_ns)
+
+
+def test_pass_of_an_averaged_copy_over_a_loader_is_evaluation() -> None:
+    line = "D F0 B O D F0 B O D E1 D E1 END D F0 B O"
+    found = cut(line, t0=0, t1=1)
+    assert held(found, line) == ["D F0 B O"] * 3
+    assert len(found.evaluation_start_ns) == 1
+
+
+def test_pseudo_labels_of_the_trained_model_are_part_of_the_step() -> None:
+    line = "D E F B O " * 4
+    assert held(cut(line), line) == ["D E F B O"] * 4
+
+
+def test_wrapped_module_in_evaluation_shares_the_family() -> None:
+    found = cut("D F0 B O E1 D F0 B O", t0=5, t1=5)
+    assert len(found.evaluation_start_ns) == 1
+
+
+def test_forward_in_eval_mode_is_training_where_a_backward_follows() -> None:
+    line = "D FE B O D FE B O D FE D FE END"
+    found = cut(line)
+    assert held(found, line) == ["D FE B O"] * 2
+    assert found.steps.host_ns[1].tolist() == [SPAN_NS] * 2
+    assert len(found.evaluation_start_ns) == 1
+
+
+def test_rank_that_only_evaluates_has_no_steps() -> None:
+    found = cut("D E D E D N END")
+    assert not len(found.steps.start_ns)
+    assert len(found.evaluation_start_ns) == 1
+
+
+def test_closure_counts_forward_and_backward_apart_from_the_optimizer() -> None:
+    found = cut("D D O(F B) D O(F B) END O(F B)")
+    assert len(found.steps.start_ns) == 3
+    forward, backward, optimizer = found.steps.host_ns[1:]
+    assert forward.tolist() == backward.tolist() == [SPAN_NS] * 3
+    assert optimizer.tolist() == [3 * GAP_NS] * 3
+
+
+def test_closures_without_loader_are_steps_of_their_own() -> None:
+    found = cut("O(F B F B) O(F B F B) O(F B)")
+    assert found.steps.micro_step_count.tolist() == [2, 2, 1]
+
+
+def test_scaler_adds_up_to_its_whole_and_says_when_it_skipped() -> None:
+    found = cut("D F B S(O) D F B S D F B S(O)")
+    assert found.steps.skipped.tolist() == [False, True, False]
+    assert found.steps.optimizer_step_count.tolist() == [1, 0, 1]
+    assert found.steps.host_ns[3].tolist() == [SPAN_NS + 2 * GAP_NS, SPAN_NS, SPAN_NS + 2 * GAP_NS]
+
+
+def test_scaler_that_skips_one_of_two_optimizers_keeps_the_step_whole() -> None:
+    whole, skips = "F B S(O0) F B S(O1)", "F B S(O0) F B S"
+    found = cut(" ".join([whole, whole, skips, whole]))
+    assert found.steps.optimizer_step_count.tolist() == [2, 2, 1, 2]
+    assert not found.steps.skipped.any()
+
+
+@pytest.mark.parametrize("line", ["D F(B) B O", "D F B(F) O", "D F B(B F) O", "D(N) F B O"])
+def test_span_inside_a_foreign_one_belongs_to_it(line: str) -> None:
+    found = cut(line)
+    assert len(found.nested.spans.kind) == 4
+    assert found.steps.micro_step_count.tolist() == [1]
+
+
+def test_collector_and_saves_do_not_take_part() -> None:
+    plain, with_events = cut("D F B O D F B O"), cut("D F(GC) B O SAVE D F B O")
+    assert len(plain.steps.start_ns) == len(with_events.steps.start_ns) == 2
+    assert with_events.steps.host_ns[1].tolist() == [SPAN_NS + 2 * GAP_NS, SPAN_NS]
+
+
+def test_recording_that_ends_in_the_middle_leaves_micro_steps_unfinished() -> None:
+    found = cut("D F B D F B O D F B")
+    assert len(found.steps.start_ns) == 1
+    assert found.unfinished_micro_step_count == 1
+    assert found.steps.end_ns[0] == found.nested.spans.start_ns[7]
+
+
+def test_recording_that_begins_after_an_optimizer_counts_every_step() -> None:
+    assert len(cut("END ITER D F B O D F B O").steps.start_ns) == 2
+    assert len(cut("F B O D F B O").steps.start_ns) == 2
+
+
+def test_confidence_falls_with_what_is_seen() -> None:
+    loader, optimizer = cut("D F B O " * 4), cut("F B O " * 4)
+    split, backward = cut("D F B O F B O D F B O"), cut("F B " * 4)
+    best = [found.steps.confidence.max() for found in (loader, optimizer, split, backward)]
+    assert best == [0.95, 0.8, 0.95, 0.4]
+    assert split.steps.confidence.tolist() == [0.5, 0.5, 0.95]
+
+
+def test_segment_of_nothing_is_no_steps() -> None:
+    for line in ("", "GC SAVE", "D", "F", "E", "END"):
+        found = cut(line)
+        assert not len(found.steps.start_ns)
+        assert found.steps.host_ns.shape == (len(PHASES), 0)
+
+
+def test_optimizer_inside_the_backward_ends_the_step_there() -> None:
+    found = cut("D F B D F B(O0 O1) D F B D F B(O0 O1)")
+    assert found.steps.micro_step_count.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("line", ["D F(B O) " * 3, "D F(B S(O)) " * 3, "F(B O) " * 3])
+def test_module_that_is_a_whole_train_step_gives_all_its_phases(line: str) -> None:
+    found = cut(line)
+    assert found.steps.optimizer_step_count.tolist() == [1, 1, 1]
+    by_phase = dict(zip(PHASES, found.steps.host_ns.tolist(), strict=True))
+    assert by_phase["forward"] == [GAP_NS] * 3
+    assert by_phase["backward"] == [SPAN_NS] * 3
+    assert min(by_phase["optimizer"]) >= SPAN_NS

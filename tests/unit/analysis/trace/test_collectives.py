@@ -1,0 +1,241 @@
+"""Collectives across ranks: matching, waiting, bandwidth, clocks and stragglers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from haiprof import TraceAnalysis
+from haiprof.trace_analysis.collectives import kind_of
+from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def all_reduce(ts_us: float, end_us: float, **more: Any) -> Event:
+    """An all-reduce kernel; `seq` and the rest as its metadata."""
+    seq = more.pop("seq", None)
+    said = {} if seq is None else {"Seq": seq}
+    fields = {
+        "Collective name": "allreduce",
+        "In msg nelems": 1_000_000,
+        "Out msg nelems": 1_000_000,
+        "Group size": 2,
+        "dtype": "Float",
+        "Process Group Name": "0",
+        "Process Group Ranks": "[0, 1]",
+        **said,
+        **more,
+    }
+    return kernel(ALL_REDUCE, ts_us, end_us - ts_us, **fields)
+
+
+def analysis(folder: Path, ranks: Sequence[Iterable[Event]], world: int = 2) -> TraceAnalysis:
+    for rank, events in enumerate(ranks):
+        rank_file(folder, rank, events, world)
+    return TraceAnalysis(folder)
+
+
+def test_wait_and_transfer_are_told_apart(tmp_path: Path) -> None:
+    found = analysis(tmp_path, [[all_reduce(100, 400, seq=1)], [all_reduce(300, 401, seq=1)]])
+    waits = found.collective_waits()
+    assert waits["wait_ns"].to_list() == [200_000, 0]
+    assert waits["transfer_ns"].to_list() == [100_000, 101_000]
+    assert waits["arrived_last"].to_list() == [False, True]
+    (row,) = found.collectives().rows(named=True)
+    assert row["matched_by"] == "sequence"
+    assert row["confidence"] == 1.0
+    assert (row["start_skew_ns"], row["transfer_ns"], row["last_rank"]) == (200_000, 101_000, 1)
+    # nccl-tests: 4 MB in 101 us, and 2 (n - 1) / n = 1 for two ranks.
+    assert row["bytes"] == 4_000_000
+    assert row["algorithm_bandwidth_bytes_per_s"] == pytest.approx(4e6 / 101e-6)
+    assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(4e6 / 101e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "total", "factor"),
+    [
+        ("allreduce", (1000, 1000), 4000, 1.5),
+        ("_allgather_base", (1000, 4000), 16000, 0.75),
+        ("_reduce_scatter_base", (4000, 1000), 16000, 0.75),
+        ("all_to_all", (4000, 4000), 16000, 0.75),
+    ],
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(
+    tmp_path: Path, name: str, counts: tuple[int, int], total: int, factor: float
+) -> None:
+    said = {
+        "Collective name": name,
+        "In msg nelems": counts[0],
+        "Out msg nelems": counts[1],
+        "Group size": 4,
+    }
+    found = analysis(tmp_path, [[all_reduce(0, 10, seq=1, **said)]] * 4, world=4)
+    (row,) = found.process_groups().rows(named=True)
+    assert (row["bytes"], row["timed_count"]) == (total, 1)
+    assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(total / 10e-6 * factor)
+
+
+def test_order_is_not_believed_where_times_contradict_it(tmp_path: Path) -> None:
+    """Rank 1 lacks the first kernel and has one more at the end."""
+    plain = dict.fromkeys(("Process Group Name", "Process Group Ranks", "Group size"))
+    first = [all_reduce(at, at + 90, **plain) for at in (1000, 3000, 5000)]
+    second = [all_reduce(at, at + 90, **plain) for at in (3000, 5000, 7000)]
+    found = analysis(tmp_path, [first, second]).collectives()
+    assert found["matched_by"].to_list() == ["end", "end"]
+    assert found["start_ns"].to_list() == [3_000_000, 5_000_000]
+    assert set(found["start_skew_ns"]) == {0}
+
+
+def test_numbered_collectives_match_though_one_is_lost(tmp_path: Path) -> None:
+    first = [all_reduce(at, at + 90, seq=at) for at in (1000, 3000, 5000)]
+    found = analysis(tmp_path, [first, first[1:]]).collectives()
+    assert found["sequence"].to_list() == [3000, 5000]
+
+
+def test_sizes_that_contradict_lower_the_confidence(tmp_path: Path) -> None:
+    other = all_reduce(0, 10, seq=1, **{"In msg nelems": 5})
+    found = analysis(tmp_path, [[all_reduce(0, 10, seq=1)], [other]]).collectives()
+    assert found["confidence"].to_list() == [0.5]
+
+
+def test_missing_rank_makes_waiting_unknown(tmp_path: Path) -> None:
+    """The rank without trace may be the one that all waited for."""
+    said = {"Group size": 8}
+    found = analysis(
+        tmp_path, [[all_reduce(0, 10, seq=1, **said)], [all_reduce(5, 10, seq=1, **said)]], world=8
+    )
+    (row,) = found.collectives().rows(named=True)
+    assert row["transfer_ns"] is None
+    assert row["bus_bandwidth_bytes_per_s"] is None
+    assert row["missing"] == "2 of 8 ranks traced"
+    assert found.stragglers().is_empty()
+
+
+def test_clocks_of_hosts_are_compared_by_ends(tmp_path: Path) -> None:
+    """Rank 1's clock is 7 ms ahead; it arrives last, by 50 us, every time."""
+    ahead = 7000
+    first = [all_reduce(at, at + 100, seq=at) for at in range(0, 5000, 1000)]
+    second = [all_reduce(at + 50 + ahead, at + 100 + ahead, seq=at) for at in range(0, 5000, 1000)]
+    found = analysis(tmp_path, [first, second])
+    offsets = found.clock_offsets()
+    assert offsets["offset_ns"].to_list() == [-3_500_000, 3_500_000]
+    assert offsets["residual_ns"].to_list() == [0, 0]
+    assert offsets["corrected"].all()
+    assert set(found.collectives()["start_skew_ns"]) == {50_000}
+    assert found.stragglers()["rank"].to_list() == [1, 0]
+
+
+def test_times_that_contradict_each_other_are_not_given(tmp_path: Path) -> None:
+    """One collective tells no clock: rank 0 ended before rank 1 entered, which cannot be."""
+    found = analysis(tmp_path, [[all_reduce(0, 100, seq=1)], [all_reduce(9000, 9100, seq=1)]])
+    (row,) = found.collectives().rows(named=True)
+    assert row["transfer_ns"] is None
+    assert "clocks differ" in row["missing"]
+
+
+def test_straggler_has_the_shortest_collectives(tmp_path: Path) -> None:
+    ranks = []
+    for late in (0, 300, 20):
+        events: list[Event] = []
+        for number in range(4):
+            at = number * 1000
+            events += [step(number, at, 1000), launch(number + 1, at + late, 5)]
+            said = {"Group size": 3, "correlation": number + 1}
+            events.append(all_reduce(at + late + 10, at + 500, seq=number, **said))
+        ranks.append(events)
+    found = analysis(tmp_path, ranks, world=3).stragglers()
+    worst = found.row(0, named=True)
+    assert (worst["rank"], worst["last_count"], worst["last_ratio"]) == (1, 4, 1.0)
+    assert worst["held_up_ns_per_step"] == 280_000
+    assert worst["collective_ns"] == found["collective_ns"].min()
+    assert found.filter(pl.col("rank") == 0)["waited_ns_per_step"].item() == 300_000
+    by_step = analysis(tmp_path, ranks, world=3).stragglers(by_step=True)
+    assert by_step.height == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "all_reduce"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
+        ("ncclDevKernel_AllGather_RING_LL", "all_gather"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send_receive"),
+        ("ncclDevKernel_Broadcast_RING_LL", "broadcast"),
+        ("ncclDevKernel_Reduce_Sum_f32_RING_LL", "reduce"),
+        ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "other"),
+        ("nccl:all_to_all", "all_to_all"),
+        ("nccl:send 0->1", "send"),
+        ("allgather_into_tensor_coalesced", "all_gather"),
+    ],
+)
+def test_kind_is_told_by_names_of_every_era(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def nccl_of(path: Path) -> list[tuple[str, float, float]]:
+    """Name, start and end in us of the communication kernels of a file, by start."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    talk = [e for e in events if e.get("cat") == "kernel" and e["name"].startswith("nccl")]
+    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in talk), key=lambda e: e[1])
+
+
+def test_dlrm_collectives_equal_plain_arithmetic() -> None:
+    folder = traces("dlrm_v100_8ranks")
+    analysed = TraceAnalysis(folder)
+    plain = [nccl_of(path) for path in sorted(folder.iterdir())]
+    found = analysed.collectives()
+    assert found.height == 8
+    assert set(found["matched_by"]) == {"order"}
+    for number, row in enumerate(found.rows(named=True)):
+        of_ranks = [kernels[number] for kernels in plain]
+        assert len({name for name, *_ in of_ranks}) == 1
+        starts, ends = [start for _, start, _ in of_ranks], [end for *_, end in of_ranks]
+        assert row["start_skew_ns"] == (max(starts) - min(starts)) * 1000
+        assert row["transfer_ns"] == (max(ends) - max(starts)) * 1000
+        assert row["last_rank"] == starts.index(max(starts))
+    assert found["kind"].to_list() == ["all_to_all"] * 4 + [
+        "all_reduce", "all_to_all", "all_reduce", "all_reduce",
+    ]  # fmt: skip
+    offsets = analysed.clock_offsets()
+    assert offsets.filter(
+        pl.col("offset_ns").abs() > 2_000
+    ).is_empty()  # one host: ranks leave together
+    assert not offsets["corrected"].any()
+
+
+def test_dlrm_stragglers_are_those_that_arrive_last() -> None:
+    """HTA says 2 and 7: it drops kernels below 1 % of the step, those of who arrives last."""
+    folder = traces("dlrm_v100_8ranks")
+    found = TraceAnalysis(folder).stragglers()
+    assert found["rank"].head(3).to_list() == [7, 5, 4]
+    assert found["last_count"].head(3).to_list() == [5, 2, 1]
+    plain = [nccl_of(path) for path in sorted(folder.iterdir())]
+    kept, everything = [], []
+    for kernels in plain:  # HTA: the last SendRecv of each rank, with the filter and without
+        moves = [kernel for kernel in kernels if "SendRecv" in kernel[0]]
+        kept.append([start for _, start, end in moves if end - start >= 0.01 * 14_455][-1])
+        everything.append(moves[-1][1])
+    by_start = sorted(range(8), key=lambda rank: -kept[rank])
+    assert sorted(by_start[:2]) == [2, 7]
+    by_start = sorted(range(8), key=lambda rank: -everything[rank])
+    assert by_start[:2] == [5, 4]
+
+
+def test_sampled_ranks_match_by_end_where_order_fails() -> None:
+    found = TraceAnalysis(traces("hta_sampled_2ranks_ws128")).collectives()
+    assert found.height == 5
+    assert found["transfer_ns"].null_count() == 5  # 126 ranks have no trace
+
+
+def test_trace_without_collectives_has_no_rows() -> None:
+    found = TraceAnalysis(traces("tb_resnet50_nw0_v100"))
+    assert found.collectives().is_empty()
+    assert found.stragglers().is_empty()
+    assert found.process_groups().is_empty()

@@ -1,0 +1,190 @@
+"""FLOPs, bytes and MFU from recorded shapes: by hand, and against TraceLens' published tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from haiprof import TraceAnalysis
+from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.cli import main
+from haiprof.trace_analysis.efficiency.peaks import PEAKS, parse_peak, peak_of
+from haiprof.trace_analysis.efficiency.tensors import arguments_of
+from haiprof.trace_analysis.efficiency.work import Work, work_of
+from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
+
+# AMD-AGI/TraceLens, tests/traces/h100/Qwen_Qwen1.5-0.5B-Chat__1016005_perf_report_csvs (MIT):
+# GEMM.csv and SDPA_fwd.csv: shapes, calls, GFLOPS_first, Data Moved (MB)_first, Kernel Time sum.
+# Its addmm counts the addition of the bias as well, which torch.utils.flop_counter does not.
+TRACELENS = (
+    ("aten::mm", "[[8944,1024],[1024,2816]]", 48, 51.581550592, 71.0078125, 4055.25244140625),
+    ("aten::mm", "[[8944,2816],[2816,1024]]", 24, 51.581550592, 71.0078125, 1835.287109375),
+    ("aten::mm", "[[8944,1024],[1024,1024]]", 24, 18.756927488, 36.9375, 778.14208984375),
+    ("aten::addmm", "[[1024],[8944,1024],[1024,1024],[],[]]", 72,
+     18.766086144 - 8944 * 1024 / 1e9, 36.939453125, 2329.075927734375),
+    ("aten::bmm", "[[1,32,1],[1,1,559]]", 1, 3.5776e-05, 0.07049179077148438, 3.52001953125),
+    ("aten::_scaled_dot_product_flash_attention",
+     "[[16,16,559,64],[16,16,559,64],[16,16,559,64],[],[],[],[]]", 24, 10.239377408, 69.875,
+     2722.704345703125),
+)  # fmt: skip
+
+
+def work(name: str, dims: list[Any], types: list[str], *values: str) -> Work | None:
+    return work_of(name, arguments_of(json.dumps(dims), json.dumps(types)), values)
+
+
+@pytest.mark.parametrize("row", TRACELENS, ids=lambda row: row[1])
+def test_real_trace_has_the_numbers_of_tracelens(row: tuple[Any, ...]) -> None:
+    name, shapes, count, gflops, mbytes, time_us = row
+    found = TraceAnalysis(traces("tl_h100_qwen05_mem_stack")).efficiency()
+    own = found.filter(
+        (pl.col("operator") == name) & (pl.col("shapes").str.replace_all(" ", "") == shapes)
+    ).select(pl.col("count", "flops", "bytes", "time_ns").sum())
+    assert own["count"].item() == count
+    assert own["flops"].item() / count / 1e9 == pytest.approx(gflops, rel=1e-9)
+    assert own["bytes"].item() / count / 2**20 == pytest.approx(mbytes, rel=1e-9)
+    assert own["time_ns"].item() / 1e3 == pytest.approx(time_us, rel=1e-5)
+
+
+def test_mfu_of_a_real_trace_is_said_with_what_it_rests_on() -> None:
+    row = TraceAnalysis(traces("tl_h100_qwen05_mem_stack")).step_efficiency().row(0, named=True)
+    assert row["mfu_ratio"] == pytest.approx(row["model_flops"] / 989.4e12 / 47.151395e-3, rel=1e-3)
+    assert row["is_lower_bound"]
+    assert 0.6 < row["kernel_known_ratio"] < row["matrix_known_ratio"] < 0.8
+
+
+def test_mfu_is_not_said_where_most_matrix_kernels_are_unknown() -> None:
+    """A trace of 2021 does not record strides: its convolutions are unknown."""
+    row = TraceAnalysis(traces("tb_resnet50_nw0_v100")).step_efficiency().row(0, named=True)
+    assert row["mfu_ratio"] is None
+    assert "matrix kernels" in row["reason"]
+
+
+def test_trace_without_shapes_says_what_to_record() -> None:
+    with pytest.raises(MissingDataError, match="no shapes"):
+        TraceAnalysis(traces("hta_nsres_v100_r0of1")).efficiency()
+
+
+def test_convolution_counts_what_its_strides_leave() -> None:
+    values = ("", "", "", "[2, 2]", "[3, 3]", "[1, 1]", "False", "[0, 0]", "1")
+    types = ["c10::Half", "c10::Half", "", *["ScalarList"] * 3, "Scalar", "ScalarList", "Scalar"]
+    dims: list[Any] = [[32, 3, 224, 224], [64, 3, 7, 7], [], [], [], [], [], [], []]
+    found = work("aten::convolution", dims, types, *values)
+    assert found is not None
+    assert found.flops == 2 * 32 * 64 * 112 * 112 * 3 * 7 * 7
+    assert work("aten::convolution", dims, types) is None
+    assert found.precision == "fp16"
+
+
+def test_convolution_backward_counts_the_gradients_that_are_asked_for() -> None:
+    dims: list[Any] = [[4, 32, 8, 8], [4, 16, 16, 16], [32, 8, 3, 3], *[[]] * 8]
+    types = ["float", "float", "float", *["ScalarList"] * 4, "Scalar", "", "Scalar", "ScalarList"]
+    values = [""] * 7 + ["False", "[0, 0]", "2"]
+    both = work("aten::convolution_backward", dims, types, *values, "[True, True, True]")
+    one = work("aten::convolution_backward", dims, types, *values, "[False, True, True]")
+    assert both is not None
+    assert one is not None
+    assert both.flops == 2 * one.flops == 2 * (2 * 4 * 8 * 8 * 32 * 8 * 9)
+
+
+def test_attention_backward_tells_recomputation_from_model_work() -> None:
+    dims: list[Any] = [[2, 4, 64, 32]] * 5 + [[]] * 9
+    types = ["c10::BFloat16"] * 5 + ["Scalar"] * 9
+    values = [""] * 11 + ["False"]
+    found = work("aten::_scaled_dot_product_flash_attention_backward", dims, types, *values)
+    product = 2 * 2 * 4 * 64 * 64 * 32
+    assert found is not None
+    assert (found.flops, found.model_flops) == (5 * product, 4 * product)
+
+
+def test_optimizer_reads_and_writes_its_lists() -> None:
+    lists = [[[70, 50], [70]]] * 4
+    found = work("aten::_fused_adamw_", lists, ["TensorList"] * 4)
+    assert found is not None
+    assert (found.kind, found.bytes) == ("optimizer", 4 * 7 * (3500 + 70))
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "types"),
+    [
+        ("aten::mm", [[2, 3], [4, 5]], ["float", "float"]),
+        ("aten::mm", [[2, -3], [3, 5]], ["float", "float"]),
+        ("aten::mm", [[2, 1 << 60], [1 << 60, 5]], ["float", "float"]),
+        ("aten::mm", "[[2, 3]", ["float"]),
+        ("aten::mm", [[[[]]], {"a": 1}], [1, None]),
+        ("aten::mm", [], []),
+        ("aten::convolution", [[1, 2, 3, 4], [1, 2, 3, 4]], ["float", "float"]),
+        ("my::operator", [[2, 3], [3, 5]], ["float", "float"]),
+    ],
+)
+def test_unknown_stays_unknown(name: str, dims: Any, types: Any) -> None:
+    assert work(name, dims, types) is None
+
+
+def shaped(name: str, ts: float, dims: list[Any], **more: Any) -> Event:
+    types = ["c10::BFloat16"] * len(dims)
+    return event(name, "cpu_op", ts, 8, **{"Input Dims": dims, "Input type": types, **more})
+
+
+def test_recomputation_counts_for_hfu_and_not_for_mfu(tmp_path: Path) -> None:
+    dims = [[1000, 1000], [1000, 1000]]
+    backward = event("autograd::engine::evaluate_function: Checkpoint", "cpu_op", 100, 100)
+    events = [
+        shaped("aten::mm", 10, dims, **{"Sequence number": 5}), launch(1, 12),
+        kernel("sm90_gemm", 20, 10, correlation=1),
+        backward,
+        shaped("aten::mm", 110, dims, **{"Sequence number": 9}), launch(2, 112),
+        kernel("sm90_gemm", 120, 10, correlation=2),
+        shaped("aten::mm", 130, dims), launch(3, 132), kernel("sm90_gemm", 140, 10, correlation=3),
+        event("ProfilerStep#1", "user_annotation", 0, 1000),
+    ]  # fmt: skip
+    info = [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
+    trace_of(tmp_path, events, deviceProperties=info)
+    row = TraceAnalysis(tmp_path / "trace.json").step_efficiency().row(0, named=True)
+    assert (row["model_flops"], row["executed_flops"]) == (4 * 10**9, 6 * 10**9)
+    assert row["hfu_ratio"] == pytest.approx(6e9 / 989.4e12 / 1e-3)
+    assert row["mfu_ratio"] == pytest.approx(4e9 / 989.4e12 / 1e-3)
+    assert not row["is_lower_bound"]
+
+
+def test_peaks_are_found_by_name_and_can_be_given() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "H100 SXM", "NVIDIA H100 PCIe": "H100 PCIe",
+             "NVIDIA H200": "H200", "NVIDIA B200": "B200", "NVIDIA A100-SXM4-80GB": "A100 80 GB",
+             "NVIDIA A100-SXM4-40GB": "A100 40 GB", "Tesla V100-SXM2-32GB": "V100 SXM2",
+             "AMD Instinct MI300X": "MI300X", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4",
+             "NVIDIA GH200 480GB": "GH200"}  # fmt: skip
+    for name, wanted in names.items():
+        found = peak_of(name)
+        assert found is not None
+        assert found.name == wanted
+    assert peak_of("Voodoo 2") is None
+    given = peak_of("NVIDIA H100 80GB HBM3", parse_peak("bf16=500,memory=2"))
+    assert given is not None
+    assert (given.flops_per_s["bf16"], given.bytes_per_s) == (500e12, 2e12)
+    assert given.flops_per_s["fp8"] == 1978.9e12
+    with pytest.raises(UsageError, match="--peak"):
+        parse_peak("bf16=fast")
+
+
+def test_every_peak_names_its_source_and_keeps_sparse_apart() -> None:
+    for peak in PEAKS:
+        assert len(peak.source) > 10
+        for precision, sparse in peak.sparse_flops_per_s.items():
+            assert sparse == 2 * peak.flops_per_s[precision]
+
+
+def test_command_shows_mfu_and_operators(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = str(traces("tl_h100_qwen05_mem_stack"))
+    assert main(["efficiency", path]) == 0
+    out = capsys.readouterr().out
+    assert "MFU at least 12 %" in out
+    assert "_scaled_dot_product" in out
+    assert main(["efficiency", path, "--json", "--peak", "bf16=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"][0]["peak"].startswith("as given")

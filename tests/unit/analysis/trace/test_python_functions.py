@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from gzip import open as open_gzip
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.python_functions import folded_stacks, python_functions, python_stacks
+from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.sampling import examples
+from tests.unit.analysis.trace.shared import Event, event, kernel, step, trace_of, traces
+
+
+class Node(NamedTuple):
+    """One call of a random tree: what it does before, its calls, what it does after."""
+
+    name: str
+    before: int
+    calls: list[Any]
+    after: int
+
+
+def nodes(least: int) -> st.SearchStrategy[Node]:
+    """Trees of calls; each takes at least so many ns of its own at both ends."""
+    gap = st.integers(least, 3)
+    return st.recursive(
+        st.builds(Node, st.sampled_from("abc"), gap, st.just([]), gap),
+        lambda deeper: st.builds(
+            Node, st.sampled_from("abc"), gap, st.lists(deeper, max_size=3), gap
+        ),
+        max_leaves=8,
+    )
+
+
+GPU = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4)
+
+
+class Laid(NamedTuple):
+    """A tree on the time line: a call with its stack and its caller's number."""
+
+    stack: tuple[str, ...]
+    start: int
+    end: int
+    number: int
+    caller: int | None
+
+
+def laid_out(roots: list[Node]) -> list[Laid]:
+    found: list[Laid] = []
+
+    def place(node: Node, at: int, stack: tuple[str, ...], caller: int | None) -> int:
+        number = len(found)
+        found.append(Laid((*stack, node.name), at, at, number, caller))
+        end = at + node.before
+        for called in node.calls:
+            end = place(called, end, (*stack, node.name), number)
+        found[number] = found[number]._replace(end=end + node.after)
+        return end + node.after
+
+    at = 0
+    for root in roots:
+        at = place(root, at, (), None)
+    return found
+
+
+def python_event(call: Laid, *, with_ids: bool) -> Event:
+    ids = {"Python id": call.number + 5, "Python parent id": None} if with_ids else {}
+    if with_ids and call.caller is not None:
+        ids["Python parent id"] = call.caller + 5
+    length = call.end - call.start
+    return event(call.stack[-1], "python_function", call.start / 1000, length / 1000, **ids)
+
+
+def ask(calls: list[Laid], gpu: list[tuple[int, int]], *, with_ids: bool) -> tuple[Any, Any]:
+    events = [python_event(call, with_ids=with_ids) for call in calls]
+    events += [kernel("k", start / 1000, length / 1000) for start, length in gpu]
+    with TemporaryDirectory() as folder:
+        trace = trace_of(Path(folder), events)
+        return python_stacks(trace), python_functions(trace)
+
+
+def check_against_cells(calls: list[Laid], gpu: list[tuple[int, int]], *, with_ids: bool) -> None:
+    """The oracle looks at every ns on its own: which calls are open, is the GPU at work."""
+    busy = {ns for start, length in gpu for ns in range(start, start + length)}
+    own, whole, inside, alone = Counter[Any](), Counter[Any](), Counter[Any](), Counter[Any]()
+    for ns in range(max((call.end for call in calls), default=0)):
+        open_calls = [call.stack for call in calls if call.start <= ns < call.end]
+        if not open_calls:
+            continue
+        deepest = max(open_calls, key=len)
+        own[deepest] += 1
+        whole.update(open_calls)
+        inside.update(set(deepest))
+        if ns not in busy:
+            alone.update([("own", deepest), *(("whole", s) for s in open_calls)])
+            alone.update(("function", name) for name in set(deepest))
+    stacks, functions = ask(calls, gpu, with_ids=with_ids)
+    counts = Counter(call.stack for call in calls)
+    found = {tuple(row["stack"].split(";")): row for row in stacks.iter_rows(named=True)}
+    assert {stack: row["calls"] for stack, row in found.items()} == dict(counts)
+    for stack, row in found.items():
+        assert row["name"] == stack[-1]
+        assert row["depth"] == len(stack) - 1
+        assert (row["total_ns"], row["self_ns"]) == (whole[stack], own[stack])
+        expected = (alone["whole", stack], alone["own", stack]) if gpu else (None, None)
+        assert (row["non_overlapped_ns"], row["self_non_overlapped_ns"]) == expected
+    for row in functions.iter_rows(named=True):
+        assert row["total_ns"] == inside[row["name"]]
+        assert row["self_ns"] == sum(n for s, n in own.items() if s[-1] == row["name"])
+        assert row["calls"] == sum(n for s, n in counts.items() if s[-1] == row["name"])
+        assert row["non_overlapped_ns"] == (alone["function", row["name"]] if gpu else None)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(nodes(1), min_size=1, max_size=3), GPU)
+def test_nesting_of_times_agrees_with_every_ns_on_its_own(
+    roots: list[Node], gpu: list[tuple[int, int]]
+) -> None:
+    check_against_cells(laid_out(roots), gpu, with_ids=False)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(nodes(0), min_size=1, max_size=3), GPU)
+def test_recorded_callers_agree_with_every_ns_on_its_own(
+    roots: list[Node], gpu: list[tuple[int, int]]
+) -> None:
+    check_against_cells(laid_out(roots), gpu, with_ids=True)
+
+
+def trace_path(name: str) -> Path:
+    return next(path for path in traces(name).iterdir() if path.name.endswith(".json.gz"))
+
+
+def read_events(name: str) -> Iterator[dict[str, Any]]:
+    """A real trace's events by the standard library, times as they are written."""
+    with open_gzip(trace_path(name), "rt", encoding="utf-8") as file:
+        yield from json.load(file, parse_float=Decimal, parse_int=Decimal)["traceEvents"]
+
+
+@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"])
+def test_real_stacks_agree_with_a_walk_over_the_json(name: str) -> None:
+    calls, gpu = {}, []
+    for entry in read_events(name):
+        category = entry.get("cat")
+        if category not in ("python_function", "kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        start, end = int(entry["ts"] * 1000), int((entry["ts"] + entry["dur"]) * 1000)
+        if category == "python_function":
+            calls[entry["args"]["Python id"]] = (entry, start, end)
+        else:
+            gpu.append((start, end))
+    idle = idle_before(gpu)
+    own, own_idle = Counter[str](), Counter[str]()
+    for entry, start, end in calls.values():
+        caller = calls.get(entry["args"]["Python parent id"])
+        for called, sign in ((entry, 1), (caller and caller[0], -1)):
+            if called:
+                key = re.sub(" at 0x[0-9a-f]+", "", called["name"])
+                own[key] += sign * (end - start)
+                own_idle[key] += sign * (idle(end) - idle(start))
+    found = python_functions(Trace(trace_path(name))).group_by("name").sum()
+    assert dict(found.select("name", "self_ns").iter_rows()) == dict(own)
+    assert dict(found.select("name", "self_non_overlapped_ns").iter_rows()) == dict(own_idle)
+
+
+def idle_before(gpu: list[tuple[int, int]]) -> Callable[[int], int]:
+    """How many ns without GPU work lie before a time, from the first event on."""
+    merged: list[list[int]] = []
+    for start, end in sorted(gpu):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    busy = [0, *accumulate(end - start for start, end in merged)]
+
+    def before(time: int) -> int:
+        at = bisect_right(merged, [time])
+        inside = max(0, merged[at - 1][1] - time) if at else 0
+        return time - (busy[at] - inside)
+
+    return before
+
+
+def test_real_stacks_share_out_all_time_of_the_roots() -> None:
+    trace = Trace(trace_path("tl_b200_r0of8_nccl"))
+    found = python_stacks(trace)
+    whole = found.filter(depth=0)
+    for own, total in (("self_ns", "total_ns"), ("self_non_overlapped_ns", "non_overlapped_ns")):
+        assert found[own].sum() == whole[total].sum()
+    assert found["calls"].sum() == len(trace.python)
+    assert python_functions(trace)["self_ns"].sum() == whole["total_ns"].sum()
+
+
+def hand_made() -> list[Event]:
+    return [
+        event("main", "python_function", 0, 100),
+        event("work; now", "python_function", 10, 40),
+        event("copy of Tensor object at 0x7f12", "python_function", 20, 5),
+        event("copy of Tensor object at 0xAA", "python_function", 30, 5),
+        event("wait", "python_function", 0, 50, tid=2),
+        kernel("k", 22, 60),
+        step(3, 15, 20),
+    ]
+
+
+def test_stacks_by_hand_with_threads_and_addresses(tmp_path: Path) -> None:
+    found = python_stacks(trace_of(tmp_path, hand_made()))
+    rows = {(row["tid"], row["stack"]): row for row in found.iter_rows(named=True)}
+    assert set(rows) == {
+        (1, "main"), (1, "main;work, now"), (2, "wait"),
+        (1, "main;work, now;copy of Tensor object"),
+    }  # fmt: skip
+    copies = rows[1, "main;work, now;copy of Tensor object"]
+    assert (copies["calls"], copies["self_ns"], copies["self_non_overlapped_ns"]) == (
+        2, 10_000, 2_000,
+    )  # fmt: skip
+    main = rows[1, "main"]
+    assert (main["total_ns"], main["self_ns"]) == (100_000, 60_000)
+    assert main["non_overlapped_ratio"] == 0.4
+    assert rows[2, "wait"]["self_non_overlapped_ns"] == 22_000
+
+
+def test_steps_cut_calls_at_their_window(tmp_path: Path) -> None:
+    found = python_stacks(trace_of(tmp_path, hand_made()), steps=(3, 4))
+    rows = {row["name"]: row for row in found.iter_rows(named=True)}
+    assert (rows["main"]["calls"], rows["main"]["total_ns"]) == (0, 20_000)
+    assert (rows["copy of Tensor object"]["calls"]) == 2
+    assert rows["main"]["non_overlapped_ns"] == 7_000
+    assert rows["main"]["self_ns"] == 0
+
+
+def test_folded_stacks_are_lines_of_own_time(tmp_path: Path) -> None:
+    found = python_stacks(trace_of(tmp_path, hand_made()))
+    lines = folded_stacks(found).splitlines()
+    assert "thread 1;main;work, now;copy of Tensor object 10000" in lines
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in lines) == 150_000
+    hidden = folded_stacks(found, value="self_non_overlapped_ns").splitlines()
+    assert "thread 2;wait 22000" in hidden
+    with pytest.raises(ValueError, match="self_ns"):
+        folded_stacks(found, value="total_ns")
+
+
+def test_contradicting_ids_fall_back_to_times(tmp_path: Path) -> None:
+    ids = [(1, 2), (2, 1), (3, 1)]  # the first two are each other's caller
+    spans = [("a", 0, 10), ("b", 0, 10), ("c", 2, 3)]
+    events = [
+        event(name, "python_function", start, length, **{"Python id": own, "Python parent id": up})
+        for (name, start, length), (own, up) in zip(spans, ids, strict=True)
+    ]
+    found = python_stacks(trace_of(tmp_path, events))
+    assert set(found["stack"]) == {"a", "a;b", "a;b;c"}
+
+
+def test_without_gpu_events_the_shares_are_unknown(tmp_path: Path) -> None:
+    found = python_stacks(trace_of(tmp_path, hand_made()[:2]))
+    assert found["non_overlapped_ratio"].null_count() == len(found)
+    with pytest.raises(MissingDataError, match="GPU"):
+        folded_stacks(found, value="self_non_overlapped_ns")
+
+
+def test_trace_without_stacks_says_what_to_switch_on(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="no Python functions") as error:
+        python_stacks(trace_of(tmp_path, [kernel("k", 0, 1)]))
+    assert "with_stack" in error.value.hint

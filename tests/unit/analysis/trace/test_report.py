@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from haiprof import TraceAnalysis
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
+from tests.unit.analysis.trace.shared import (
+    Counting,
+    event,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    traces,
+)
+
+REAL = [
+    "dlrm_v100_8ranks",
+    "hta_diff_control_a100_r3of8",
+    "hta_nsres_v100_r0of1",
+    "hta_sampled_2ranks_ws128",
+    "tb_resnet50_nw0_v100",
+    "tl_b200_r0of8_nccl",
+    "tl_h100_qwen05_mem_stack",
+    "tl_mi300_ddp_resnet18",
+]
+METHODS = {
+    "files": "load_report",
+    "temporal": "temporal_breakdown",
+    "overlap": "overlap",
+    "kernel_types": "kernel_type_breakdown",
+    "idle": "idle_time_breakdown",
+    "launches": "launch_summary",
+    "memory_bandwidth": "memory_bandwidth_summary",
+    "process_groups": "process_groups",
+    "stragglers": "stragglers",
+    "clock_offsets": "clock_offsets",
+}
+
+
+def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
+    for rank in (0, 1):
+        calls = [launch(5, 1), launch(6, 101)] if rank in launches_of else []
+        work = [kernel("gemm", 10, 20, correlation=5), kernel("gemm", 110, 20, correlation=6)]
+        rank_file(folder, rank, [step(1, 0, 100), step(2, 100, 100), *calls, *work])
+    return folder
+
+
+def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that no answers are kept yet
+    pool = Counting()
+    standard_report(traces("dlrm_v100_8ranks"), pool=pool)
+    assert len(pool.asked) == len(set(pool.asked)) == 8
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_tables_are_those_of_the_facade(name: str) -> None:
+    report, analysis = standard_report(traces(name)), TraceAnalysis(traces(name))
+    assert set(report.tables) | set(report.missing) >= set(SECTIONS)
+    for table in set(report.tables) & set(METHODS):
+        assert_frame_equal(report.tables[table], getattr(analysis, METHODS[table])())
+    assert report.tables["queue"].columns[-1] == "full_ns"
+    assert report.tables["kernels"]["sum_ns"].is_sorted(descending=True)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_tables_are_plain(name: str) -> None:
+    """No Enum reaches people, whose printed schema would be megabytes."""
+    plain = {pl.Int64, pl.Float64, pl.String, pl.Boolean}
+    for table, frame in standard_report(traces(name)).tables.items():
+        assert set(frame.dtypes) <= plain, (table, frame.schema)
+
+
+def test_steps_narrow_every_table(tmp_path: Path) -> None:
+    report = standard_report(two_ranks(tmp_path), steps=(2, 3))
+    assert report.tables["temporal"]["compute_ns"].to_list() == [20_000] * 2
+    assert report.tables["steps"]["step"].to_list() == [2, 2]
+    assert report.tables["kernels"]["count"].to_list() == [2]
+    assert report.tables["launches"]["launch_count"].to_list() == [1, 1]
+    assert report.as_json()["steps"] == [2, 3]
+
+
+def test_one_rank_keeps_its_number(tmp_path: Path) -> None:
+    report = standard_report(two_ranks(tmp_path), rank=1)
+    assert report.ranks == (1,)
+    assert report.tables["temporal"]["rank"].to_list() == [1]
+    assert "several" in report.missing["stragglers"]
+
+
+def test_a_silent_rank_keeps_the_number_that_it_was_given(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text('{"traceEvents": []}')
+    assert standard_report(tmp_path, rank=1).ranks == (1,)
+
+
+def test_what_one_rank_lacks_is_named_and_the_others_stay(tmp_path: Path) -> None:
+    report = standard_report(two_ranks(tmp_path, launches_of=[0]))
+    assert report.tables["queue"]["rank"].to_list() == [0]
+    assert "no call that launched" in report.missing["queue, rank 1"]
+    assert report.tables["temporal"]["rank"].to_list() == [0, 1]
+
+
+def test_what_all_ranks_lack_is_missing_with_the_reason(tmp_path: Path) -> None:
+    report = standard_report(two_ranks(tmp_path, launches_of=[]))
+    assert "queue" not in report.tables
+    assert "no call that launched" in report.missing["queue"]
+
+
+def test_a_trace_without_gpu_events_says_so(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, [event("aten::add", "cpu_op", 0, 5)])
+    report = standard_report(tmp_path)
+    assert report.tables["temporal"]["idle_ns"].to_list() == [None]
+    assert "rank0.json: no GPU event in it" in report.notes[0]
+
+
+def test_steps_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="it has 1 to 2"):
+        standard_report(two_ranks(tmp_path), steps=(7, 8))
+
+
+def test_a_rank_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="no trace of rank 5"):
+        standard_report(two_ranks(tmp_path), rank=5)
+
+
+def test_json_has_stable_keys(tmp_path: Path) -> None:
+    report: TraceReport = standard_report(two_ranks(tmp_path))
+    found = report.as_json()
+    assert list(found) == ["path", "ranks", "steps", "tables", "missing", "notes"]
+    assert found["tables"]["temporal"][0]["span_ns"] == 120_000

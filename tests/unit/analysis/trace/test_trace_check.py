@@ -1,0 +1,110 @@
+"""What is wrong with the recording of traces: each kind made on purpose, and sound real ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from benchmarks import treacherous as made
+from haiprof import TraceAnalysis
+from haiprof.cli import main
+from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit.analysis.trace.shared import (
+    REAL_TRACES,
+    kernel,
+    launch,
+    trace_of,
+    traces,
+)
+
+
+@pytest.mark.parametrize("kind", made.KINDS, ids=lambda kind: kind.name)
+def test_each_kind_of_treacherous_trace_is_told(kind: made.Kind, tmp_path: Path) -> None:
+    path = kind.write(tmp_path)
+    analysis = TraceAnalysis(path)
+    checks = analysis.trace_check()
+    said = checks.filter(pl.col("check") == kind.check)
+    assert len(said) == (1 if kind.check else 0), checks
+    assert said["is_fault"].to_list() == [kind.is_fault] * len(said)
+    if not kind.is_fault:
+        assert not checks["is_fault"].any(), checks
+    if kind.busy_ms is not None:
+        busy = analysis.temporal_breakdown()["compute_ns"].mean()
+        assert busy / 1e6 == pytest.approx(kind.busy_ms, rel=0.02)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", REAL_TRACES)
+def test_real_traces_have_no_fault_but_ranks_that_are_missing(name: str) -> None:
+    faults = TraceAnalysis(traces(name)).trace_check().filter("is_fault")
+    assert faults["check"].to_list() == (["missing_ranks"] if "sampled" in name else [])
+
+
+def test_real_overlap_on_one_stream_is_by_design() -> None:
+    for name, count in (("tl_b200_r0of8_nccl", 74), ("hta_diff_test_v100_r1of2", 31)):
+        found = TraceAnalysis(traces(name)).trace_check()
+        overlap = found.filter(pl.col("check") == "overlap_by_design")
+        assert overlap.select("is_fault", "count").rows() == [(False, count)]
+
+
+def test_a_real_trace_with_one_broken_end_gives_the_answer_of_the_sound_one(tmp_path: Path) -> None:
+    path = next(traces("hta_nsres_v100_r0of1").iterdir())
+    right = TraceAnalysis(path).temporal_breakdown()["compute_ns"].item()
+    gpu = Trace(path).gpu
+    text = gzip.decompress(path.read_bytes()).decode()
+    event = json.loads(text, parse_float=str)["traceEvents"][gpu["event"][100]]
+    written = f'"ts": {event["ts"]}, "dur": {event["dur"]}'
+    assert text.count(written) == 1
+    copy = tmp_path / "broken.json"
+    copy.write_text(text.replace(written, f'"ts": {event["ts"]}, "dur": 300000'))
+    analysis = TraceAnalysis(copy)
+    assert "covering_kernels" in analysis.load_report()["faults"].item()
+    assert analysis.temporal_breakdown()["compute_ns"].item() == pytest.approx(right, rel=0.001)
+
+
+def test_a_slow_kernel_that_covers_nothing_stands(tmp_path: Path) -> None:
+    events = [launch(n, 100 * n) for n in range(1, 30)]
+    events += [kernel("gemm", 100 * n + 5, 20, correlation=n) for n in range(1, 29)]
+    trace = trace_of(tmp_path, [*events, kernel("gemm", 2905, 900, correlation=29)])
+    assert trace.findings == ()
+    assert trace.gpu["dur_ns"].max() == 900_000
+
+
+def test_command_lists_faults_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = made.one(made.covering)(tmp_path)
+    assert main(["trace-check", str(path)]) == 1
+    assert "covering kernels" in capsys.readouterr().out
+    assert main(["trace-check", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fault_count"] == 1
+    assert found["findings"][0]["check"] == "covering_kernels"
+
+
+def test_command_is_content_with_a_sound_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace-check", str(made.one(made.sound)(tmp_path))]) == 0
+    assert "no fault" in capsys.readouterr().out
+
+
+def test_answers_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = made.one(made.covering)(tmp_path)
+    assert main(["trace-report", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Faults of the recording") for line in lines)
+    at = lines.index("GPU time")
+    assert "rests on a faulty recording: covering kernels" in lines[at + 1]
+    launches = lines.index("Launches")
+    assert "faulty recording" not in lines[launches + 1]
+    assert main(["critical-path", str(path)]) == 0
+    assert "warning: covering kernels" in capsys.readouterr().err
+
+
+def test_clock_offset_is_corrected_for_launch_delays(tmp_path: Path) -> None:
+    trace = Trace(made.one(made.early_clock)(tmp_path))
+    assert trace.gpu["ts_ns"].min() == 1_000_000
+    contradiction = Trace(made.one(made.contradicting_clock)(tmp_path))
+    assert contradiction.gpu["ts_ns"].min() == 960_000

@@ -1,0 +1,179 @@
+"""`haiprof compare` as a person and as a continuous integration job see it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from haiprof.base.errors import UsageError
+from haiprof.cli import main
+from haiprof.cli.compare import parse_runs
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
+from tests.unit.analysis.recorded import write_run
+from tests.unit.analysis.test_compare import write
+
+SLOWER, UNDECIDED = 10, 5
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HAIPROF_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main(["compare", *(str(word) for word in words)])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    return write(tmp_path, "before", seed=1, second=1)
+
+
+def test_slower_run_fails_the_build_and_says_why(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = write(tmp_path, "after", seed=2, data_ms=7.0, second=2)
+    status, out, err = run(capsys, before, after, "--fail-if-slower", "5%")
+    assert status == SLOWER
+    first = out.splitlines()[0]
+    assert "% slower (" in first
+    assert "dataloader +3.0" in first
+    assert "slower than 5.0 %: exit status 10" in err
+    assert "if that is meant" not in err  # a baseline that was named is taken again
+    assert run(capsys, before, after)[0] == 0
+    assert run(capsys, before, after, "--fail-if-slower", "50%")[0] == 0
+
+
+def test_equal_runs_pass(tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = write(tmp_path, "after", seed=3)
+    status, out, _ = run(capsys, before, after, "--fail-if-slower", "5%")
+    assert status == 0
+    assert out.startswith("no difference found")
+
+
+def test_too_few_steps_cannot_be_judged(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = write(tmp_path, "after", seed=3, step_count=15)
+    status, out, err = run(capsys, before, after, "--fail-if-slower", "5%")
+    assert status == UNDECIDED
+    assert out.startswith("cannot be judged")
+    assert "steps after warm-up" in err
+    assert "a longer --time" in err
+
+
+def test_json_is_all_that_stdout_gets_and_holds_the_verdict(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = write(tmp_path, "after", seed=2, data_ms=7.0)
+    status, out, _ = run(capsys, before, after, "--json", "--fail-if-slower", "5%")
+    found = json.loads(out)
+    assert status == SLOWER
+    assert found["verdict"]["state"] == "slower"
+    assert found["step_time"]["low_ratio"] > 1.05
+    assert found["parts"][0]["name"] == "dataloader"
+    assert found["kernels"] is None
+    assert "--trace" in found["no_kernels"]
+
+
+def test_slower_run_is_not_the_next_ones_baseline(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = write(tmp_path, "slow", seed=2, data_ms=7.0, second=2)
+    words = ("--baseline", "last-good", "--fail-if-slower", "5%")
+    status, _, err = run(capsys, slow, *words)
+    assert status == SLOWER
+    assert f"remove {slow}/report/compare.json" in err
+    again = write(tmp_path, "again", seed=4, data_ms=7.0, second=3)
+    status, out, _ = run(capsys, again, *words)
+    assert status == SLOWER
+    assert str(before) in out.replace("\n", "")
+    assert "slow was itself found slower" in " ".join(out.split())
+
+
+def test_code_and_surroundings_that_differ_are_shown(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = write(
+        tmp_path, "after", seed=2, command=["python", "train.py", "--workers", "0"],
+        environment={"git": {"root": "/x", "commit": "b" * 40, "branch": "\x1b[2Jmain"}},
+    )  # fmt: skip
+    manifest = read_manifest(RunPaths(before))
+    known = {"git": {"root": "/x", "commit": "a" * 40, "branch": "main"}}
+    write_manifest(RunPaths(before), Manifest(**{**vars(manifest), "environment": known}))
+    _, out, _ = run(capsys, before, after)
+    assert "--workers 0" in out
+    assert "a" * 12 in out
+    assert "b" * 12 in out
+    assert "\x1b[2J" not in out  # a branch's name cannot steer the terminal
+
+
+def test_run_without_steps_and_missing_runs_are_one_line(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = write_run(tmp_path / "empty").root
+    status, out, _ = run(capsys, before, empty)
+    assert status == 0
+    assert out.startswith("cannot be judged")
+    assert run(capsys, before, empty, "--fail-if-slower", "5%")[0] == UNDECIDED
+    status, _, err = run(capsys, before, tmp_path / "nowhere")
+    assert status == 3
+    assert "nowhere" in err
+
+
+@pytest.mark.parametrize("words", [([], None), (["a"], None), (["a", "b"], "c"), (["a"] * 3, None)])
+def test_runs_that_do_not_pair_are_refused(words: tuple[list[str], str | None]) -> None:
+    with pytest.raises(UsageError, match="name a baseline"):
+        parse_runs([Path(word) for word in words[0]], words[1])
+
+
+def test_run_left_out_is_the_newest_of_the_log_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_dir = tmp_path / "haiprof-logs"
+    for number in (1, 2):
+        write(log_dir, f"run-{number}", seed=number, second=number)
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "--baseline", "last-good", "--fail-if-slower", "5%")
+    assert status == 0
+    assert "run-1" in out
+    assert "run-2" in out
+
+
+def test_run_against_itself_and_limits_that_look_like_ratios_are_refused(
+    before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, before, before)
+    assert status == 2
+    assert "compared with itself" in err
+    status, _, err = run(capsys, before, before, "--fail-if-slower", "0.05")
+    assert status == 2
+    assert "hint: --fail-if-slower 5%" in err
+
+
+def test_first_run_and_a_baseline_that_is_not_there_say_what_to_do(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, before, "--baseline", "last-good")
+    assert status == UNDECIDED
+    assert "the first run has none" in err
+    status, _, err = run(capsys, before, "--baseline", "last-bad")
+    assert status == 3
+    assert "last-good" in err
+
+
+def test_interval_beyond_the_limit_says_what_would_decide(
+    tmp_path: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = write(tmp_path, "after", seed=3)
+    status, _, err = run(capsys, before, after, "--fail-if-slower", "0.1%")
+    assert status == UNDECIDED
+    assert "beyond the limit" in err

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from haiprof.agent.samplers.sampler import CounterState
+from haiprof.agent.samplers.tools import Permission, Software, Tool
+from haiprof.cli import main
+from haiprof.show.views.doctor import doctor_view, now_text, short_name
+
+NODE = Software(
+    host="node7", kernel="Linux 6.8", cgroup="v2", python="3.11.9", executable="/usr/bin/python3",
+    torch="2.9.0", nvidia_driver="580.95", nvidia_ml_py="13.580",
+)  # fmt: skip
+USED = CounterState(
+    source="gpu", entity="gpu 0", metric="memory_used_bytes", unit="bytes", status="available",
+    value=2 << 30, origin="nvmlDeviceGetMemoryInfo", read_ns=12_000,
+)  # fmt: skip
+DENIED = CounterState(
+    source="gpm", entity="gpu 0", metric="sm_active_ratio", unit="ratio", status="denied",
+    value=None, origin="GPM 2", read_ns=None, reason="GPM 2: Insufficient Permissions",
+    remedy="RmProfilingAdminOnly=0",
+)  # fmt: skip
+TOOLS = (
+    Tool(name="torchrun", kind="launcher", status="available", path="/bin/torchrun", purpose="x"),
+    Tool(name="srun", kind="launcher", status="absent", path=None, purpose="Slurm"),
+    Tool(name="nsys", kind="tool", status="absent", path=None, purpose="Nsight Systems"),
+)
+PERMISSIONS = (
+    Permission(
+        name="perf_whole_node", status="denied", value=4, source="/proc/sys/kernel/x",
+        allows="memory bandwidth", reason="perf_event_paranoid is 4, above 0",
+        remedy="sysctl kernel.perf_event_paranoid=0",
+    ),
+)  # fmt: skip
+
+
+def shown(*counters: CounterState, every_row: bool = False) -> str:
+    console = Console(width=120, color_system=None, highlight=False)
+    view = doctor_view(counters, TOOLS, PERMISSIONS, node=NODE, every_row=every_row)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
+
+
+def test_json_lists_every_counter_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    content = json.loads(output.out)
+    assert set(content) == {"counters", "tools", "permissions", "node"}
+    assert list(tmp_path.iterdir()) == []
+    rows = {row["name"]: row for row in content["counters"] if not row["entity"]}
+    assert rows["host.cpu_count"]["value"] == os.sysconf("SC_NPROCESSORS_ONLN")
+    assert rows["host.cpu_user_ns"]["source"] == "/proc/stat"
+    for row in content["counters"]:
+        assert row["status"] in ("available", "unsupported", "denied", "absent")
+        assert (row["value"] is None) is (row["status"] != "available")
+        assert (row["read_ns"] is None) is (row["status"] != "available")
+
+
+def test_view_for_people_has_all_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr()
+    for word in ("counters available", "host", "/proc/stat", "Launchers", "Tools", "Permissions"):
+        assert word in output.out
+    assert "haiprof doctor --all" in output.err
+
+
+def test_all_shows_each_counter_under_its_json_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert "host.cpu_user_ns" in text
+    assert "gpu.utilization_ratio" in text
+
+
+def test_equal_reads_of_several_entities_share_a_line_with_their_range() -> None:
+    other = replace(USED, entity="gpu 1", value=3 << 30)
+    text = shown(USED, other)
+    assert "gpu: gpu 0, gpu 1" in text
+    assert "memory_used 2.00 GiB to 3.00 GiB" in text
+    assert "nvmlDeviceGetMemoryInfo and 1 more" in text
+    assert "12.0 µs" in text
+    assert "1 of 1 counters available" in text
+
+
+def test_a_value_stays_beside_its_name() -> None:
+    states = [replace(USED, entity="", metric=f"memory_{n}_bytes") for n in range(20)]
+    assert all(f"memory_{n} 2.00 GiB" in shown(*states) for n in range(20))
+
+
+def test_counters_that_lack_for_one_reason_share_a_line() -> None:
+    same = [
+        replace(DENIED, metric=name, origin=f"GPM {n}", reason=f"GPM {n}: Insufficient Permissions")
+        for n, name in enumerate(("sm_active_ratio", "tensor_active_ratio", "dram_active_ratio"))
+    ]
+    text = shown(USED, *same)
+    assert text.count("Insufficient Permissions") == 1
+    assert "GPM 0 and 2 more: Insufficient Permissions" in text
+    assert "gpm (3 counters)" in text
+    assert text.count("RmProfilingAdminOnly=0") == 1
+    assert "1 of 4 counters available" in text
+
+
+def test_some_counters_of_a_source_are_named() -> None:
+    text = shown(USED, replace(DENIED, source="gpu"))
+    assert "gpu: sm_active" in text
+
+
+def test_every_row_keeps_the_reasons_apart() -> None:
+    text = shown(DENIED, replace(DENIED, entity="gpu 1"), every_row=True)
+    assert text.count("gpm.sm_active_ratio") == 2
+    assert text.count("Insufficient Permissions") == 2
+
+
+def test_tools_and_permissions_say_what_to_set() -> None:
+    text = shown(USED)
+    assert "/bin/torchrun" in text
+    assert "not found: srun" in text
+    assert "not found: nsys" in text
+    assert "do: sysctl kernel.perf_event_paranoid=0" in text
+    assert "torch 2.9.0" in text
+    assert "NVIDIA driver 580.95" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1_980_000_000, "hz", "1.98 GHz"),
+        (345_000_000.0, "hz", "345 MHz"),
+        (5, "packed", "0x5"),
+        (0, "count", "0"),
+        (0.37, "ratio", "37 %"),
+    ],
+)
+def test_values_are_shown_with_human_units(value: float, unit: str, text: str) -> None:
+    assert now_text(value, unit) == text
+
+
+def test_short_names_leave_the_unit_to_the_value() -> None:
+    assert short_name("cpu_user_ns") == "cpu_user"
+    assert short_name("thread_count") == "thread_count"

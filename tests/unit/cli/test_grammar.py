@@ -1,0 +1,129 @@
+"""One grammar: every command takes nothing, a log directory, a run or traces."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from haiprof.__main__ import main as haiprof
+from haiprof.cli import main
+from haiprof.cli.app import command_function
+from haiprof.cli.completion import SHELLS, completion_script
+from haiprof.cli.names import COMMANDS, GROUPS
+from tests.unit.cli.test_kept_answers import STEPS, ended_run
+
+TRACE = {
+    "schemaVersion": 1,
+    "distributedInfo": {"rank": 0, "world_size": 1},
+    "traceEvents": [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 5.0}
+    ],
+}
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log directory with a run that has a trace; the working directory is beside it."""
+    run = ended_run(tmp_path / "logs" / "job-1")
+    run.traces.mkdir()
+    (run.traces / "rank0.json").write_text(json.dumps(TRACE))
+    monkeypatch.chdir(tmp_path)
+    return run.root.parent
+
+
+@pytest.mark.parametrize("command", ["trace-report", "trace-check", "query"])
+@pytest.mark.parametrize("way", ["default", "log_dir", "named", "run"])
+def test_trace_commands_take_what_all_commands_take(
+    logs: Path,
+    command: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if way == "default":
+        monkeypatch.setenv("HAIPROF_LOG_DIR", str(logs))
+    words = {"log_dir": ["--log-dir", str(logs)], "named": [str(logs)], "run": [f"{logs}/job-1"]}
+    sql = ["select count(*) as n from steps"] if command == "query" else []
+    main([command, *words.get(way, []), *sql, "--json"])
+    output = capsys.readouterr()
+    assert "error" not in output.err
+    assert isinstance(json.loads(output.out), dict)
+
+
+@pytest.mark.parametrize(
+    "words", [["0", "{}"], ["{}", "0"], ["{}", "--rank", "0"], ["--log-dir", "{}"], ["{}"]]
+)
+def test_rank_takes_run_and_rank_in_either_order(
+    logs: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rank", *(word.format(logs) for word in words), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
+
+
+def test_list_takes_log_dir(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--log-dir", str(logs), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 1
+
+
+def test_run_without_traces_says_how_to_record_some(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(logs / "job-1" / "traces")
+    assert main(["trace-report", str(logs)]) == 4
+    assert "haiprof --trace" in capsys.readouterr().err
+
+
+def test_every_command_is_in_one_group_and_has_two_examples() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(COMMANDS)
+    for name in COMMANDS:
+        text = command_function(name).__doc__ or ""
+        assert text.count("haiprof ") >= 2, name
+
+
+def test_haiprof_alone_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert haiprof([]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 10
+
+
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert haiprof(["help", "rank"]) == 0
+    assert "haiprof rank" in capsys.readouterr().out
+    assert haiprof(["help"]) == 0
+    assert "Why is it slow, or dead?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["verdct"], "haiprof verdict"),
+        (["overvew", "logs"], "haiprof overview"),
+        (["logs"], "haiprof verdict logs"),
+        (["--tiem", "5", "train.py"], "--time"),
+        (["verdict", "--jsn"], "--json"),
+    ],
+)
+def test_mistyped_word_is_told_and_starts_nothing(
+    logs: Path, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert haiprof(words) in (2, 127)
+    assert meant in capsys.readouterr().err
+    assert not (logs.parent / "haiprof-logs").exists()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert haiprof(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    assert script == completion_script(shell)
+
+
+def test_completion_of_an_unknown_shell_lists_the_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert haiprof(["completion", "tcsh"]) == 2
+    assert "bash, zsh, fish" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Answers of commands are kept in a run that has ended, and made again when anything changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from haiprof.cli import main
+from haiprof.run_format import kept_answers
+from haiprof.run_format.layout import RunPaths
+from haiprof.show.run_list import run_list
+from tests.unit.analysis.recorded import spans_of, write_rank, write_run
+
+STEPS = 40
+
+
+def ended_run(root: Path) -> RunPaths:
+    run = write_run(root)
+    write_rank(run, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
+    manifest = json.loads(run.manifest.read_text())
+    manifest["end_wall_ns"] = manifest.get("start_wall_ns", 0) + 10**10
+    run.manifest.write_text(json.dumps(manifest))
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return ended_run(tmp_path / "job-1")
+
+
+def answers(run: RunPaths) -> dict[str, dict[str, object]]:
+    return {path.name: json.loads(path.read_text()) for path in run.answers.glob("*.json")}
+
+
+@pytest.mark.parametrize("words", [["verdict"], ["overview"], ["rank", "0"], ["verdict", "--json"]])
+def test_second_answer_is_the_first_one(
+    run: RunPaths, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [words[0], str(run.root), *words[1:]]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert len(answers(run)) == 1
+    kept = run.answer(next(iter(answers(run))).removesuffix(".json")).stat().st_mtime_ns
+    assert main(command) == 0
+    assert capsys.readouterr() == first
+    assert run.answer(next(iter(answers(run))).removesuffix(".json")).stat().st_mtime_ns == kept
+
+
+def test_answer_is_made_again_when_a_file_changes(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verdict", str(run.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
+    shutil.rmtree(run.rank(0).root)
+    write_rank(run, spans_of("D F B O " * 20, span_ns=1_000_000, gap_ns=10_000))
+    assert main(["verdict", str(run.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_count"] == 20
+
+
+def test_answer_of_another_version_is_not_believed(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kept_answers.fingerprint(run)
+    monkeypatch.setattr(kept_answers, "__version__", "0.0.1")
+    assert kept_answers.fingerprint(run) != before
+
+
+def test_answer_in_a_copied_run_is_not_believed(run: RunPaths, tmp_path: Path) -> None:
+    assert main(["verdict", str(run.root)]) == 0
+    copy = RunPaths(tmp_path / "copy")
+    shutil.copytree(run.root, copy.root)
+    name = next(iter(answers(copy))).removesuffix(".json")
+    stamp = kept_answers.fingerprint(copy)
+    assert stamp is not None
+    assert kept_answers.read_answer(copy, name, valid_for=stamp) is None
+
+
+def test_nothing_is_kept_of_a_run_that_may_still_change(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "job-2")
+    write_rank(run, spans_of("D F B O " * STEPS, span_ns=1_000_000, gap_ns=10_000))
+    assert main(["verdict", str(run.root)]) == 0
+    assert not run.answers.exists()
+
+
+def test_kept_text_controls_no_terminal(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verdict", str(run.root)]) == 0
+    ((name, content),) = answers(run).items()
+    evil = {"stdout": "\x1b[1mbold\x1b[0m \x1b]0;title\x07 \x1b[2J\n", "stderr": ""}
+    run.answer(name.removesuffix(".json")).write_text(json.dumps(content | {"answer": evil}))
+    capsys.readouterr()
+    assert main(["verdict", str(run.root)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("\x1b[1mbold\x1b[0m ")
+    assert printed.count("\x1b") == 2
+    assert "\x07" not in printed
+
+
+def test_link_in_place_of_answers_is_not_written_through(run: RunPaths, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run.report.mkdir(exist_ok=True)
+    os.symlink(elsewhere, run.answers)
+    assert main(["verdict", str(run.root)]) == 0
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_list_is_kept_run_by_run(run: RunPaths) -> None:
+    (first,) = run_list(run.root.parent)
+    assert first.step_count == STEPS
+    assert list(answers(run)) == ["list.json"]
+    assert run_list(run.root.parent) == [first]
+    shutil.rmtree(run.rank(0).root)
+    (changed,) = run_list(run.root.parent)
+    assert changed.step_count == 0

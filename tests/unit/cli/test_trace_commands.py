@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from haiprof.base.errors import UsageError
+from haiprof.cli import main
+from haiprof.cli.trace_arguments import parse_steps
+from haiprof.trace_analysis import report as report_module
+from haiprof.trace_analysis.report import SECTIONS
+from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path_factory.getbasetemp() / "haiprof-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    for name in [name for name in os.environ if name.startswith("HAIPROF_DEBUG")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    """Two ranks of two steps; rank 1 computes for twice as long."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for rank in (0, 1):
+        rank_file(
+            folder,
+            rank,
+            [
+                step(1, 0, 100),
+                step(2, 100, 100),
+                launch(5, 5),
+                launch(6, 105),
+                kernel("gemm", 10, 20 * (rank + 1), correlation=5),
+                kernel("gemm", 110, 20 * (rank + 1), correlation=6),
+            ],
+        )
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main([str(word) for word in words])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_report_shows_people_tables_and_the_next_command(
+    ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "trace-report", ranks)
+    assert status == 0
+    assert "2 ranks" in out.splitlines()[1]
+    assert "profiler steps 1 to 2" in out.splitlines()[1]
+    for title in ("GPU time", "Steps:", "Kernels,", "Idle streams", "Launches", "Launch queues"):
+        assert any(line.startswith(title) for line in out.splitlines()), title
+    assert "no collective" in out
+    assert f"next: haiprof query {ranks} --schema" in err
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_report_as_json_is_all_that_is_printed(
+    ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "trace-report", ranks, "--json", "--steps", "2")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (found["ranks"], found["steps"]) == ([0, 1], [2, 3])
+    assert [row["compute_ns"] for row in found["tables"]["temporal"]] == [20_000, 40_000]
+
+
+def test_report_as_csv_is_one_file_per_table(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "tables"
+    status, _, err = run(capsys, "trace-report", ranks, "--csv", folder, "--rank", 1)
+    assert status == 0
+    assert {path.stem for path in folder.iterdir()} < set(SECTIONS)
+    assert pl.read_csv(folder / "temporal.csv")["compute_ns"].to_list() == [80_000]
+    assert f"tables to {folder}" in err
+    status, _, err = run(capsys, "trace-report", ranks, "--csv", folder)
+    assert (status, "is there already" in err) == (2, True)
+    assert pl.read_csv(folder / "temporal.csv").height == 1
+    assert run(capsys, "trace-report", ranks, "--csv", folder, "--force")[0] == 0
+    assert pl.read_csv(folder / "temporal.csv").height == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["trace-report", "/nowhere.json"], 4, "/nowhere.json"),
+        (["trace-report", "{}", "--steps", "9:10"], 5, "it has 1 to 2"),
+        (["trace-report", "{}", "--steps", "x"], 2, "--steps x"),
+        (["trace-report", "{}", "--rank", "7"], 5, "no trace of rank 7"),
+        (["trace-report", "{}", "--cluster", "slurm:nodes=2"], 2, "nodes=2 is no option"),
+        (["trace-report", "{}", "--cluster", "head"], 2, "not an address"),
+        (["trace-report"], 3, "haiprof-logs"),
+        (["query", "{}"], 2, "--schema"),
+        (["trace-diff", "{}", "{}", "--fail-if-slower", "x"], 2, "--fail-if-slower x"),
+        (["critical-path", "{}", "--steps", "1", "--annotation", "a"], 2, "two windows"),
+        (["critical-path", "{}", "--rank", "7"], 5, "rank 7"),
+        (["memory-timeline", "{}"], 5, "no memory event"),
+        (["query", "{}", "select 1", "--schema"], 2, "--schema"),
+        (["query", "{}", "select 1", "--json", "--csv"], 2, "--json"),
+        (["query", "{}", "select nope from gpu"], 2, "no column 'nope'"),
+        (["query", "{}", "select * from read_csv('/etc/hosts')"], 2, "no files"),
+        (["query", "/nowhere", "select 1"], 4, "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_error_is_one_line_and_a_status(
+    ranks: Path,
+    words: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ranks.parent)  # where no log directory is
+    found, out, err = run(capsys, *(word.replace("{}", str(ranks)) for word in words))
+    lines = err.splitlines()
+    assert (found, out) == (status, "")
+    assert lines[0].startswith("haiprof: error: ")
+    assert message in lines[0]
+    assert all(line.startswith("haiprof: hint: ") for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [(None, None), ("3", (3, 4)), ("3:7", (3, 7)), ("0:1", (0, 1))]
+)
+def test_steps_are_first_and_after_last(text: str | None, steps: tuple[int, int] | None) -> None:
+    assert parse_steps(text) == steps
+
+
+@pytest.mark.parametrize("text", ["", ":", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3", "1.5"])
+def test_steps_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--steps"):
+        parse_steps(text)
+
+
+def test_long_work_says_so_on_stderr(
+    ranks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("haiprof.cli.trace_arguments._QUIET_S", 0.05)
+    monkeypatch.setattr("haiprof.cli.trace_arguments._EVERY_S", 0.0)
+    original: Callable[..., object] = report_module._visit
+
+    def slow(trace: object, **options: object) -> object:
+        time.sleep(0.2)
+        return original(trace, **options)
+
+    monkeypatch.setattr(report_module, "_visit", slow)
+    _, out, err = run(capsys, "trace-report", ranks)
+    assert "reading traces" in err
+    assert "1 of 2 traces" in err
+    assert "reading" not in out
+
+
+def test_query_shows_numbers_as_they_are(ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sql = "select rank, sum(dur_ns) as ns from gpu group by rank order by rank"
+    status, out, _ = run(capsys, "query", ranks, sql)
+    assert status == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["rank", "ns"],
+        ["0", "40000"],
+        ["1", "80000"],
+        ["2", "rows"],
+    ]
+    assert json.loads(run(capsys, "query", ranks, sql, "--json")[1]) == {
+        "columns": [{"name": "rank", "type": "Int64"}, {"name": "ns", "type": "Int64"}],
+        "rows": [{"rank": 0, "ns": 40_000}, {"rank": 1, "ns": 80_000}],
+    }
+    assert run(capsys, "query", ranks, sql, "--csv")[1] == "rank,ns\n0,40000\n1,80000\n"
+
+
+def test_query_shows_the_first_rows_of_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_file(tmp_path, 0, [event("aten::add", "cpu_op", place, 1) for place in range(80)])
+    _, out, _ = run(capsys, "query", tmp_path, "select event, sequence_number from ops")
+    assert len(out.splitlines()) == 52
+    assert out.splitlines()[-1].startswith("80 rows, the first 50")
+    assert "\N{EN DASH}" in out
+
+
+def test_query_schema_has_units_and_meanings(
+    ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, "query", ranks, "--schema")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["dur_ns", "Int64", "ns", "duration;", "0", "of", "what", "has", "none"] in rows
+    found = json.loads(run(capsys, "query", ranks, "--schema", "--json")[1])
+    assert found["tables"]["gpu"]["columns"][0] == {
+        "name": "rank",
+        "type": "Int64",
+        "unit": "",
+        "meaning": "of the trace",
+    }
+
+
+@pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "tl_b200_r0of8_nccl", "tb_resnet50_nw0_v100"])
+def test_report_of_real_traces_fits_the_width(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "trace-report", traces(name))
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 100
+    assert "None" not in out
+    assert "nan" not in out
+
+
+def steps_of(folder: Path, times_us: Sequence[int]) -> Path:
+    """A rank whose steps take so long."""
+    folder.mkdir()
+    events, at = [], 0
+    for number, time_us in enumerate(times_us):
+        events += [step(number, at, time_us), launch(number + 1, at + 1)]
+        events.append(kernel("gemm", at + 5, time_us - 10, correlation=number + 1))
+        at += time_us
+    rank_file(folder, 0, events, world_size=1)
+    return folder
+
+
+SLOW, FAST = (200, 202, 204, 206, 208, 210), (100, 102, 104, 106, 108, 110)
+
+
+@pytest.mark.parametrize(
+    ("test", "percent", "status"),
+    [(SLOW, "5%", 10), (SLOW, "5", 10), (SLOW, "120%", 0), (FAST, "5%", 0), ((300,), "5%", 5)],
+)
+def test_diff_fails_where_steps_are_slower(
+    tmp_path: Path,
+    test: Sequence[int],
+    percent: str,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", test)
+    found, out, err = run(capsys, "trace-diff", before, after, "--fail-if-slower", percent)
+    assert found == status
+    assert ("cannot be decided" in err) == (status == 5)
+    assert run(capsys, "trace-diff", before, after)[0] == 0
+    if test is SLOW:
+        assert "slower by 95.2 %" in out
+        assert "gemm" in out
+
+
+def test_diff_as_json_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", SLOW)
+    found = json.loads(run(capsys, "trace-diff", before, after, "--json")[1])
+    assert found["is_slower"] is True
+    assert found["step_time"]["difference_ns"] == 100_000
+    assert {row["name"] for row in found["names"]} >= {"gemm", "(GPU idle)"}
+
+
+def test_critical_path_adds_up(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("critical-path", ranks, "--rank", 1, "--steps", "2")
+    status, out, err = run(capsys, *words, "--overlay", tmp_path)
+    assert status == 0
+    assert "cpu_bound" in out
+    assert "cudaLaunchKernel" in out
+    written = Path(err.split("wrote ", 1)[1].strip())
+    assert written.parent == tmp_path
+    text = (
+        gzip.decompress(written.read_bytes()) if written.suffix == ".gz" else written.read_bytes()
+    )
+    assert b"critical" in text
+    found = json.loads(run(capsys, *words, "--json")[1])
+    total = sum(row["duration_ns"] for row in found["summary"])
+    assert total == found["end_ns"] - found["start_ns"]
+
+
+def allocation(ts_us: int, size: int, total: int, address: int) -> Event:
+    return event(
+        "[memory]", "cpu_instant_event", ts_us, 0,
+        **{"Bytes": size, "Addr": address, "Device Type": 1, "Device Id": 0,
+           "Total Allocated": total, "Total Reserved": 4096},
+    )  # fmt: skip
+
+
+def test_memory_timeline_names_the_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        event("aten::empty", "cpu_op", 9, 5),
+        allocation(10, 1024, 2048, 1),
+        allocation(20, 1024, 3072, 2),
+        allocation(30, -1024, 2048, 1),
+    ]
+    rank_file(tmp_path, 0, events)
+    status, out, _ = run(capsys, "memory-timeline", tmp_path)
+    assert status == 0
+    assert "Alive at the peak of rank 0, cuda 0: 3.00 KiB" in out
+    assert "aten::empty" in out
+    found = json.loads(run(capsys, "memory-timeline", tmp_path, "--rank", 0, "--json")[1])
+    assert sum(row["size_bytes"] for row in found["at_peak"]) == 3072
+
+
+@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"])
+def test_memory_of_real_traces_fits_the_width(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "memory-timeline", traces(name))
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 100

@@ -1,0 +1,181 @@
+"""`haiprof what-if` as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from haiprof.base.errors import UsageError
+from haiprof.cli import main
+from haiprof.cli.what_if import parse_change
+from haiprof.trace_analysis.what_if.changes import RANK, Change
+from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
+
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path_factory.getbasetemp() / "haiprof-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A step of 1000 us: 500 of the loader, 100 in launches, 300 of the CPU; kernels hide."""
+    events = [
+        step(1, 0, 1000),
+        event(LOADER, "user_annotation", 50, 500),
+        event("aten::mm", "cpu_op", 600, 200),
+        launch(1, 610, 100),
+        kernel("void gemm<float>(int)", 720, 40, correlation=1),
+    ]
+    rank_file(tmp_path, 0, events, world_size=1)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main([str(word) for word in words])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "what-if", trace)
+    lines = [line.split() for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    assert " ".join(lines[0]) == (
+        "step 1.00 ms measured, 1.00 ms replayed from its dependencies (0.0 %)"
+    )
+    best = next(line for line in lines if line[:1] == ["loader"])
+    assert best == ["loader", "2x", "750", "µs", "25", "%"]
+    order = [line[0] for line in lines if "2x" in line]
+    assert order[0] == "loader"
+    assert {"launches", "kernel", "operator"} <= set(order)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_what_if_answers_what_was_asked_in_its_order(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("launches", "loader:5x", "kernel=gemm:2x", "operator=aten::mm:2x")
+    words = [word for text in asked for word in ("--faster", text)]
+    status, out, _ = run(capsys, "what-if", trace, *words, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert (found["measured_step_ns"], found["error_ratio"]) == (1_000_000, 0.0)
+    assert found["explained_step_ns"] == 1_000_000
+    assert [(row["change"], row["predicted_step_ns"] // 1000) for row in found["predictions"]] == [
+        ("launches takes no time", 900),
+        ("loader 5x", 600),
+        ("kernel gemm 2x", 1000),
+        ("operator aten::mm 2x", 900),
+    ]
+
+
+def test_what_if_says_that_a_name_meets_nothing(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, "what-if", trace, "--faster", "kernel=conv:2x")
+    assert "kernel conv 2x: it met nothing in these steps" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["{}", "--faster", "gpu:2x"], 2, "--faster gpu:2x: not understood"),
+        (["{}", "--faster", "kernel:2x"], 2, "not understood"),
+        (["{}", "--faster", "kernel=(:2x"], 2, "no regular expression"),
+        (["{}", "--faster", "loader:0x"], 2, "0.0 times"),
+        (["{}", "--faster", "loader:..x"], 2, "no number"),
+        (["{}", "--faster", "rank=7"], 2, "rank 7 has no trace"),
+        (["{}", "--faster", "ranks"], 2, "no other rank"),
+        (["{}", "--steps", "7"], 5, "no step from 7"),
+        (["/nowhere"], 4, "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_if_error_is_one_line(
+    trace: Path,
+    words: list[str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, out, err = run(capsys, "what-if", *(word.replace("{}", str(trace)) for word in words))
+    assert (found, out) == (status, "")
+    assert message in err.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("kernel=gemm:2x", Change(kind="kernel", name="gemm", speedup=2)),
+        ("kernel=gemm", Change(kind="kernel", name="gemm")),
+        ("operator=aten::mm:1.5x", Change(kind="operator", name="aten::mm", speedup=1.5)),
+        ("operator=aten::2", Change(kind="operator", name="aten::2")),
+        ("network:1e3x", Change(kind="network", speedup=1000)),
+        ("rank=3", Change(kind=RANK, rank=3)),
+        ("ranks", Change(kind=RANK)),
+    ],
+)
+def test_change_is_read_as_it_is_written(text: str, change: Change) -> None:
+    assert parse_change(text) == change
+
+
+def test_change_without_speed_takes_no_time() -> None:
+    assert parse_change("loader").speedup == math.inf
+    with pytest.raises(UsageError):
+        parse_change("rank=3:2x")
+
+
+def test_late_rank_of_real_traces_is_tried_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "what-if", traces("dlrm_v100_8ranks"), "--json")
+    found = json.loads(out)
+    names = [row["change"] for row in found["predictions"]]
+    saved = [row["saved_ratio"] for row in found["predictions"]]
+    assert status == 0
+    assert abs(found["error_ratio"]) < 0.01
+    assert found["unexplained_ratio"] < 0.01
+    assert {"all ranks alike", "rank 7 as the others", "network 2x", "loader 2x"} <= set(names)
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_tables_of_published_jobs_give_their_slowdowns(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = traces("straggler_whatif")
+    status, out, _ = run(capsys, "what-if", folder, "--json")
+    jobs = {Path(job["path"]).stem[-2:]: job for job in json.loads(out)["jobs"]}
+    assert (status, set(jobs)) == (0, {"AR", "ST"})
+    for name, job in jobs.items():
+        said = json.loads((folder / f"result-{name}.json").read_text())
+        assert job["slowdown_ratio"] == pytest.approx(said["blocking_slowdown"], rel=0.01)
+        for file, key, ours in (("mw", "Mw", "slowest_workers_ratio"),
+                                ("ms", "Ms", "last_stage_ratio")):  # fmt: skip
+            published = json.loads((folder / f"{file}-{name}.json").read_text())[key]
+            assert job[ours] == pytest.approx(published, rel=0.01, abs=0.001)
+    _, out, _ = run(capsys, "what-if", folder)
+    assert max(map(len, out.splitlines())) <= 100
+    assert "M_W" in out
+
+
+def test_table_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.parquet"
+    path.write_bytes(b"PAR1 no such thing")
+    assert run(capsys, "what-if", path)[0] == 4
+    columns = {"dp_rank": [0], "stage": [0], "rank": [0], "step": [0], "optype": ["gc"],
+               "start_ts": [math.nan], "duration": [1.0], "seq_id": [0]}  # fmt: skip
+    pl.DataFrame(columns).write_parquet(path)
+    assert run(capsys, "what-if", path)[0] == 4
+    pl.DataFrame(columns | {"start_ts": [0.0], "duration": [-1.0]}).write_parquet(path)
+    status, _, err = run(capsys, "what-if", path)
+    assert (status, "negative" in err) == (4, True)
+    pl.DataFrame({"a": [1]}).write_parquet(path)
+    assert run(capsys, "what-if", path)[0] == 5
+    status, _, err = run(capsys, "what-if", path, "--faster", "loader")
+    assert (status, "replayed whole" in err) == (2, True)

@@ -1,0 +1,125 @@
+"""Findings name the line of code: of the right phase, thread, rank and steps, with its share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from haiprof import Analyzer
+from haiprof.diagnosis.document import as_document
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.layout import RunPaths
+from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.diagnosis.stories import START_NS, PhaseTimes, write_story
+
+SITE = "/opt/venv/lib/python3.11/site-packages"
+MAIN = ("/home/me/train.py", 40, "main")
+LOAD = ("/home/me/data.py", 12, "load_image")
+OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
+FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+LOG = ("/home/me/train.py", 70, "log_everything")
+SOMETIMES = ("/home/me/train.py", 80, "sometimes")
+
+
+def findings_of(root: Path) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in diagnose(Analyzer(root)).findings}
+
+
+def sample(
+    run: RunFrames, at: Callable[[str, int], Stack], *, rank: int = 0
+) -> list[tuple[int, Stack]]:
+    """A sample in the middle of each span of a rank and of what follows it, by phase and step."""
+    offset = run.files.ranks[0].report["clock"]
+    wall = offset["wall_ns"] - offset["mono_ns"]
+    found = []
+    for row in run.phases().filter(run.phases()["rank"] == rank).iter_rows(named=True):
+        middle = (row["start_ns"] - wall + row["duration_ns"] // 2) // 1000 * 1000
+        found.append((middle, at(row["phase"], row["step"])))
+        after = (row["start_ns"] - wall + row["duration_ns"] + 100_000) // 1000 * 1000
+        found.append((after, at("other", row["step"])))
+    return found
+
+
+def story(
+    tmp_path: Path, times: PhaseTimes, at: Callable[[str, int], Stack], **options: float | int
+) -> Path:
+    root = write_story(tmp_path / "run", times, **options)  # type: ignore[arg-type]
+    write_stacks(RunPaths(root).rank(0).stacks, sample(RunFrames(root), at))
+    return root
+
+
+def test_a_loader_on_the_training_thread_is_named_with_its_share_of_the_step(
+    tmp_path: Path,
+) -> None:
+    def at(phase: str, step: int) -> Stack:
+        return (MAIN, FETCH, LOAD, OPEN) if phase == "dataloader" else (MAIN,)
+
+    found = findings_of(story(tmp_path, lambda rank, step: (30.0, 4.0, 8.0, 2.0), at))
+    line = found["dataloader_bound"].code_lines[0]
+    assert (line.file, line.line, line.function) == LOAD
+    assert line.share == pytest.approx(30 / 44.8, abs=0.02)
+    assert line.callees == ("PIL.Image.open",)
+    assert found["dataloader_bound"].remedy.endswith("begin at data.py:12 load_image")
+
+
+def test_with_workers_their_lines_are_named_not_the_wait_for_them(tmp_path: Path) -> None:
+    root = story(tmp_path, lambda rank, step: (30.0, 4.0, 8.0, 2.0), lambda p, s: (MAIN,))
+    stacks: list[Stack] = [(FETCH, LOAD)] * 40 + [(MAIN,)] * 20
+    samples = [(START_NS + 20_000_000 * (i + 10), stack) for i, stack in enumerate(stacks)]
+    write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
+    line = findings_of(root)["dataloader_bound"].code_lines[0]
+    assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
+
+
+def test_slow_steps_are_compared_with_usual_ones(tmp_path: Path) -> None:
+    """What runs in every step is no cause of jitter, however long it takes."""
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (1.0, 90.0 if step % 10 == 9 else 20.0, 8.0, 2.0)
+
+    def at(phase: str, step: int) -> Stack:
+        slow = phase == "forward" and step is not None and step % 10 == 9
+        return (MAIN, SOMETIMES) if slow else (MAIN, LOG)
+
+    found = findings_of(story(tmp_path, times, at, steps=200))
+    lines = found["jitter"].code_lines
+    assert [line.function for line in lines] == ["sometimes"]
+    assert lines[0].of == "the extra time of slow steps"
+
+
+def test_lines_stand_in_the_document(tmp_path: Path) -> None:
+    root = story(tmp_path, lambda rank, step: (30.0, 4.0, 8.0, 2.0), lambda p, s: (MAIN, LOG))
+    content = json.loads(json.dumps(as_document(diagnose(Analyzer(root)))))
+    lines = next(f for f in content["findings"] if f["slug"] == "dataloader_bound")["code_lines"]
+    assert lines[0]["function"] == "log_everything"
+    assert lines[0]["low"] <= lines[0]["share"] <= lines[0]["high"]
+
+
+def test_without_samples_a_finding_is_as_it_was(tmp_path: Path) -> None:
+    root = write_story(tmp_path / "run", lambda rank, step: (30.0, 4.0, 8.0, 2.0))
+    found = findings_of(root)["dataloader_bound"]
+    assert found.code_lines == ()
+    assert "begin at" not in found.remedy
+
+
+def test_a_line_is_described_in_one_sentence() -> None:
+    line = CodeLine(
+        file="/home/me/train.py", line=88, function="load_image", share=0.61, low=0.55, high=0.67,
+        of="the step", sample_count=90, callees=("PIL.Image.open",),
+    )  # fmt: skip
+    assert line.describe() == (
+        "train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open"
+    )
+
+
+def test_a_name_cannot_steer_a_terminal() -> None:
+    line = CodeLine(
+        file="/tmp/\x1b[2Jx\n.py", line=1, function="f\u202e", share=0.5, low=None, high=None,
+        of="the step", sample_count=9, callees=("a\x1b]0;b",),
+    )  # fmt: skip
+    assert line.describe().isprintable()

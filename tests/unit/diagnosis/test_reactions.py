@@ -1,0 +1,146 @@
+"""What was noticed while the job ran, as the verdict tells it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof import Analyzer
+from haiprof.__main__ import main
+from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.trace_analysis.sql import ask
+from haiprof.trace_analysis.sql_tables import sql_tables
+from tests.unit.diagnosis.stories import write_story
+
+HANG = {
+    "type": "reaction", "name": "reaction-hang-0", "trigger": "hang", "rank": 0, "step": 59,
+    "reason": "no step for 320 s (limit 300 s)", "silent_ns": 320 * NS_PER_S,
+    "limit_ns": 300 * NS_PER_S, "action": "snapshot",
+}  # fmt: skip
+SLOW = {
+    "type": "reaction", "name": "reaction-slow-0", "trigger": "slow", "rank": 0, "step": 412,
+    "reason": "", "before_ns": 41.0e6, "after_ns": 52.3e6, "action": "trace-now",
+}  # fmt: skip
+SUSPECT = {
+    "rank": 1, "reason": "its process is stopped by a signal (SIGSTOP)", "doing": "a.py:3 in load",
+    "certain": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_story(tmp_path / "run", lambda rank, step: (0.2, 5.0, 10.0, 2.0), ranks=2)
+
+
+def judged(root: Path, *lines: dict[str, Any], at_end: bool = True) -> Verdict:
+    """With these lines, noticed after the last step, or in the middle of the run."""
+    steps = Analyzer(root).steps()
+    start, end = steps["start_ns"].min(), (steps["start_ns"] + steps["step_ns"]).max()
+    assert isinstance(start, int)
+    assert isinstance(end, int)
+    at = end + 1 if at_end else (start + end) // 2
+    with (root / "nodes" / "node0" / "events.jsonl").open("a") as file:
+        for line in lines:
+            file.write(json.dumps({"wall_ns": at, "since_wall_ns": at, **line}) + "\n")
+    return diagnose(Analyzer(root))
+
+
+def result(name: str, **more: object) -> dict[str, Any]:
+    return {"type": "reaction_result", "name": name, "state": "done", **more}
+
+
+def test_rank_that_held_the_job_up_is_the_first_finding(run: Path) -> None:
+    done = result("reaction-hang-0", path="/s.json", moves=False, saving=[], suspects=[SUSPECT])
+    found = judged(run, HANG, done)
+    first = found.findings[0]
+    assert (first.rule, first.rank, first.severity) == ("standstill", 1, "critical")
+    assert "rank 1 held the job up" in first.title
+    assert "kill -CONT" in first.remedy
+    assert "no step for 320 s" in found.reactions[0]
+    assert "a.py:3 in load" in found.reactions[0]
+
+
+def test_ranks_that_contradict_each_other_are_not_told_apart(run: Path) -> None:
+    reason = "collective 106 of group 0: rank 0 all_reduce, rank 1 broadcast (kind differs)"
+    both = [{"rank": rank, "reason": reason, "doing": "", "certain": True} for rank in (0, 1)]
+    found = judged(run, HANG, result("reaction-hang-0", moves=False, suspects=both))
+    assert (found.findings[0].rule, found.findings[0].rank) == ("standstill", None)
+    assert "same order" in found.findings[0].remedy
+    assert "rank 1 broadcast" in found.reactions[0]
+
+
+def test_hang_after_which_steps_went_on_is_no_more_than_a_warning(run: Path) -> None:
+    done = result("reaction-hang-0", moves=False, suspects=[SUSPECT])
+    (first,) = [f for f in judged(run, HANG, done, at_end=False).findings if f.rank == 1]
+    assert first.severity == "warning"
+    assert "until the next step ended" in [evidence.name for evidence in first.evidence]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"suspects": [], "saving": [0], "moves": False}, "rank 0 was saving a checkpoint"),
+        ({"suspects": [], "moves": True}, "collectives went on"),
+        ({"suspects": [], "moves": None}, "no rank differed"),
+        ({"state": "failed", "reason": "the job ended before"}, "no snapshot: the job ended"),
+    ],
+)
+def test_hang_without_a_named_rank_is_said_and_no_finding(
+    run: Path, more: dict[str, object], said: str
+) -> None:
+    found = judged(run, HANG, result("reaction-hang-0", **more))
+    assert "standstill" not in [f.rule for f in found.findings]
+    assert said in found.reactions[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([SLOW, result("reaction-slow-0", window=2, steps=[430, 435])], "430 to 434 were traced"),
+        ([SLOW], "no trace of them: the launcher ended before"),
+        ([{**SLOW, "action": "none"}], "only noted: --react trace"),
+    ],
+)
+def test_slower_steps_are_said_with_both_times(
+    run: Path, lines: list[dict[str, Any]], said: str
+) -> None:
+    (line,) = judged(run, *lines).reactions
+    assert "step 412 on became 28 % slower on rank 0 (41.0 ms to 52.3 ms)" in line
+    assert said in line
+
+
+def test_damaged_lines_are_passed_over(run: Path) -> None:
+    bad: list[dict[str, Any]] = [
+        {"type": "reaction"},
+        {"type": "reaction", "trigger": "hang", "wall_ns": "x"},
+        {**HANG, "rank": "x", "step": [], "silent_ns": None, "reason": 7},
+        result("reaction-hang-0", suspects=[1, {"rank": "a"}, {}], saving="x", steps=[1]),
+    ]
+    found = judged(run, *bad)
+    assert len(found.reactions) == 1
+    assert "standstill" not in [f.rule for f in found.findings]
+
+
+def test_reactions_are_a_frame_a_table_and_a_part_of_the_overview(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = result("reaction-hang-0", path="/s.json", moves=False, saving=[], suspects=[SUSPECT])
+    traced = result("reaction-slow-0", window=0, rank_count=2, steps=[420, 425])
+    judged(run, HANG, done, SLOW, traced)
+    frame = Analyzer(run).reactions()
+    assert frame["trigger"].to_list() == ["hang", "slow"]
+    assert frame.select("suspect_rank", "suspect_certain", "suspect_count").row(0) == (1, True, 1)
+    assert frame.select("first_step", "end_step", "before_step_ns").row(1) == (420, 425, 41.0e6)
+    noticed = frame["noticed_ns"][0]
+    assert Analyzer(run, between=(0, noticed - 1)).reactions().height == 0
+    (asked,) = ask(sql_tables(run), "select outcome from reactions limit 1").rows()
+    assert asked[0].startswith("rank 1 held the job up: its process is stopped")
+    assert main(["overview", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "Noticed" in shown
+    assert "steps 420 to 424 were traced" in shown

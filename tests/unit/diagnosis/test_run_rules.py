@@ -1,0 +1,617 @@
+"""Rules on whole runs: each on a run that has its cause, on one that has not, and without data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from haiprof import Analyzer
+from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.diagnosis.document import as_document
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.tables.cgroup import CGROUP
+from haiprof.run_format.tables.gpu import GPU
+from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables.process import PROCESS
+from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
+from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_story
+
+BALANCED = (0.2, 5.0, 10.0, 2.0)
+STEP_NS = 20 * NS_PER_MS
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def rules(verdict: Verdict) -> list[str]:
+    return [f.rule for f in verdict.findings]
+
+
+def found(verdict: Verdict, rule: str) -> Finding:
+    (finding,) = [f for f in verdict.findings if f.rule == rule]
+    return finding
+
+
+def note(root: Path, rank: int, **line: object) -> None:
+    with (root / "ranks" / str(rank) / "events.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def report(root: Path, rank: int, **facts: object) -> None:
+    path = root / "ranks" / str(rank) / "rank.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def counters(
+    root: Path,
+    of: Callable[[float], Mapping[str, float]],
+    *,
+    seconds: float = 40.0,
+    ranks: int = 1,
+    host: Callable[[float], Mapping[str, float]] | None = None,
+) -> None:
+    """Process counters of each rank (and of the host) twice a second, as functions of time."""
+    times = np.arange(START_NS - NS_PER_S, START_NS + seconds * NS_PER_S, NS_PER_S / 2)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
+               **of((t - START_NS) / NS_PER_S))
+        for t in times
+        for r in range(ranks)
+    ]  # fmt: skip
+    node = RunPaths(root).node("node0")
+    write_records(node.records("process"), PROCESS, rows)
+    if host is not None:
+        rows = [row_of(HOST, time_ns=int(t), **host((t - START_NS) / NS_PER_S)) for t in times]
+        write_records(node.records("host"), HOST, rows)
+
+
+def placed(root: Path, rank: int = 0, cpus: str = "0-1") -> None:
+    line = {
+        "type": "placement", "pid": 100 + rank, "start_ticks": 7, "allowed_cpus": cpus,
+        "thread_count": 4, "cpu_nodes": [0], "memory_nodes": {"0": 500}, "gpu_node": None,
+        "nics": [],
+    }  # fmt: skip
+    with (root / "nodes" / "node0" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def judged(root: Path) -> Verdict:
+    return diagnose(Analyzer(root))
+
+
+def write_line(
+    root: Path, rows: list[tuple[int, int, int, int]], lines: list[dict[str, Any]] | None = None
+) -> None:
+    write_rank(write_run(root), spans_from(rows), lines=lines or [])
+
+
+def plain_steps(count: int = 100, extra: Callable[[int, int], list[tuple[int, int]]] | None = None,
+                kind: int = schema.GC) -> list[tuple[int, int, int, int]]:  # fmt: skip
+    """Steps of 18 ms; `extra(step, now)` gives spans (start, length) of a kind after the step."""
+    rows, now = [], START_NS
+    for step in range(count):
+        for phase, ms in zip(
+            (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER), BALANCED, strict=True
+        ):
+            rows.append((phase, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.1) * NS_PER_MS)
+        for start, length in extra(step, now) if extra else []:
+            rows.append((kind, 2 if kind == schema.GC else 0, start, start + length))
+            now = start + length + 1000
+    return rows
+
+
+# -- phases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backward_ms", "fires"), [(90.0, True), (12.0, False)])
+def test_backward_bound_follows_the_ratio(root: Path, backward_ms: float, fires: bool) -> None:
+    verdict = verdict_of(root, lambda rank, step: (0.2, 5.0, backward_ms, 2.0))
+    assert ("backward_bound" in rules(verdict)) is fires
+
+
+def test_backward_of_several_ranks_without_collectives_abstains(root: Path) -> None:
+    verdict = verdict_of(root, lambda rank, step: (0.2, 5.0, 90.0, 2.0), ranks=2)
+    assert "backward_bound" in dict(verdict.abstained)
+
+
+@pytest.mark.parametrize(("optimizer_ms", "fires"), [(30.0, True), (6.0, False)])
+def test_optimizer_bound_follows_the_ratio(root: Path, optimizer_ms: float, fires: bool) -> None:
+    verdict = verdict_of(root, lambda rank, step: (0.2, 5.0, 10.0, optimizer_ms))
+    assert ("optimizer_bound" in rules(verdict)) is fires
+
+
+def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
+    times = lambda rank, step: (0.2 if step else 5_000.0, *BALANCED[1:])  # noqa: E731
+    finding = found(verdict_of(root, times), "first_batch")
+    assert finding.evidence[0].value == pytest.approx(5_000 * NS_PER_MS, rel=0.1)
+
+
+# -- why batches are late -------------------------------------------------------------------------
+
+
+def loader_story(
+    root: Path, workers: int, *, main: float, all_cores: float, **more: float
+) -> Finding:
+    write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
+    note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
+    counters(root, lambda t: {"cpu_main_ns": int(main * (t + 2) * NS_PER_S),
+                              "cpu_ns": int(all_cores * (t + 2) * NS_PER_S)})  # fmt: skip
+    placed(root, cpus="0-3")
+    return found(judged(root), "dataloader_bound")
+
+
+@pytest.mark.parametrize(
+    ("workers", "main", "all_cores", "cause"),
+    [
+        (0, 0.35, 0.35, "storage"),
+        (0, 1.0, 1.0, "no_workers"),
+        (1, 0.4, 1.4, "few_workers"),
+        (2, 0.4, 0.5, "storage"),
+        (3, 0.6, 3.6, "cores_full"),
+        (3, 0.2, 3.2, "few_workers"),
+    ],
+)
+def test_reason_for_late_batches(
+    root: Path, workers: int, main: float, all_cores: float, cause: str
+) -> None:
+    finding = loader_story(root, workers, main=main, all_cores=all_cores)
+    assert finding.cause == cause
+    more = "num_workers=" in finding.remedy
+    assert more is (cause in ("few_workers", "no_workers") or (cause == "storage" and workers == 0))
+
+
+def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
+    finding = found(verdict_of(root, lambda *_: (30.0, *BALANCED[1:])), "dataloader_bound")
+    assert finding.cause is None
+    assert finding.missing
+
+
+def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
+    rows, now = [], START_NS
+    for step in range(120):
+        first = step % 10 == 0
+        if first:
+            rows.append((schema.DATA_ITER, 0, now, now + 60 * NS_PER_MS))
+            now += 61 * NS_PER_MS
+        for kind, ms in zip(
+            (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER),
+            (100.0 if first else 0.2, *BALANCED[1:]),
+            strict=True,
+        ):
+            rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.1) * NS_PER_MS)
+    write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
+    finding = found(judged(root), "dataloader_bound")
+    assert finding.cause == "epoch_restart"
+    assert "persistent_workers=True" in finding.remedy
+
+
+@pytest.mark.parametrize("usual_ms", [0.2, 14.0])
+def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual_ms: float) -> None:
+    times = lambda rank, step: (usual_ms if step % 15 else 400.0, *BALANCED[1:])  # noqa: E731
+    write_story(root, times, steps=300)
+    note(root, 0, type="dataloader", workers=2)
+    assert found(judged(root), "dataloader_bound").cause == "slow_samples"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None:
+    times = lambda rank, step: (0.2 if step % workers else 40.0 * workers, *BALANCED[1:])  # noqa: E731
+    write_story(root, times, steps=300)
+    note(root, 0, type="dataloader", workers=workers)
+    assert found(judged(root), "dataloader_bound").cause != "slow_samples"
+
+
+# -- interruptions --------------------------------------------------------------------------------
+
+
+def test_collector_storms_are_named_before_the_time_outside(root: Path) -> None:
+    write_line(root, plain_steps(extra=lambda step, now: [(now, 12 * NS_PER_MS)]))
+    verdict = judged(root)
+    assert rules(verdict)[:2] == ["garbage_collection", "outside_the_model"]
+    assert verdict.findings[1].explained_by == "garbage_collection"
+
+
+def test_rare_short_pauses_are_left_alone(root: Path) -> None:
+    extra = lambda step, now: [(now, NS_PER_MS)] if step % 10 == 0 else []  # noqa: E731
+    write_line(root, plain_steps(extra=extra))
+    assert judged(root).findings == ()
+
+
+@pytest.mark.parametrize(("length_ms", "fires"), [(200, True), (5, False)])
+def test_checkpoint_stalls_follow_the_share(root: Path, length_ms: int, fires: bool) -> None:
+    extra = lambda step, now: [(now, length_ms * NS_PER_MS)] if step % 10 == 9 else []  # noqa: E731
+    write_line(root, plain_steps(extra=extra, kind=schema.SAVE))
+    verdict = judged(root)
+    assert (rules(verdict)[:1] == ["checkpoint_stalls"]) is fires
+    assert all(f.explained_by == "checkpoint_stalls" for f in verdict.findings[1:])
+
+
+def test_jitter_names_the_phase(root: Path) -> None:
+    times = lambda rank, step: (0.2, 5.0 if step % 17 else 90.0, *BALANCED[2:])  # noqa: E731
+    finding = found(verdict_of(root, times, steps=200), "jitter")
+    assert finding.cause == "forward"
+
+
+def test_one_long_interruption_is_no_jitter(root: Path) -> None:
+    times = lambda rank, step: (0.2, 5.0 if step != 150 else 5_000.0, *BALANCED[2:])  # noqa: E731
+    assert "jitter" not in rules(verdict_of(root, times, steps=200))
+
+
+def test_recompiling_is_named_before_forward(root: Path) -> None:
+    write_story(root, lambda rank, step: (0.2, 30.0, 10.0, 2.0), steps=300)
+    mono = json.loads((root / "ranks" / "0" / "rank.json").read_text())["clock"]["mono_ns"]
+    assert mono
+    for second in range(1, 13):
+        note(root, 0, type="compile", time_ns=START_NS + second * NS_PER_S, count=20 * second,
+             spent_ns=int(0.5 * second * NS_PER_S))  # fmt: skip
+    verdict = judged(root)
+    assert rules(verdict)[:2] == ["recompiles", "forward_bound"]
+    assert verdict.findings[0].evidence[0].value == pytest.approx(0.5, rel=0.15)
+
+
+def test_compiling_at_the_beginning_is_left_alone(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=300)
+    note(root, 0, type="compile", time_ns=START_NS + NS_PER_S // 20, count=3, spent_ns=10**9)
+    verdict = judged(root)
+    assert verdict.findings == ()
+    assert "recompiles" in verdict.checked
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rss", "fires"),
+    [
+        (lambda t: 1e9 + 2e7 * t, True),
+        (lambda t: 1e9, False),
+        (lambda t: 1e9 + min(4e8, 2e8 * t), False),  # a cache that fills
+        (lambda t: 1e9 + 5e5 * t, False),  # too little
+    ],
+)
+def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    counters(root, lambda t: {"memory_rss_bytes": int(rss(t))})
+    assert ("memory_creep" in rules(judged(root))) is fires
+
+
+def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
+    times = [START_NS + second * NS_PER_S for second in range(20)]
+    rows = [row_of(CGROUP, time_ns=t, cgroup_index=0, memory_limit_bytes=int(2e9)) for t in times]
+    node = RunPaths(root).node("node0")
+    write_records(node.records("cgroup"), CGROUP, rows, entities=[{"key": [0], "name": "own"}])
+    (creep,) = [f for f in judged(root).findings if f.rule == "memory_creep"]
+    until = {e.name: e.value for e in creep.evidence}["until its limit, if it goes on so"]
+    last = {e.name: e.value for e in creep.evidence}["at the end"]
+    assert until is not None
+    assert last is not None
+    assert until / NS_PER_S == pytest.approx((2e9 - last) / 2e7, rel=0.1)
+
+
+def test_memory_creep_abstains_without_samples(root: Path) -> None:
+    assert "memory_creep" in dict(verdict_of(root, lambda *_: BALANCED).abstained)
+
+
+@pytest.mark.parametrize(("pressure", "fires"), [(0.3, True), (0.02, False)])
+def test_memory_pressure(root: Path, pressure: float, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=600)
+    counters(root, lambda t: {}, host=lambda t: {
+        "pressure_memory_some_ns": int(pressure * (t + 2) * NS_PER_S)})  # fmt: skip
+    assert ("memory_pressure" in rules(judged(root))) is fires
+
+
+@pytest.mark.parametrize(("retries", "fires"), [(40, True), (1, False)])
+def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED)
+    for place, count in enumerate((0, retries)):
+        note(root, 0, type="allocator", time_ns=START_NS + place * 10 * NS_PER_S,
+             retry_count=count, oom_count=0)  # fmt: skip
+    assert ("allocator_retries" in rules(judged(root))) is fires
+
+
+# -- cores ----------------------------------------------------------------------------------------
+
+
+def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> Verdict:
+    """Others come at a time in s; until then the rank's half core is all that is used."""
+    write_story(root, lambda *_: BALANCED, steps=800)
+
+    def host(t: float) -> dict[str, float]:
+        busy = 0.5 * (t + 2) + (node - 0.5) * max(t - since, 0.0)
+        return {"cpu_count": 2, "cpu_user_ns": int(busy * NS_PER_S),
+                "cpu_idle_ns": int((2 * (t + 2) - busy) * NS_PER_S)}  # fmt: skip
+
+    counters(
+        root,
+        lambda t: {"cpu_ns": int(0.5 * (t + 2) * NS_PER_S),
+                   "cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
+                   "run_queue_wait_ns": int(wait * max(t - since, 0.0) * NS_PER_S)},
+        host=host,
+    )  # fmt: skip
+    placed(root)
+    return judged(root)
+
+
+def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:
+    verdict = neighbours(root, wait=0.5, node=2.0)
+    finding = found(verdict, "busy_neighbours")
+    assert {e.name: e.value for e in finding.evidence}[
+        "cores used by others on its node"
+    ] == pytest.approx(1.5, abs=0.05)
+
+
+def test_neighbours_that_come_late_are_named_with_what_they_cost_in_all(root: Path) -> None:
+    finding = found(neighbours(root, wait=0.6, node=2.0, since=9.0), "busy_neighbours")
+    wait = {e.name: e.value for e in finding.evidence}["rank 0: could run and got no core"]
+    assert wait == pytest.approx(0.22, abs=0.07)  # 0.6 in less than half of the run
+
+
+@pytest.mark.parametrize(("wait", "node"), [(0.02, 2.0), (0.4, 0.6)])
+def test_busy_neighbours_need_waiting_and_somebody_else(
+    root: Path, wait: float, node: float
+) -> None:
+    assert "busy_neighbours" not in rules(neighbours(root, wait=wait, node=node))
+
+
+def stolen(root: Path, times: PhaseTimes, *, steal: float, later: float | None = None) -> Verdict:
+    """A main thread that always runs on one of two cores; steal in cores, from 8 s on `later`."""
+    write_story(root, times, steps=800)
+    then = steal if later is None else later
+
+    def host(t: float) -> dict[str, float]:
+        taken = steal * (t + 2) + (then - steal) * max(t - 8, 0.0)
+        idle = 1.0 * (t + 2)
+        return {
+            "cpu_count": 2,
+            "cpu_user_ns": int((2 * (t + 2) - idle - taken) * NS_PER_S),
+            "cpu_steal_ns": int(taken * NS_PER_S),
+            "cpu_idle_ns": int(idle * NS_PER_S),
+        }
+
+    always = lambda t: dict.fromkeys(("cpu_ns", "cpu_main_ns"), int((t + 2) * NS_PER_S))  # noqa: E731
+    counters(root, always, host=host)
+    placed(root)
+    return judged(root)
+
+
+@pytest.mark.parametrize(("steal", "fires", "noted"), [(0.4, True, False), (0.1, False, True),
+                                                       (0.0, False, False)])  # fmt: skip
+def test_cores_that_the_hypervisor_takes_are_named(
+    root: Path, steal: float, fires: bool, noted: bool
+) -> None:
+    verdict = stolen(root, lambda *_: BALANCED, steal=steal)
+    assert rules(verdict) == (["cpu_stolen"] if fires else [])
+    assert any("hypervisor" in note for note in verdict.notes) is noted
+    if fires:
+        value = found(verdict, "cpu_stolen").evidence[0].value
+        assert value == pytest.approx(steal, abs=0.02)
+
+
+@pytest.mark.parametrize("steal", [0.0, 0.15])
+def test_what_steal_may_explain_is_no_finding(root: Path, steal: float) -> None:
+    verdict = stolen(root, lambda *_: (2.5, *BALANCED[1:]), steal=steal)
+    assert ("dataloader_bound" in rules(verdict)) is (steal == 0)
+    assert ("hypervisor" in dict(verdict.abstained).get("dataloader_bound", "")) is (steal > 0)
+
+
+@pytest.mark.parametrize("later", [0.0, 0.25])
+def test_drift_that_steal_explains_is_no_finding(root: Path, later: float) -> None:
+    slower = (0.26, 6.5, 13.0, 2.6)  # each phase by 30 %
+    times = lambda rank, step: slower if step * 18 > 8000 else BALANCED  # noqa: E731
+    verdict = stolen(root, times, steal=0.0, later=later)
+    assert ("step_time_drift" in rules(verdict)) is (later == 0)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "fires"),
+    [(2, 1.0, True), (2, 1.8, False), (1, 1.0, False), (2, 0.5, False)],
+)
+def test_host_bound(root: Path, threads: int, cores: float, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=800)
+    report(root, 0, operator_threads=threads)
+    counters(root, lambda t: {"cpu_ns": int(cores * (t + 2) * NS_PER_S),
+                              "cpu_main_ns": int(cores * (t + 2) * NS_PER_S)})  # fmt: skip
+    placed(root)
+    verdict = judged(root)
+    assert ("host_bound" in rules(verdict)) is fires
+    assert ("spin" in dict(verdict.abstained).get("host_bound", "")) is (cores == 1.8)
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_uneven_data_is_told_from_a_slow_rank(root: Path) -> None:
+    times = lambda rank, step: (  # noqa: E731
+        (0.2, 9.0, 10.0, 2.0) if (step * 7 // 3) % 4 == rank else (0.2, 5.0, 14.0, 2.0)
+    )
+    finding = verdict_of(root, times, ranks=4).findings[0]
+    assert (finding.rule, finding.cause) == ("data_imbalance", "forward")
+
+
+def test_two_ranks_that_take_turns_are_uneven_data(root: Path) -> None:
+    times = lambda rank, step: (  # noqa: E731
+        (0.2, 12.0, 10.0, 2.0) if step % 2 == rank else (0.2, 5.0, 17.0, 2.0)
+    )
+    assert rules(verdict_of(root, times, ranks=2)) == ["data_imbalance"]
+
+
+@pytest.mark.parametrize(
+    ("times", "order"),
+    [
+        (lambda _, step: (0.2, 2.0 + 0.2 * step, 6.0, 2.0), ["step_time_drift", "forward_bound"]),
+        (lambda _, step: (0.2, 22.0 + 0.1 * step, 6.0, 2.0), ["forward_bound", "step_time_drift"]),
+    ],
+)
+def test_growth_comes_before_what_it_makes_long(
+    root: Path, times: Callable[[int, int], tuple[float, float, float, float]], order: list[str]
+) -> None:
+    """A forward that was short at first; and one that always was long and grew by a third."""
+    assert rules(verdict_of(root, times, steps=150)) == order
+
+
+def test_slow_rank_is_not_called_uneven_data(root: Path) -> None:
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    assert rules(verdict_of(root, times, ranks=4)) == ["ranks_uneven"]
+
+
+def test_two_slow_ranks_are_both_named_and_no_uneven_data(root: Path) -> None:
+    times = lambda rank, step: (  # noqa: E731
+        (0.2, 9.0 if rank == 1 else 8.9, 10.0, 2.0) if rank in (1, 4) else (0.2, 5.0, 14.0, 2.0)
+    )
+    (finding,) = verdict_of(root, times, ranks=6).findings
+    assert finding.rule == "ranks_uneven"
+    assert finding.rank in (1, 4)
+    assert f"so is rank {5 - int(finding.rank or 0)}" in finding.title
+
+
+def test_slow_rank_is_joined_to_its_throttled_gpu(root: Path) -> None:
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    write_story(root, times, ranks=4, gpu=0.9, steps=200)
+    samples = range(START_NS, START_NS + 4 * NS_PER_S, NS_PER_S // 4)
+    rows = [
+        row_of(GPU, time_ns=t, gpu=r, utilization_ratio=0.9,
+               throttle_hw_thermal_ns=int((0.6 if r == 1 else 0.01) * t))
+        for t in samples
+        for r in range(4)
+    ]  # fmt: skip
+    gpus = [{"key": [r], "name": f"gpu {r}", "uuid": f"GPU-{r}"} for r in range(4)]
+    path = RunPaths(root).node("node0").records("gpu")
+    path.unlink()
+    write_records(path, GPU, rows, entities=gpus)
+    finding = found(judged(root), "ranks_uneven")
+    assert (finding.rank, finding.cause) == (1, "throttled")
+    assert "temperature" in finding.title
+
+
+# -- all together ---------------------------------------------------------------------------------
+
+
+def test_same_run_gives_the_same_verdict(root: Path) -> None:
+    times = lambda rank, step: (3.0, 9.0 + rank, 10.0 if step < 60 else 14.0, 2.0)  # noqa: E731
+    first = verdict_of(root, times, ranks=3, steps=120, cores=1.0)
+    assert json.dumps(as_document(first)) == json.dumps(as_document(judged(root)))
+
+
+def test_every_rule_is_a_finding_checked_or_abstained(root: Path) -> None:
+    from haiprof.diagnosis.rules import RULES
+
+    verdict = verdict_of(root, lambda *_: (30.0, *BALANCED[1:]))
+    told = [*rules(verdict), *verdict.checked, *dict(verdict.abstained)]
+    assert sorted(told) == sorted(rule.__name__ for rule in RULES)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    forward=st.floats(3.0, 30.0),
+    ratio=st.floats(1.2, 3.5),
+    optimizer=st.floats(0.05, 0.6),
+    loader=st.floats(0.0, 0.05),
+    ranks=st.integers(1, 4),
+    steps=st.integers(40, 200),
+    noise=st.floats(0.0, 0.08),
+)
+def test_healthy_runs_give_no_finding(
+    tmp_path_factory: pytest.TempPathFactory, forward: float, ratio: float, optimizer: float,
+    loader: float, ranks: int, steps: int, noise: float,
+) -> None:  # fmt: skip
+    times = (forward * loader, forward, forward * ratio, forward * optimizer)
+    root = tmp_path_factory.mktemp("healthy") / "run"
+    verdict = verdict_of(root, lambda *_: times, ranks=ranks, steps=steps, noise=noise)
+    assert verdict.findings == ()
+
+
+# -- one event, kinds of step, several processes --------------------------------------------------
+
+
+def test_a_single_collection_is_told_as_one_and_is_a_note(root: Path) -> None:
+    extra = lambda step, now: [(now, 700 * NS_PER_MS)] if step == 60 else []  # noqa: E731
+    write_line(root, plain_steps(extra=extra))
+    (finding,) = judged(root).findings
+    assert (finding.rule, finding.severity) == ("garbage_collection", "info")
+    assert finding.title.startswith("one garbage collection took 700 ms")
+
+
+@pytest.mark.parametrize("every", [2, 5, 7])
+def test_steps_of_two_sizes_are_no_jitter(root: Path, every: int) -> None:
+    times = lambda _, step: (0.2, 15.0, 30.0, 2.0) if step % every == 0 else BALANCED  # noqa: E731
+    assert verdict_of(root, times, steps=200).findings == ()
+
+
+def test_collections_do_not_explain_what_costs_far_more(root: Path) -> None:
+    write_line(root, plain_steps(extra=lambda step, now: [(now, 2 * NS_PER_MS)]))
+    write_story(root.parent / "slow", lambda *_: (0.2, 40.0, 5.0, 1.0), steps=100)
+    (small,) = [f for f in judged(root).findings if f.rule == "garbage_collection"]
+    (large,) = judged(root.parent / "slow").findings
+    assert (large.rule, small.is_cause_of(large)) == ("forward_bound", False)
+
+
+def evaluating(root: Path, ranks: tuple[int, ...]) -> Verdict:
+    """Two ranks of 60 steps; some of them evaluate for 300 ms every 20 steps."""
+    run = write_run(root)
+    for rank in (0, 1):
+        rows, now = [], START_NS
+        for step in range(60):
+            for kind, ms in zip((schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER), BALANCED[1:],
+                                strict=True):  # fmt: skip
+                rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+                now += int((ms + 0.1) * NS_PER_MS)
+            if step % 20 == 10 and rank in ranks:
+                rows.append((schema.EVAL, 0, now, now + 300 * NS_PER_MS))
+                now += 301 * NS_PER_MS
+        write_rank(run, spans_from(rows), rank=rank, world_size=2)
+    return judged(root)
+
+
+def test_rank_that_evaluates_alone_is_named_as_that(root: Path) -> None:
+    finding = found(evaluating(root, (0,)), "evaluation_heavy")
+    assert finding.rank == 0
+    assert finding.title.startswith("rank 0 evaluates alone while the others wait")
+
+
+def test_ranks_that_evaluate_together_are_not_told_apart(root: Path) -> None:
+    assert found(evaluating(root, (0, 1)), "evaluation_heavy").rank is None
+
+
+@pytest.mark.parametrize(("gap_ms", "said"), [(-800, "at the same time"), (500, "started 2 times")])
+def test_processes_side_by_side_are_told_from_restarts(root: Path, gap_ms: int, said: str) -> None:
+    run, rows = write_run(root), plain_steps(60)
+    later = rows[-1][3] - START_NS + gap_ms * NS_PER_MS
+    write_rank(run, spans_from(rows))
+    again = [(kind, tag, begin + later, end + later) for kind, tag, begin, end in rows]
+    write_rank(run, spans_from(again), attempt=1)
+    verdict = judged(root)
+    assert any(said in note for note in verdict.notes), verdict.notes
+    assert verdict.step_count == 60
+
+
+def test_rank_that_works_more_is_not_called_starved(root: Path) -> None:
+    """Rank 1 gets a core whenever it wants one in two of three cases; rank 0 in one of three."""
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    write_story(root, times, ranks=2, steps=200)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
+               cpu_main_ns=int(run * (t - START_NS + NS_PER_S)),
+               cpu_ns=int(run * (t - START_NS + NS_PER_S)),
+               run_queue_wait_ns=int(wait * (t - START_NS + NS_PER_S)))
+        for t in np.arange(START_NS - NS_PER_S, START_NS + 6 * NS_PER_S, NS_PER_S / 2)
+        for r, (run, wait) in enumerate([(0.1, 0.2), (0.5, 0.4)])
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    assert found(judged(root), "ranks_uneven").cause == "forward"

@@ -1,0 +1,137 @@
+"""Stacks as numbers: what is written of them gives back the lines that ran, and holds no frame."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import CodeType
+
+import pytest
+
+from haiprof.in_job import stack_tree
+from haiprof.in_job.frames import read_stacks
+from haiprof.in_job.stack_sampler import StackSampler
+from haiprof.in_job.stack_tree import StackTree
+
+
+class Tensor:
+    """Something large that a frame's variable holds."""
+
+
+def inner(take: Callable[[], int]) -> tuple[int, int]:
+    number = take()
+    return number, sys._getframe().f_lineno - 1
+
+
+def outer(take: Callable[[], int]) -> tuple[int, int]:
+    held = Tensor()
+    found = inner(take)
+    assert held is not None
+    return found
+
+
+def finder(tree: StackTree, *, until: CodeType | None = None) -> Callable[[], int]:
+    """Finds the number of the stack from which it is called."""
+
+    def find() -> int:
+        own = threading.get_ident()
+        stack = read_stacks((own,), until=until, limit=10_000)[own]
+        outside = [code for code, _ in stack].index(find.__code__) + 1
+        return tree.find(stack[outside : outside + stack_tree.MAX_DEPTH])
+
+    return find
+
+
+def lines_of(tree: StackTree, number: int) -> list[tuple[str, int]]:
+    """(function, line) of a stack, the innermost first, from what the tree gives to be written."""
+    told = tree.take_definitions()
+    found = []
+    while number:
+        parent, frame = told["stacks"][number - told["first_stack"]]
+        _, line, function, _ = told["frames"][frame - told["first_frame"]]
+        found.append((function, line))
+        number = parent
+    return found
+
+
+def test_a_stack_that_is_written_gives_its_lines_back() -> None:
+    tree = StackTree()
+    number, line = outer(finder(tree))
+    lines = lines_of(tree, number)
+    assert lines[0] == ("inner", line)
+    assert lines[1][0] == "outer"
+
+
+def test_a_stack_seen_again_has_its_number_and_is_not_written_again() -> None:
+    tree = StackTree()
+    seen = [(outer(finder(tree))[0], bool(tree.take_definitions())) for _ in range(3)]
+    assert seen[1:] == [(seen[0][0], False)] * 2
+    assert seen[0][1]
+
+
+def test_frames_outside_a_workers_loop_are_not_written() -> None:
+    tree = StackTree()
+    number, line = outer(finder(tree, until=outer.__code__))
+    assert lines_of(tree, number) == [("inner", line)]
+
+
+def test_no_frame_outlives_the_sample() -> None:
+    tree = StackTree()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def call() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        finder(tree)()
+
+    gc.disable()
+    try:
+        call()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_stacks_that_are_too_many_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_tree, "MAX_STACKS", 3)
+    tree = StackTree()
+    assert outer(finder(tree))[0] == -1
+    assert len(tree.take_definitions()["stacks"]) == 3
+
+
+def recurse(depth: int, take: Callable[[], int]) -> int:
+    return take() if depth == 0 else recurse(depth - 1, take)
+
+
+def test_of_a_deep_recursion_the_innermost_frames_count() -> None:
+    tree = StackTree()
+    number = recurse(stack_tree.MAX_DEPTH + 50, finder(tree))
+    assert len(lines_of(tree, number)) == stack_tree.MAX_DEPTH
+
+
+def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped() -> None:
+    """Of another thread that sleeps: its line, and the sampler's own thread is gone afterwards."""
+    over = threading.Event()
+    slept = threading.Thread(target=over.wait, name="sleeper")
+    slept.start()
+    sampler = StackSampler(
+        lambda: slept.ident or 0, hz=200.0, note=lambda line: pytest.fail(str(line))
+    )
+    sampler.start()
+    deadline = time.monotonic() + 20
+    count, frames = 0, []
+    while count < 20 and time.monotonic() < deadline:
+        line = sampler.take_line()
+        if line is not None:
+            count += len(line["stack"])
+            frames += line.get("frames", [])
+        time.sleep(0.01)
+    sampler.stop()
+    over.set()
+    slept.join()
+    assert count >= 20
+    assert any(frame[2].endswith("wait") for frame in frames)

@@ -1,0 +1,60 @@
+"""Who holds a job up: told from what ranks answered, and from what one did not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from haiprof.agent.reactions import _of_snapshot
+from haiprof.live.standstill import RankState, suspects
+
+WAITS = (("train.py", 9, "main"), ("/x/torch/autograd/graph.py", 800, "_engine_run_backward"))
+LOADS = (("train.py", 4, "read"),)
+COMPUTES = (("train.py", 7, "metric"),)
+
+
+def state(rank: int, **known: object) -> RankState:
+    empty = {
+        "host": "node0", "pid": 1, "answered": True, "process_state": "S", "stack": WAITS,
+        "collectives": {"0": [9, 9, 9]}, "before": {"0": [9, 9, 9]},
+    }  # fmt: skip
+    return RankState(rank=rank, **{**empty, **known})  # type: ignore[arg-type]
+
+
+def mute(rank: int, **known: object) -> RankState:
+    silent: dict[str, object] = {"answered": False, "stack": None, "collectives": {}, "before": {}}
+    return state(rank, **{**silent, **known})
+
+
+def test_rank_whose_interpreter_does_not_answer_is_named_where_others_wait() -> None:
+    (suspect,) = suspects([state(0), mute(1, stack=COMPUTES), state(2)], [])
+    assert (suspect.rank, suspect.certain, suspect.doing) == (1, True, "train.py:7 in metric")
+    assert "holds the interpreter lock" in suspect.reason
+
+
+def test_rank_that_does_not_answer_is_not_named_where_nobody_waits() -> None:
+    assert suspects([state(0, stack=LOADS, collectives={}, before={}), mute(1)], []) == []
+
+
+def test_backend_without_a_recorder_is_compared_by_stacks() -> None:
+    unknown: dict[str, Any] = {"collectives": {}, "before": {}}
+    (suspect,) = suspects([state(0, **unknown), state(1, stack=LOADS, **unknown)], [])
+    assert (suspect.rank, suspect.certain) == (1, False)
+
+
+def test_tie_of_two_is_said_as_such() -> None:
+    unknown: dict[str, Any] = {"collectives": {}, "before": {}}
+    states = [state(0, stack=LOADS, **unknown), state(1, stack=COMPUTES, **unknown)]
+    found = suspects(states, [])
+    assert [suspect.rank for suspect in found] == [0, 1]
+    assert all("do different things" in suspect.reason for suspect in found)
+
+
+@pytest.mark.parametrize("worker", ["", "its DataLoader worker 9 is at data.py:3 in read"])
+def test_only_rank_that_stands_still_is_named_with_its_line(worker: str) -> None:
+    stack = [["train.py", 4, "main"], ["/x/site-packages/torch/data.py", 8, "poll"]]
+    ranks = [{"rank": 0, "stack": stack, "process_state": "S", "worker": worker}]
+    (suspect,) = _of_snapshot({"suspects": [], "ranks": ranks})["suspects"]
+    assert suspect["doing"].startswith("train.py:4 in main")
+    assert suspect["doing"].endswith(worker)

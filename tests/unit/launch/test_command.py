@@ -1,0 +1,151 @@
+"""The command line: what haiprof takes, and what it leaves to the script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from haiprof.base.errors import UsageError
+from haiprof.base.options import (
+    Options,
+    merge_options,
+    options_from_environment,
+    options_from_pyproject,
+)
+from haiprof.launch.command import parse_command_line
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "time_s"),
+    [
+        (["train.py"], ["PY", "train.py"], None),
+        (["train.py", "--time", "120"], ["PY", "train.py"], 120.0),
+        (["--time", "120", "train.py", "--lr", "0.1"], ["PY", "train.py", "--lr", "0.1"], 120.0),
+        (["-m", "pkg.train", "--time=5", "x"], ["PY", "-m", "pkg.train", "x"], 5.0),
+        (
+            ["torchrun", "--nproc-per-node", "2", "train.py"],
+            ["torchrun", "--nproc-per-node", "2", "train.py"],
+            None,
+        ),
+        (["python", "-u", "train.py"], ["python", "-u", "train.py"], None),
+        (["bash", "-c", "python t.py --time 3"], ["bash", "-c", "python t.py --time 3"], None),
+        (["--", "any", "--time", "5"], ["any", "--time", "5"], None),
+        (["--time", "1", "--", "-m", "x"], ["PY", "-m", "x"], 1.0),
+        (["train.py", "--time", "1", "--", "--time", "7"], ["PY", "train.py", "--time", "7"], 1.0),
+    ],
+)
+def test_command_line_is_split_as_documented(
+    words: list[str], command: list[str], time_s: float | None
+) -> None:
+    line = parse_command_line(words)
+    beside = str(Path(sys.executable).parent / "torchrun")
+    expected = [{"PY": sys.executable}.get(word, word) for word in command]
+    assert line.command in (expected, [beside, *expected[1:]])
+    assert line.options.get("time_s") == time_s
+
+
+def test_taken_words_are_reported() -> None:
+    line = parse_command_line(["--warmup=3", "train.py", "--lr", "1", "--time", "9"])
+    assert line.taken == ["--warmup=3", "--time", "9"]
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--tensorboard", "--run-id", "--model", "-n"])
+def test_options_of_the_script_stay_its_own(option: str) -> None:
+    line = parse_command_line(["train.py", option, "7"])
+    assert line.command[2:] == [option, "7"]
+    assert line.options == {}
+
+
+def test_scripts_own_options_flag_is_left_alone() -> None:
+    line = parse_command_line(["train.py", "--options", "lr=3", "--options", "profile.time=4"])
+    assert line.command[2:] == ["--options", "lr=3"]
+    assert line.options == {"time_s": 4.0}
+
+
+def test_published_order_is_refused_with_the_right_line() -> None:
+    words = ["train.py", "--", "--nodes", "8", "--options", "profile.time=120"]
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(words)
+    assert "submit train.py --nodes 8" in caught.value.hint
+    assert "--options profile.time=120" in caught.value.hint
+    assert parse_command_line(["--", *words]).command[1:] == words
+
+
+def test_dotted_option_value_may_hold_equals_signs() -> None:
+    line = parse_command_line(["--options", "profile.name=a=b=c", "train.py"])
+    assert line.options == {"name": "a=b=c"}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "no command"),
+        (["--time"], "needs a value"),
+        (["--nonsense", "train.py"], "--nonsense"),
+        (["train.py", "--time", "fast"], "'fast'"),
+        (["--options", "profile.nothing=1", "train.py"], "nothing"),
+        (["--interval.gpux", "1", "train.py"], "gpux"),
+        (["-m"], "module"),
+    ],
+)
+def test_bad_command_line_is_one_clear_error(words: list[str], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        merge_options(parse_command_line(words).options)
+
+
+def test_value_of_the_scripts_own_option_gets_a_hint() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_command_line(["train.py", "--time", "fast"])
+    assert "--" in caught.value.hint
+
+
+@pytest.mark.parametrize("values", [{"time_s": -1.0}, {"time_s": float("nan")}])
+def test_options_that_cannot_be_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        merge_options(values)
+
+
+def test_published_environment_keeps_its_meaning() -> None:
+    values = options_from_environment(
+        {
+            "HAIPROF_TIME": "120",
+            "HAIPROF_WARMUP": "5",
+            "HAIPROF_TRACE": "0",
+            "HAIPROF_RECORDERS": "basic,gpu",
+            "HAIPROF_GPU_INTERVAL": "2",
+            "MARSV2_LOG_DIR": "/marsv2/log/7",
+        }
+    )
+    options = merge_options(values)
+    assert options == Options(
+        time_s=120,
+        warmup_s=5,
+        recorder=("phases", "host", "process", "gpu"),
+        interval_s={"gpu": 2.0},
+        log_dir=Path("/marsv2/log/7/haiprof"),
+    )
+
+
+def test_command_line_wins_over_environment_over_pyproject(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[tool.haiprof]\ntime = 1\nwarmup = 1\nname = "p"\ninterval = {host = 3}\n'
+        'recorder = ["host"]\n'
+    )
+    options = merge_options(
+        options_from_pyproject(project),
+        options_from_environment({"HAIPROF_TIME": "2", "HAIPROF_WARMUP": "2"}),
+        parse_command_line(["--time", "3", "train.py"]).options,
+    )
+    assert (options.time_s, options.warmup_s, options.name) == (3.0, 2.0, "p")
+    assert options.interval("host") == 3.0
+    assert options.recorder == ("host",)
+
+
+def test_pyproject_with_an_unknown_option_names_the_file(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text("[tool.haiprof]\ntiem = 1\n")
+    with pytest.raises(UsageError, match=r"pyproject\.toml"):
+        options_from_pyproject(project)

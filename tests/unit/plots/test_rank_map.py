@@ -1,0 +1,73 @@
+"""The map of ranks and the bars of late ranks: numbers as they were measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from haiprof import Analyzer
+from haiprof.run_analysis.lateness import LATENESS_SCHEMA
+from haiprof.run_analysis.rank_grid import rank_grid
+from haiprof.show.figures.late_ranks import late_ranks_figure
+from haiprof.show.figures.over_time import LINE_LIMIT, over_time_figure
+from haiprof.show.figures.rank_map import PARTS, rank_map_figure
+from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
+from tests.unit.report.many_ranks import write_flight, write_many
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Analyzer:
+    root = write_many(tmp_path_factory.mktemp("map") / "run", ranks=12, steps=80)
+    write_flight(root, ranks=12, late_rank=5, late_ns=9_000_000)
+    return Analyzer(root)
+
+
+def test_map_shows_the_excess_of_each_rank_and_lets_choose_a_phase(run: Analyzer) -> None:
+    grid = rank_grid(run.steps())
+    assert grid is not None
+    figure = rank_map_figure(grid, title="t", start_ns=grid.start_ns)
+    heat = figure.data[0]
+    assert list(heat.y) == list(range(12))
+    assert np.nanmedian(heat.z[5]) == pytest.approx(30, abs=3)
+    assert abs(np.nanmedian(heat.z[0])) < 2
+    buttons = figure.layout.updatemenus[0].buttons
+    assert [button.label for button in buttons] == list(PARTS)
+    forward = next(button for button in buttons if button.label == "forward")
+    assert np.nanmedian(forward.args[0]["z"][0][5]) == pytest.approx(30, abs=3)
+
+
+def test_spread_of_many_ranks_names_the_slowest(run: Analyzer) -> None:
+    grid = rank_grid(run.steps())
+    assert grid is not None
+    assert len(grid.ranks) > LINE_LIMIT
+    figure = over_time_figure(grid, title="", start_ns=grid.start_ns)
+    lines = {trace.name: trace for trace in figure.data}
+    assert np.nanmedian(lines["median rank"].y) == pytest.approx(101, rel=0.02)
+    assert set(lines["slowest rank"].customdata) >= {5}
+    assert {"forward", "backward", "dataloader"} <= set(lines)
+
+
+def test_late_rank_is_the_highest_bar(run: Analyzer) -> None:
+    figure = late_ranks_figure(run.lateness(), title="")
+    bars = dict(zip(figure.data[0].x, figure.data[0].y, strict=True))
+    assert max(bars, key=lambda rank: bars[rank]) == 5
+    assert bars[5] == pytest.approx(9, rel=0.01)
+    assert figure.layout.xaxis.dtick == 1  # each of few ranks is named
+
+
+def test_pictures_of_a_run_are_titled_and_absent_where_nothing_was_measured(
+    run: Analyzer, tmp_path: Path
+) -> None:
+    picture = rank_map_picture(run)
+    assert picture is not None
+    assert "12 ranks over time" in picture.layout.title.text
+    assert late_ranks_picture(run) is not None
+    alone = Analyzer(write_many(tmp_path / "run", ranks=1, steps=60))
+    assert late_ranks_picture(alone) is None
+    one = rank_map_picture(alone)
+    assert one is not None
+    assert one.layout.yaxis.range == (0.5, -0.5)
+    assert not late_ranks_figure(pl.DataFrame(schema=LATENESS_SCHEMA), title="").data[0].x

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from haiprof.base.errors import MissingDataError
+from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS
+from haiprof.cli.output import json_text
+from haiprof.run_analysis.step_frame import STEP_PHASES
+from haiprof.show.figures.style import PHASES
+from haiprof.show.rank_summary import one_rank_summary
+from haiprof.show.summary import overview_summary
+from tests.unit.report.fake_run import empty_run, two_rank_run
+
+
+def test_style_phases_are_the_analysis_phases() -> None:
+    assert PHASES == STEP_PHASES
+
+
+def test_overview_summary_has_what_was_put_in(tmp_path: Path) -> None:
+    found = overview_summary(two_rank_run(tmp_path, gpu=True))
+    slow = found.ranks[1]
+    assert (slow.rank, slow.step_count, slow.median_step_ns) == (1, 200, 180 * NS_PER_MS)
+    assert slow.split_ns["forward"] == 80 * NS_PER_MS
+    assert slow.cpu_cores == pytest.approx(1.0)
+    assert slow.memory_rss_bytes == 1.5 * BYTES_PER_GIB
+    assert slow.gpu_utilization_ratio == pytest.approx(0.3)
+    assert found.nodes[0].memory_used_bytes == 6 * BYTES_PER_GIB
+    assert found.gpus[1].power_watts == pytest.approx(212.0)
+    assert found.missing.keys().isdisjoint({"processes", "node", "GPU"})
+    assert "InfiniBand" in found.missing
+
+
+def test_overview_summary_one_slow_step_does_not_move_the_split(tmp_path: Path) -> None:
+    found = overview_summary(two_rank_run(tmp_path)).ranks[0]
+    assert found.split_ns["dataloader"] == 4 * NS_PER_MS
+    assert sum(ns or 0.0 for ns in found.split_ns.values()) == found.median_step_ns
+
+
+def test_overview_summary_without_gpu_is_null_with_a_reason(tmp_path: Path) -> None:
+    found = overview_summary(two_rank_run(tmp_path))
+    assert found.ranks[0].gpu_utilization_ratio is None
+    assert found.ranks[0].device_split_ns is None
+    assert "GPU" in found.missing
+
+
+def test_overview_summary_takes_the_agents_reason(tmp_path: Path) -> None:
+    data = two_rank_run(tmp_path)
+    node = data.run.node("node-1")
+    node.root.mkdir(parents=True)
+    node.events.write_text('{"type":"counter_missing","source":"gpu","reason":"no NVML"}\n')
+    assert overview_summary(data).missing["GPU"] == "no NVML"
+
+
+def test_overview_summary_recorder_left_out_is_the_reason(tmp_path: Path) -> None:
+    data = empty_run(tmp_path, options={"recorder": ["phases", "host"]})
+    assert "--recorder" in overview_summary(data).missing["processes"]
+
+
+def test_overview_summary_of_nothing_recorded_is_empty(tmp_path: Path) -> None:
+    found = overview_summary(empty_run(tmp_path))
+    assert (found.ranks, found.series, found.span) == ((), (), None)
+
+
+def test_overview_summary_is_plain_json(tmp_path: Path) -> None:
+    content = json.loads(json_text(overview_summary(two_rank_run(tmp_path)).as_json()))
+    assert content["ranks"][0]["split_ns"]["forward"] == 60 * NS_PER_MS
+    assert content["ranks"][0]["gpu_power_watts"] is None
+
+
+def test_rank_summary_names_the_slow_step_and_its_phase(tmp_path: Path) -> None:
+    slowest = one_rank_summary(two_rank_run(tmp_path), 0).slowest[0]
+    assert (slowest.step, slowest.longest_excess) == (50, "dataloader")
+    assert slowest.longest_excess_ns == 296 * NS_PER_MS
+
+
+def test_rank_summary_counts_pauses_and_saves(tmp_path: Path) -> None:
+    events = {e.phase: e for e in one_rank_summary(two_rank_run(tmp_path), 0).events}
+    assert (events["gc"].count, events["save"].total_ns) == (1, 900 * NS_PER_MS)
+
+
+def test_rank_summary_shares_add_up_to_one(tmp_path: Path) -> None:
+    phases = one_rank_summary(two_rank_run(tmp_path), 1).phases
+    assert sum(stat.share_ratio or 0.0 for stat in phases) == pytest.approx(1.0)
+
+
+def test_rank_summary_takes_the_last_attempt(tmp_path: Path) -> None:
+    data = two_rank_run(tmp_path)
+    data.rank_rows.append({**data.rank_rows[0], "attempt": 1})
+    found = one_rank_summary(data, 0)
+    assert (found.attempt, found.other_attempts, found.step_count) == (1, (0,), 0)
+
+
+def test_rank_summary_unknown_rank_says_which_there_are(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="no rank 7") as caught:
+        one_rank_summary(two_rank_run(tmp_path), 7)
+    assert "0, 1" in caught.value.hint

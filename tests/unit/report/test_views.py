@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from haiprof.diagnosis.finding import Finding
+from haiprof.show.card import verdict_card
+from haiprof.show.export import save_card_svg, save_verdict, view_text
+from haiprof.show.rank_summary import one_rank_summary
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.summary import overview_summary
+from haiprof.show.views.overview import overview_view
+from haiprof.show.views.rank import rank_view
+from tests.unit.diagnosis.stories import verdict_of
+from tests.unit.report.fake_run import FakeRun, empty_run, two_rank_run
+from tests.unit.report.fake_verdict import DRIFT, FORWARD_BOUND, fake_verdict
+
+WIDTHS = [60, 80, 104, 132, 200]
+
+
+def overview_text(data: FakeRun, width: int = 100) -> str:
+    return view_text(overview_view(overview_summary(data), width=width), width=width)
+
+
+def header(data: FakeRun) -> RunHeader:
+    return run_header(data.run, manifest_or_none(data.run))
+
+
+def card_text(folder: Path, *findings: Finding, width: int = 100, everything: bool = True) -> str:
+    run = header(empty_run(folder))
+    card = verdict_card(fake_verdict(*findings), run, width=width, everything=everything)
+    return view_text(card, width=width)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int) -> None:
+    short = card_text(tmp_path / "a", FORWARD_BOUND, width=width, everything=False)
+    whole = card_text(tmp_path / "b", FORWARD_BOUND, width=width)
+    assert len(short.splitlines()) <= {60: 27, 80: 22, 100: 20}[width]  # of every kind a row
+    for words in ("not measured", "not judged", "own cost"):
+        assert words not in short
+    assert "own cost" in whole
+    assert "do:" in short
+    assert "--all" in short
+
+
+def test_card_is_silent_about_what_a_job_on_cpus_cannot_have(tmp_path: Path) -> None:
+    verdict = replace(
+        fake_verdict(FORWARD_BOUND),
+        not_measured=(("device time", "the ranks used no GPU"), ("GPU", "no driver"), ("x", "y")),
+        abstained=(("launch_bound", "no traces"), ("late_rank", "one rank"), ("z", "why not")),
+    )
+    card = verdict_card(verdict, header(empty_run(tmp_path)), everything=True)
+    text = view_text(card, width=100)
+    assert "why not" in text
+    assert "x: y" in text
+    for words in ("no GPU", "no driver", "one rank", "launch bound"):
+        assert words not in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_views_fit_the_terminal(tmp_path: Path, width: int) -> None:
+    data = two_rank_run(tmp_path, gpu=True)
+    texts = [
+        overview_text(data, width),
+        view_text(rank_view(one_rank_summary(data, 0)), width=width),
+        card_text(tmp_path, FORWARD_BOUND, DRIFT, width=width),
+    ]
+    for text in texts:
+        assert max(len(line) for line in text.splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_overview_numbers_are_whole_at_every_width(tmp_path: Path, width: int) -> None:
+    text = overview_text(two_rank_run(tmp_path), width)
+    for number in ("160 ms", "180 ms", "80.0 ms", "44 %", "1.50 GiB", "1.91 MiB/s", "200"):
+        assert number in text
+
+
+def test_overview_without_colour_has_no_escape(tmp_path: Path) -> None:
+    assert "\x1b" not in overview_text(two_rank_run(tmp_path))
+
+
+def test_overview_missing_gpu_says_why(tmp_path: Path) -> None:
+    text = overview_text(two_rank_run(tmp_path))
+    assert "Not measured" in text
+    assert "GPU" in text
+
+
+def test_overview_running_job_says_running(tmp_path: Path) -> None:
+    data = empty_run(tmp_path, end_wall_ns=None, exit_status=None, start_wall_ns=time.time_ns())
+    assert "running" in overview_text(data)
+
+
+def test_overview_of_many_ranks_shows_the_slowest(tmp_path: Path) -> None:
+    data = empty_run(tmp_path)
+    for rank in range(300):
+        data.add_rank(rank)
+        data.add_step(rank, 0, data_start(), (0.0, 1.0 + (rank == 217), 1.0, 1.0, 1.0))
+    text = overview_text(data)
+    assert "rank 217, highest" in text
+    assert "24 slowest of 300" in text
+    assert len(text.splitlines()) < 110
+
+
+def data_start() -> int:
+    return 1_790_000_000_000_000_000
+
+
+def test_overview_long_command_is_cut(tmp_path: Path) -> None:
+    data = empty_run(tmp_path, command=["python", "train.py", "--x" * 200])
+    assert "…" in overview_text(data, 60)
+
+
+def test_rank_view_shows_phases_slow_steps_and_events(tmp_path: Path) -> None:
+    text = view_text(rank_view(one_rank_summary(two_rank_run(tmp_path), 0)), width=100)
+    for part in ("dataloader +296 ms", "2.85x", "garbage collection", "checkpoint save", "p95"):
+        assert part in text
+
+
+def test_rank_view_without_steps_still_shows_the_process(tmp_path: Path) -> None:
+    data = empty_run(tmp_path)
+    data.add_rank(0)
+    assert "pid 4000" in view_text(rank_view(one_rank_summary(data, 0)), width=100)
+
+
+def test_card_shows_cause_numbers_remedy_and_cost(tmp_path: Path) -> None:
+    text = card_text(tmp_path, FORWARD_BOUND, DRIFT)
+    for part in (
+        FORWARD_BOUND.title,
+        "139 ms",
+        "31 %",
+        "do:",
+        "confidence\u00a085\u00a0%",
+        "NVML: not supported",
+        "9.40 µs per step",
+        "next  haiprof rank",
+        "71 %",
+        DRIFT.title,
+    ):
+        assert part in text
+    assert text.count(FORWARD_BOUND.title) == 1
+
+
+def test_card_of_a_balanced_run_says_that_nothing_is_wrong(tmp_path: Path) -> None:
+    balanced = (0.2, 5.0, 10.0, 2.0)
+    verdict = verdict_of(tmp_path / "run", lambda *_: balanced, gpu=0.95, cores=1.0, ranks=2)
+    text = view_text(verdict_card(verdict, header(empty_run(tmp_path))), width=100)
+    assert "nothing wrong found" in text
+    assert "do:" not in text
+
+
+def test_card_survives_markup_in_names(tmp_path: Path) -> None:
+    data = empty_run(tmp_path, name="[bold]job[/]")
+    text = view_text(verdict_card(fake_verdict(FORWARD_BOUND), header(data)), width=100)
+    assert "[bold]job[/]" in text
+
+
+def test_saved_verdict_is_json_and_the_card(tmp_path: Path) -> None:
+    data = empty_run(tmp_path)
+    save_verdict(fake_verdict(FORWARD_BOUND), header(data), data.run)
+    assert '"slug": "forward_bound"' in data.run.verdict_json.read_text()
+    assert FORWARD_BOUND.title in data.run.verdict_text.read_text()
+
+
+def test_card_svg_holds_the_card(tmp_path: Path) -> None:
+    path = save_card_svg(fake_verdict(), header(empty_run(tmp_path)), tmp_path / "card.svg")
+    text = path.read_text()
+    assert text.startswith("<svg")
+    assert FORWARD_BOUND.title.split()[0] in text or "nothing" in text
+    assert "url(http" not in text  # a picture asks no network

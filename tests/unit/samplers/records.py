@@ -1,0 +1,22 @@
+"""Reads samples back the way the analysis sees them: null where a value is missing."""
+
+from __future__ import annotations
+
+import math
+
+from haiprof.run_format.schema import NULL_I64, Table
+
+Row = dict[str, float | int | None]
+
+
+def rows(table: Table, data: bytes) -> list[Row]:
+    """The records in `data` by column name."""
+    names = [column.name for column in table.columns]
+    return [
+        {name: _value(value) for name, value in zip(names, record, strict=True)}
+        for record in table.struct.iter_unpack(data)
+    ]
+
+
+def _value(value: float | int) -> float | int | None:
+    return None if value == NULL_I64 or (isinstance(value, float) and math.isnan(value)) else value

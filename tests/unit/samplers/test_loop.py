@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof import Analyzer
+from haiprof.agent.samplers.loop import SamplingLoop
+from haiprof.agent.samplers.placement import PlacementSampler
+from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.rank_reports import RankReports
+from haiprof.agent.samplers.registry import SAMPLERS
+from haiprof.agent.samplers.sampler import (
+    ALL_METRICS,
+    REASONS_PER_METRIC,
+    CounterState,
+    Missing,
+    MissingLog,
+    Node,
+    Sampler,
+)
+from haiprof.agent.samplers.schedule import MAX_FACTOR, Pace
+from haiprof.base.options import RECORDERS, Options
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.suspend import SuspendWatch, boot_ns
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import read_json, read_lines, read_records
+from haiprof.run_format.schema import Table
+from haiprof.run_format.tables import COUNTER_TABLES
+from haiprof.run_format.tables.host import HOST
+from tests.fake_nvml import FakeGpu, FakeNvml
+from tests.unit.analysis.recorded import row_of, write_run
+
+NODE = "node1"
+
+
+class Scripted:
+    """A sampler that does what a test says."""
+
+    name = "host"
+    recorder = "host"
+    every = 1
+    table: Table = HOST
+    read_limit_ns = 50_000_000
+
+    def __init__(self, sample: Callable[[int], bytes], missing: Sequence[Missing] = ()) -> None:
+        self.sample_count = 0
+        self.is_open = False
+        self._sample = sample
+        self._missing = list(missing)
+
+    def open(self) -> list[Missing]:
+        self.is_open = True
+        return self._missing
+
+    def header(self) -> dict[str, object]:
+        return {}
+
+    def urgent(self) -> bool:
+        return False
+
+    def sample(self) -> bytes:
+        self.sample_count += 1
+        return self._sample(self.sample_count)
+
+    def drain_missing(self) -> list[Missing]:
+        return []
+
+    def drain_lines(self) -> list[Mapping[str, object]]:
+        return []
+
+    def states(self) -> list[CounterState]:
+        return []
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class ScriptedGpu(Scripted):
+    name = "gpu"
+    recorder = "gpu"
+
+
+def record(number: int) -> bytes:
+    return HOST.struct.pack(number, *([0] * (len(HOST.columns) - 1)))
+
+
+def loop_for(
+    run: RunPaths,
+    recorder: tuple[str, ...] = ("host",),
+    *,
+    interval_s: float = 0.1,
+    samplers: Sequence[Sampler] | None = None,
+    nvml: FakeNvml | None = None,
+) -> SamplingLoop:
+    options = Options(recorder=recorder, interval_s=dict.fromkeys(RECORDERS, interval_s))
+    return SamplingLoop(run, NODE, options, samplers=samplers, nvml=nvml)
+
+
+def run_for(loop: SamplingLoop, seconds: float, until: Callable[[], bool] = lambda: True) -> float:
+    """Runs it for so long, and on until something holds; how long it ran."""
+    stop = threading.Event()
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    begin = time.monotonic()
+    thread.start()
+    time.sleep(seconds)
+    while not until() and time.monotonic() < begin + 30:
+        time.sleep(0.02)
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    return time.monotonic() - begin
+
+
+def has(run: RunPaths, **counts: int) -> Callable[[], bool]:
+    """Whether so many records of these tables are there."""
+
+    def found() -> bool:
+        there = all(run.node(NODE).records(table).exists() for table in counts)
+        return there and all(count(run, table) >= least for table, least in counts.items())
+
+    return found
+
+
+def count(run: RunPaths, table: str) -> int:
+    """How many records of a table there are; none before its file is."""
+    path = run.node(NODE).records(table)
+    return read_records(path).count if path.exists() else 0
+
+
+def events(run: RunPaths, kind: str) -> list[dict[str, object]]:
+    lines, notes = read_lines(run.node(NODE).events)
+    assert notes == ()
+    return [line for line in lines if line["type"] == kind]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return RunPaths(folder)
+
+
+def test_loop_records_what_the_options_name(run: RunPaths) -> None:
+    nvml = FakeNvml([FakeGpu(), FakeGpu()])
+    loop = loop_for(run, ("phases", "host", "gpu"), nvml=nvml)
+    elapsed_s = run_for(loop, 0.55, has(run, host=3, gpu=6))
+    assert 3 <= count(run, "host") <= elapsed_s / 0.1 + 3
+    gpu = read_records(run.node(NODE).records("gpu"))
+    assert gpu.count % 2 == 0
+    assert gpu.count >= 6
+    assert gpu.header["host"] == NODE
+    assert gpu.header["pid"] == os.getpid()
+    assert [entity["key"] for entity in gpu.header["entities"]] == [[0], [1]]
+    assert not run.node(NODE).records("process").exists()
+    assert nvml.is_let_go_of()
+
+
+def test_loop_short_job_has_a_first_and_a_last_sample(run: RunPaths) -> None:
+    run_for(loop_for(run, interval_s=60), 0.3, has(run, host=1))
+    assert count(run, "host") == 2
+
+
+def test_loop_reports_its_cost_at_the_end(run: RunPaths) -> None:
+    run_for(loop_for(run), 0.35, has(run, host=3))
+    (cost,) = events(run, "cost")
+    assert isinstance(cost["cpu_ns"], int)
+    assert isinstance(cost["elapsed_ns"], int)
+    assert 0 < cost["cpu_ns"] < cost["elapsed_ns"]
+    assert 0.15e9 < cost["elapsed_ns"] < 60e9
+    assert (cost["dropped_bytes"], cost["slowed"]) == (0, {})
+
+
+def test_loop_source_that_is_missing_is_an_event_and_no_file(run: RunPaths) -> None:
+    run_for(loop_for(run, ("host", "gpu"), nvml=FakeNvml()), 0.15, has(run, host=1))
+    missing = [line for line in events(run, "counter_missing") if line["source"] == "gpu"]
+    assert [line["metric"] for line in missing] == [ALL_METRICS]
+    assert not run.node(NODE).records("gpu").exists()
+    assert count(run, "host") >= 2
+
+
+def test_loop_sampler_that_fails_is_said_once_and_the_others_go_on(run: RunPaths) -> None:
+    def fail(_: int) -> bytes:
+        raise ZeroDivisionError("broken")
+
+    broken, healthy = Scripted(fail), ScriptedGpu(record)
+    run_for(loop_for(run, samplers=[broken, healthy]), 0.8, has(run, gpu=6))
+    (error,) = events(run, "sampler_error")
+    assert (error["source"], error["reason"]) == ("host", "ZeroDivisionError: broken")
+    assert count(run, "gpu") >= 4
+    assert broken.sample_count < healthy.sample_count  # a sampler that fails is asked less often
+    assert not broken.is_open
+
+
+def test_loop_slow_sampler_is_asked_less_often_and_the_cost_says_so(run: RunPaths) -> None:
+    def slow(number: int) -> bytes:
+        time.sleep(0.06)
+        return record(number)
+
+    sampler = Scripted(slow)
+    run_for(loop_for(run, samplers=[sampler]), 1.0, lambda: sampler.sample_count >= 3)
+    assert sampler.sample_count <= 5
+    (cost,) = events(run, "cost")
+    assert isinstance(cost["slowed"], dict)
+    assert cost["slowed"]["host"] >= 4
+
+
+def test_loop_full_disk_drops_records_and_never_raises(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        if b'"format"' not in data:  # neither a record nor a line
+            raise OSError(28, "No space left on device")
+        return real_write(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    loop = loop_for(run)
+    run_for(loop, 0.25)
+    assert loop.failure is None
+    assert count(run, "host") == 0
+
+
+def test_loop_without_a_writable_run_directory_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loop = loop_for(RunPaths(tmp_path / "file"))
+    run_for(loop, 0.05)
+    assert loop.failure is not None
+    assert "file" in loop.failure
+
+
+def test_loop_deleted_run_directory_is_no_error(run: RunPaths) -> None:
+    loop = loop_for(run, ("host", "process"))
+    stop = threading.Event()
+    thread = threading.Thread(target=loop.run, args=(stop,))
+    thread.start()
+    time.sleep(0.2)
+    os.rename(run.root, run.root.with_name("moved"))
+    time.sleep(0.3)
+    stop.set()
+    thread.join(10)
+    assert loop.failure is None
+
+
+def test_samplers_have_a_recorder_and_a_table_of_their_own() -> None:
+    assert {kind.recorder for kind in SAMPLERS} <= set(RECORDERS[1:])
+    names = [kind.name for kind in SAMPLERS]
+    assert len(set(names)) == len(names)
+    assert names == [kind.table.name for kind in SAMPLERS]
+    assert {kind.table for kind in SAMPLERS} <= set(COUNTER_TABLES)
+
+
+def test_loop_over_a_suspended_machine_keeps_rates_right_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    start_ns = time.perf_counter_ns()
+
+    def boot_clock() -> int:
+        """The machine sleeps for an hour, 0.3 s after the start."""
+        now_ns = time.perf_counter_ns()
+        return now_ns + (3600 * NS_PER_S if now_ns - start_ns > 3e8 else 0)
+
+    def steady(_: int) -> bytes:
+        now_ns = time.perf_counter_ns()
+        values = {"time_ns": now_ns, "disk_read_bytes": (now_ns - start_ns) // 1000}
+        return HOST.struct.pack(*row_of(HOST, **values))
+
+    options = Options(recorder=("host",), interval_s={"host": 0.1})
+    loop = SamplingLoop(run, NODE, options, boot_clock=boot_clock, samplers=[Scripted(steady)])
+    run_for(loop, 1, has(run, host=7))
+    analyzer = Analyzer(run.root)
+    rates = analyzer.counters().filter(metric="disk_read_bytes_per_s")["value"]
+    assert len(rates) >= 4
+    assert rates.to_list() == pytest.approx([1e6] * len(rates), rel=1e-3)
+    (line,) = events(run, "suspend")
+    assert line["gap_ns"] == pytest.approx(3600 * NS_PER_S, rel=1e-3)
+    (note,) = [note for note in analyzer.notes() if "suspended" in note]
+    assert note.startswith(f"{NODE}: ")
+    assert "60 min" in note
+
+
+def test_suspend_watch_is_not_misled_by_a_thread_that_waited_between_its_readings() -> None:
+    times = iter([0, 10, 20, 100, 5_000_000_100, 5_000_000_200, 5_000_000_300, 9_000_000_300,
+                  9_000_000_400])  # fmt: skip
+    watch = SuspendWatch(lambda: next(times), lambda: next(times))
+    assert watch.gap_ns() == 0
+    assert watch.gap_ns() == 0
+
+
+def test_suspend_watch_tells_each_gap_once() -> None:
+    clocks = {"mono": 1_000, "boot": 1_000}
+    watch = SuspendWatch(lambda: clocks["mono"], lambda: clocks["boot"])
+    clocks["boot"] += 7 * NS_PER_S
+    assert watch.gap_ns() == 7 * NS_PER_S
+    assert watch.gap_ns() == 0
+    clocks["boot"] += 2 * NS_PER_S
+    assert watch.gap_ns() == 2 * NS_PER_S
+
+
+def test_suspend_watch_on_this_machine_sees_none() -> None:
+    watch = SuspendWatch(time.perf_counter_ns, boot_ns)
+    assert [watch.gap_ns() for _ in range(1000)] == [0] * 1000
+
+
+def test_pace_keeps_its_grid_and_counts_missed_ticks() -> None:
+    pace = Pace(100, 50, 0)
+    pace.advance(107, 1)
+    assert (pace.due_ns, pace.missed_count) == (200, 0)
+    pace.advance(430, 1)
+    assert (pace.due_ns, pace.missed_count) == (500, 2)
+
+
+def test_pace_doubles_after_a_slow_read_up_to_a_limit_and_recovers() -> None:
+    pace = Pace(100, 50, 0)
+    for _ in range(10):
+        pace.advance(pace.due_ns, 51)
+    assert pace.factor == MAX_FACTOR
+    for _ in range(30):
+        pace.advance(pace.due_ns, 50)
+    assert pace.factor == MAX_FACTOR // 2
+
+
+def test_reasons_that_are_new_each_time_come_to_an_end() -> None:
+    log = MissingLog()
+    for number in range(10_000):
+        log.note("instruction_count", f"{number} threads need more files")
+    log.note("cycle_count", "another metric is still told")
+    told = log.drain()
+    assert len(told) == REASONS_PER_METRIC + 1
+    assert told[-1].metric == "cycle_count"
+    log.note("instruction_count", "1 threads need more files")
+    assert log.drain() == []
+
+
+def test_samplers_of_ranks_list_the_folder_together_and_read_each_report_once(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.rank(0).root.mkdir(parents=True)
+    run.rank(0).report.write_text(json.dumps({"host": "elsewhere", "rank": 0}))
+    now: list[int] = [0]
+    listed: list[object] = []
+    opened: list[Path] = []
+    listdir, read = os.listdir, read_json
+
+    def counted_listdir(path: Path) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    def counted_read(path: Path) -> dict[str, Any]:
+        opened.append(path)
+        return read(path)
+
+    monkeypatch.setattr(os, "listdir", counted_listdir)
+    monkeypatch.setattr("haiprof.agent.samplers.rank_reports.read_json", counted_read)
+    reports = RankReports(run.ranks, clock=lambda: now[0], fresh_ns=100)
+    node = Node(run=run, host=NODE, reports=reports, clock=lambda: now[0])
+    samplers = [kind.for_node(node) for kind in (ProcessSampler, PlacementSampler)]
+    for sampler in samplers:
+        sampler.open()
+    assert (listed.count(run.ranks), len(opened)) == (1, 1)
+    run.rank(1).root.mkdir()
+    run.rank(1).report.write_text(json.dumps({"host": NODE, "rank": 1}))
+    now[0] = 100
+    assert [sampler.urgent() for sampler in samplers] == [True, True]
+    assert listed.count(run.ranks) == 2
+    for sampler in samplers:
+        sampler.close()

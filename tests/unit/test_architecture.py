@@ -1,0 +1,154 @@
+"""The import rules of haiprof, as one table: every import counts, lazy and type-only ones too."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from haiprof.cli.names import COMMANDS
+
+PACKAGE = Path(__file__).parents[2] / "haiprof"
+STDLIB = frozenset(sys.stdlib_module_names)
+
+# The parts from the bottom to the top: each may import those named, all of which stand above it in
+# this table. What runs in the job (in_job), and before torch is there (launch, agent), stays light.
+ALLOWED: dict[str, set[str]] = {
+    "base": set(),
+    "run_format": {"base"},
+    "trace_format": {"run_format", "base"},
+    "linux": {"run_format", "base"},
+    "in_job": {"run_format", "base"},
+    "agent": {"linux", "run_format", "base"},
+    "launch": {"agent", "linux", "run_format", "base"},
+    "run_analysis": {"trace_format", "run_format", "base"},
+    "trace_analysis": {"run_analysis", "trace_format", "run_format", "base"},
+    "live": {"trace_analysis", "run_analysis", "trace_format", "launch", "agent", "linux",
+             "run_format", "base"},
+    "diagnosis": {"trace_analysis", "run_analysis", "trace_format", "run_format", "base"},
+    "show": {"diagnosis", "live", "trace_analysis", "run_analysis", "trace_format", "agent",
+             "run_format", "base"},
+    "compat": {"show", "trace_analysis", "run_analysis", "trace_format", "run_format", "base"},
+    "api": {"compat", "show", "diagnosis", "trace_analysis", "run_analysis", "base"},
+    "cli": {"api", "compat", "show", "diagnosis", "live", "trace_analysis", "run_analysis",
+            "trace_format", "launch", "agent", "linux", "run_format", "base"},
+}  # fmt: skip
+THIRD_PARTY: dict[str, set[str]] = {
+    "base": {"numpy", "tomli"},
+    "trace_format": {"msgspec", "numpy", "polars"},
+    "in_job": {"torch"},
+    "agent": {"prometheus_client", "pynvml"},
+    "launch": {"submitit", "yaml"},
+    "run_analysis": {"numpy", "polars"},
+    "trace_analysis": {"dask_jobqueue", "distributed", "numpy", "polars"},
+    "live": {"polars"},
+    "diagnosis": {"numpy", "polars"},
+    "show": {"IPython", "jinja2", "markupsafe", "numpy", "plotly", "polars", "rich",
+             "tensorboard", "werkzeug"},
+    "compat": {"numpy", "polars", "tensorboard", "torch_tb_profiler", "werkzeug"},
+    "api": {"polars"},
+    "cli": {"click", "rich", "typer"},
+}  # fmt: skip
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Absolute names of everything a module imports, at any depth; `if TYPE_CHECKING` counts."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+ALL_MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = [p for p in ALL_MODULES.values() if part_of(p) not in ("__init__", "__main__")]
+
+
+@cache
+def imports_of(name: str) -> frozenset[str]:
+    """The modules of haiprof that a module imports; a name in a package counts as the package."""
+    found = set()
+    for target in imported(ALL_MODULES[name]):
+        module = target if target in ALL_MODULES else target.rpartition(".")[0]
+        if module in ALL_MODULES:
+            found.add(module)
+    return frozenset(found - {name})
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_module_imports_only_what_its_part_may(path: Path) -> None:
+    part, names = part_of(path), set(imported(path))
+    used = {name.split(".")[1] for name in names if name.startswith("haiprof.")} - {part}
+    assert used <= ALLOWED[part]
+    roots = {name.split(".")[0] for name in names} - {"haiprof", "__future__"} - STDLIB
+    assert roots <= THIRD_PARTY.get(part, set())
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    try:
+        TopologicalSorter({name: imports_of(name) for name in ALL_MODULES}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_rule_imports_another_rule() -> None:
+    rules = {name for name in ALL_MODULES if name.startswith("haiprof.diagnosis.rules.")}
+    assert {name: imports_of(name) & rules for name in rules if imports_of(name) & rules} == {}
+
+
+def test_only_the_command_line_names_haiprof_commands_to_start() -> None:
+    """What stands below `cli` is given the command it starts: it knows of none by itself."""
+    found = []
+    for path in MODULES:
+        if part_of(path) in ("cli", "api"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = node.value.split()
+                starts = "haiprof.__main__" in node.value or words[:2] == ["-m", "haiprof"]
+                if starts and "\n" not in node.value:
+                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+            if isinstance(node, ast.List) and _starts_a_command(node):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []
+
+
+def _starts_a_command(node: ast.List) -> bool:
+    """Whether a list of words is `[..., "-m", "haiprof", ...]` or `["haiprof", COMMAND, ...]`."""
+    words = [e.value if isinstance(e, ast.Constant) else None for e in node.elts]
+    pairs = list(itertools.pairwise(words))
+    return any(
+        (a == "-m" and b == "haiprof") or (a == "haiprof" and b in COMMANDS) for a, b in pairs
+    )
+
+
+def test_every_part_is_in_the_table_in_order() -> None:
+    seen: set[str] = set()
+    for part, allowed in ALLOWED.items():
+        assert allowed <= seen, f"{part} may only import parts listed above it"
+        seen.add(part)
+    assert {part_of(p) for p in MODULES} <= seen
+
+
+def test_hook_imports_torch_only_inside_functions() -> None:
+    for path in (PACKAGE / "in_job").rglob("*.py"):
+        top = ast.parse(path.read_text(encoding="utf-8")).body
+        names = {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in top if isinstance(n, ast.ImportFrom)}
+        assert not {n for n in names if n.split(".")[0] == "torch"}, path
