@@ -24,6 +24,8 @@ FIELDS = {
     "step_ns": "usual training step after warm-up, traced ones left out; null without steps",
     "split": "the usual step by phase, host time in ns; null: not measured",
     "step_count": "training steps of all ranks, of the last attempt of each",
+    "most_steps": "steps of the rank that has most, in all its attempts",
+    "end_wall_ns": "Unix time of the job's end; null where it still ran, or that was not noted",
     "ranks": "ranks that have steps",
     "since_ns": "only steps from this Unix time on were judged; null: the whole run",
     "findings": "most important first, a cause right before what it explains",

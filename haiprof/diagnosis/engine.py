@@ -66,6 +66,8 @@ def diagnose(
         split=split,
         step_ns=sum(ns or 0.0 for ns in split.values()) if facts.steps.height else None,
         step_count=facts.step_count,
+        most_steps=analyzer.most_steps(),
+        end_wall_ns=manifest.end_wall_ns if manifest else None,
         ranks=facts.world,
         findings=findings,
         abstained=abstained,

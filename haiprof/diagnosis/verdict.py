@@ -65,6 +65,10 @@ class Verdict:
     """What to run next."""
     notes: tuple[str, ...]
     """What was damaged or left out while reading."""
+    most_steps: int = 0
+    """Steps of the rank that has most, in all its attempts, as `haiprof list` shows them."""
+    end_wall_ns: int | None = None
+    """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None
     """Why the job died; null where it has not."""
     memory_at_end: tuple[MemoryAtEnd, ...] = ()

@@ -83,6 +83,11 @@ class RunFrames:
         """
         return self._steps
 
+    def most_steps(self) -> int:
+        """Steps of the rank that has most, in all its attempts; 0 without steps."""
+        most = self._steps["rank"].value_counts()["count"].max()
+        return most if isinstance(most, int) else 0
+
     def phases(self) -> pl.DataFrame:
         """One row per span; columns in `haiprof.run_analysis.phases`."""
         return self._phases

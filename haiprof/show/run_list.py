@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -18,12 +18,10 @@ from haiprof.base.units import MISSING, duration_text
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import run_folders, start_order
+from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import ENDED, manifest_or_none, run_header
 from haiprof.show.text import moment_text
-
-if TYPE_CHECKING:
-    from haiprof.run_analysis.deaths import Death
 
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "flight", "control")
@@ -148,27 +146,30 @@ def _line(text: str, style: Style | None = None) -> Iterator[Segment]:
 
 
 def _kept_entry(run: RunPaths) -> RunEntry:
-    """What is known of a run: kept in it once it is over."""
-    stamp = fingerprint(run, of=_SOURCES)
+    """What is known of a run: kept in it once it is over, by its verdict or by an earlier list."""
+    entry, is_whole = _entry_without_steps(run)
+    if is_whole:
+        return entry
+    stamp = fingerprint(run, of=_SOURCES) if entry.state == ENDED else None
     kept = read_answer(run, _KEPT_NAME, valid_for=stamp) if stamp else None
     if kept is not None and kept.keys() == RunEntry.__dataclass_fields__.keys():
-        entry = RunEntry(**kept)
-        if entry.state == ENDED:
-            return entry
-    entry = _entry(run)
-    if stamp and entry.state == ENDED:
+        return RunEntry(**kept)
+    entry = _with_steps(run, entry)
+    if stamp:
         keep_answer(run, _KEPT_NAME, asdict(entry), valid_for=stamp)
     return entry
 
 
-def _entry(run: RunPaths) -> RunEntry:
-    problem = None
+def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:
+    """What the manifest tells of a run, and whether its verdict told the rest."""
+    problem = manifest = None
     try:
-        header = run_header(run, manifest_or_none(run))
+        manifest = manifest_or_none(run)
     except HaiprofError as error:
-        header, problem = run_header(run, None), str(error)
-    steps, death, unread = _steps_and_death(run)
-    return RunEntry(
+        problem = str(error)
+    header = run_header(run, manifest)
+    judged = _judged(run, manifest.end_wall_ns if manifest else None)
+    entry = RunEntry(
         name=header.name,
         path=header.path,
         start_wall_ns=header.start_wall_ns,
@@ -177,24 +178,53 @@ def _entry(run: RunPaths) -> RunEntry:
         exit_status=header.exit_status,
         signal=header.signal,
         rank_count=len({rank for rank, _, _ in run.rank_folders()}),
-        step_count=steps,
-        died_of=None if death is None else WORDS.get(death.cause, death.cause),
-        died_rank=death.ranks[0] if death is not None and len(death.ranks) == 1 else None,
-        problem=problem or unread,
+        step_count=None,
+        died_of=None,
+        died_rank=None,
+        problem=problem,
     )
+    return (entry, False) if judged is None else (replace(entry, **judged), True)
 
 
-def _steps_and_death(run: RunPaths) -> tuple[int | None, Death | None, str | None]:
-    """Steps of the rank that has most, how the job died, and why that cannot be told."""
+def _judged(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | None:
+    """What the verdict that was saved at the job's end says; None where there is none.
+
+    Args:
+        run: The run.
+        end_wall_ns: Its end; a verdict from before it is not about the whole run.
+    """
+    try:
+        content = read_json(run.verdict_json) if end_wall_ns else {}
+    except HaiprofError:
+        return None
+    steps = content.get("most_steps")
+    if content.get("end_wall_ns") != end_wall_ns or not end_wall_ns or type(steps) is not int:
+        return None
+    death = content.get("death")
+    if death is None:
+        return {"step_count": steps, "died_of": None, "died_rank": None}
+    cause, ranks = (death.get("cause"), death.get("ranks")) if isinstance(death, dict) else (0, 0)
+    if not isinstance(cause, str) or cause not in WORDS or not isinstance(ranks, list):
+        return None
+    return {"step_count": steps, **_death_words(cause, ranks)}
+
+
+def _death_words(cause: str, ranks: Sequence[object]) -> dict[str, Any]:
+    rank = ranks[0] if len(ranks) == 1 and type(ranks[0]) is int else None
+    return {"died_of": WORDS[cause], "died_rank": rank}
+
+
+def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
+    """The entry with the steps of the rank that has most, and why the job died."""
     from haiprof.run_analysis.run_frames import RunFrames
 
     try:
         frames = RunFrames(run.root)
-        most = frames.steps()["rank"].value_counts()["count"].max()
         death = next((death for death in frames.deaths() if death.final), None)
+        words = {} if death is None else _death_words(death.cause, death.ranks)
+        return replace(entry, step_count=frames.most_steps(), **words)
     except HaiprofError as error:
-        return None, None, str(error)
-    return (most if isinstance(most, int) else 0), death, None
+        return replace(entry, problem=entry.problem or str(error))
 
 
 def _why_text(run: RunEntry) -> str:

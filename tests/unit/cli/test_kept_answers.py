@@ -116,3 +116,30 @@ def test_list_is_kept_run_by_run(run: RunPaths) -> None:
     shutil.rmtree(run.rank(0).root)
     (changed,) = run_list(run.root.parent)
     assert changed.step_count == 0
+
+
+def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    assert main(["verdict", str(run.root), "--save"]) == 0
+    shutil.copytree(run.root, tmp_path / "copies" / "job-1")
+    (entry,) = run_list(run.root.parent)
+    assert (entry.step_count, entry.died_of) == (STEPS, None)
+    assert not run.answers.exists()  # nothing was computed that had to be kept
+    (copy,) = run_list(tmp_path / "copies")
+    assert copy.step_count == STEPS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"end_wall_ns": 5}, {"end_wall_ns": None}, {"most_steps": "7"}, {"most_steps": None},
+     {"death": {"cause": "\x1b[2J", "ranks": []}}, {"death": 7}],
+)  # fmt: skip
+def test_list_believes_no_verdict_of_another_end_or_form(
+    run: RunPaths, change: dict[str, object]
+) -> None:
+    assert main(["verdict", str(run.root), "--save"]) == 0
+    content = json.loads(run.verdict_json.read_text())
+    run.verdict_json.write_text(json.dumps(content | {"most_steps": 7} | change))
+    (entry,) = run_list(run.root.parent)
+    assert (entry.step_count, entry.died_of) == (STEPS, None)
