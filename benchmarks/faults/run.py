@@ -203,12 +203,18 @@ def _is_right(case: Case, finding: Any) -> bool:
 
 
 def _line(case: Case, folder: Path, finding: Any) -> bool | None:
-    """Whether the finding names a faulty line; None where none is, or lines are not recorded."""
+    """Whether the finding names a faulty line, as where the time passes or as what calls that.
+
+    None where no line is at fault, or lines are not recorded.
+    """
     faulty = write_job(case, folder / "train.py")
     lines = getattr(finding, "code_lines", None)
     if not faulty or lines is None:
         return None
-    return any(line.line in faulty and line.file.endswith("train.py") for line in lines)
+    callers = [place.partition(" ")[0] for line in lines for place in line.callers]
+    return any(line.line in faulty and line.file.endswith("train.py") for line in lines) or any(
+        place in callers for place in (f"train.py:{number}" for number in faulty)
+    )
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:

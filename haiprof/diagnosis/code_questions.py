@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.diagnosis.finding import CodeLine, Finding, place_text
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
 from haiprof.run_analysis.code_samples import (
@@ -55,9 +55,13 @@ class CodeQuestion:
     """What the time is compared with: slow steps with usual ones, the finding's rank with others,
     steps since something changed with those before.
     Then lines are those whose time is more than there."""
+    within: str = ""
+    """Only where a function of that file is on the stack."""
 
 
 _STEP = TRAINING_PHASES[:6]
+_COMPILER = "/torch/_dynamo/convert_frame.py"
+"""On the stack while torch.compile works, and not while what it has compiled runs."""
 QUESTIONS: Mapping[str, CodeQuestion] = {
     "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
     "first_batch": CodeQuestion(phases=("dataloader",), workers=True),
@@ -70,6 +74,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
     "evaluation_heavy": CodeQuestion(phases=("evaluation",)),
     "garbage_collection": CodeQuestion(phases=_STEP),
+    "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER),
     "synchronising_calls": CodeQuestion(phases=_STEP),
     "jitter": CodeQuestion(phases=_STEP, against="usual_steps"),
     "step_time_drift": CodeQuestion(phases=_STEP, against="earlier_steps"),
@@ -128,6 +133,9 @@ class CodeAnswers:
             return loading, function_times(loading), "the workers' loading", 1.0
         phases = [CODE_PHASES.index(phase) for phase in question.phases]
         samples = samples.take(np.isin(samples.phase, phases))
+        if question.within:
+            samples = samples.take(samples.tree.within(question.within)[samples.stack])
+            return samples, function_times(samples), "the compilations", 1.0
         if question.against:
             chosen, times, of, part = self._contrast(samples, finding, question)
             if len(loading.stack) and times and any(_WAIT in name for name in times[0].callees):
@@ -223,6 +231,7 @@ def _code_line(time: FunctionTime, of: str, part: float) -> CodeLine:
         of=of,
         sample_count=time.sample_count,
         callees=time.callees,
+        callers=tuple(place_text(at.file, at.line, at.function) for at in time.callers),
     )
 
 

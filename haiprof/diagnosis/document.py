@@ -53,7 +53,7 @@ FINDING_FIELDS = {
     "ranks": "ranks it is about; empty: all",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
-    "`callees` in libraries; empty: not known",
+    "`callees` in libraries, `callers` in the job's own code; empty: not known",
     "explained_by": "slug of the finding that is its cause; null: it is a cause itself",
     "missing": "what could not be measured and would make it surer",
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",

@@ -27,6 +27,12 @@ class Evidence:
     """ns, ratio, cores, count, bytes, bytes/s, or empty for a plain factor."""
 
 
+def place_text(file: str, line: int, function: str) -> str:
+    """`train.py:88 load_image`; the names are whatever the run directory holds."""
+    text = f"{file.rpartition('/')[2]}:{line} {function}"
+    return visible(" ".join(text[:_PLACE_LIMIT].split()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeLine:
     """A function of the job's own code that a finding is about, as it was sampled."""
@@ -45,12 +51,14 @@ class CodeLine:
     sample_count: int
     callees: tuple[str, ...]
     """Functions of libraries in which most of that time passes, from its own call inwards."""
+    callers: tuple[str, ...] = ()
+    """The job's own lines through which most of that time came there, from the nearest outwards:
+    `train.py:307 log_metrics`."""
 
     @property
     def place(self) -> str:
         """`train.py:88 load_image`; the names are whatever the run directory holds."""
-        text = f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
-        return visible(" ".join(text[:_PLACE_LIMIT].split()))
+        return place_text(self.file, self.line, self.function)
 
     def describe(self) -> str:
         """`train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open`."""
@@ -58,7 +66,8 @@ class CodeLine:
         if self.low is not None and self.high is not None:
             between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
         inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
-        return f"{self.place}: {ratio_text(self.share)} of {self.of}{between}{inside}"
+        by = f", called by {' < '.join(self.callers)}" if self.callers else ""
+        return f"{self.place}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,16 @@ class CodeTree:
     place: Ints
     """Per stack: its frame; -1 for stack 0."""
 
+    def within(self, file: str) -> Bools:
+        """Per stack: whether a frame of a file whose path ends so is in it."""
+        own = np.array([*(frame.file.endswith(file) for frame in self.frames), False])
+        found: Bools = own[self.place]
+        outwards = self.parent
+        while outwards.any():
+            found = found | own[self.place[outwards]]
+            outwards = self.parent[outwards]
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSamples:

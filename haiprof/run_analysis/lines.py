@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
@@ -32,9 +34,15 @@ LINE_SCHEMA = {
 _COMPREHENSION = re.compile(r"(?:\.<locals>)?\.<(?:genexpr|listcomp|dictcomp|setcomp)>\Z")
 """What runs in a comprehension is its function's."""
 CALLEE_LIMIT = 3
+CALLER_LIMIT = 3
 FUNCTION_LIMIT = 20
-CALLEE_MIN_RATIO = 0.5
-"""A library's function is named where it is on the way of so many of its caller's samples."""
+MIN_WAY_RATIO = 0.5
+"""What a function calls, or is called by, is named where so much of its time goes that way."""
+_WRAPPERS = ("Module._wrapped_call_impl", "Module._call_impl", ".decorate_context")
+"""Of torch, around every call of a module or of a function under no_grad: they tell nothing."""
+_SCRIPT = "<module>"
+"""The outermost frame of every script: it tells nothing either."""
+_Step = TypeVar("_Step", str, int)
 _Z = 1.96  # 95 % of a normal distribution
 
 
@@ -56,6 +64,8 @@ class FunctionTime:
     time_ns: float
     callees: tuple[str, ...]
     """Functions of libraries in which most of that time passes, from its own call inwards."""
+    callers: tuple[Frame, ...]
+    """The user's lines through which most of that time came there, from the nearest outwards."""
 
 
 def line_frame(samples: CodeSamples) -> pl.DataFrame:
@@ -161,6 +171,7 @@ def function_times(
                 sample_count=int(rows.sum()),
                 time_ns=float(beyond[function]),
                 callees=_callees(tree, inner, samples.stack[rows], weight[rows]),
+                callers=_callers(tree, inner[samples.stack[rows]], weight[rows]),
             )
         )
     return found
@@ -186,19 +197,44 @@ def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
 
 def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
     """From the user's own frame inwards, as long as most of its time goes the same way."""
-    total = float(weight.sum())
     paths = [_library_path(tree, inner, number) for number in stack.tolist()]
-    way: list[str] = []
-    while len(way) < CALLEE_LIMIT:
-        times: dict[str, float] = {}
+    return _common_way(paths, weight, CALLEE_LIMIT)
+
+
+def _callers(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[Frame, ...]:
+    """From what calls the user's own frame outwards, as long as most of its time came that way."""
+    paths = [_user_callers(tree, number) for number in stack.tolist()]
+    return tuple(tree.frames[frame] for frame in _common_way(paths, weight, CALLER_LIMIT))
+
+
+def _common_way(
+    paths: Sequence[tuple[_Step, ...]], weight: Floats, limit: int
+) -> tuple[_Step, ...]:
+    """The steps that most of the weight takes, one after the other."""
+    total = float(weight.sum())
+    way: list[_Step] = []
+    while len(way) < limit:
+        times: dict[_Step, float] = {}
         for path, part in zip(paths, weight.tolist(), strict=True):
             if len(path) > len(way) and list(path[: len(way)]) == way:
                 times[path[len(way)]] = times.get(path[len(way)], 0.0) + part
-        name = max(times, key=lambda n: (times[n], n), default=None)
-        if name is None or times[name] < CALLEE_MIN_RATIO * total:
+        step = max(times, key=lambda found: (times[found], found), default=None)
+        if step is None or times[step] < MIN_WAY_RATIO * total:
             break
-        way.append(name)
+        way.append(step)
     return tuple(way)
+
+
+def _user_callers(tree: CodeTree, stack: int) -> tuple[int, ...]:
+    """Frames of user code outside a stack's own one, the nearest first."""
+    found: list[int] = []
+    stack = int(tree.parent[stack])
+    while stack and len(found) < CALLER_LIMIT:
+        frame = int(tree.place[stack])
+        if not tree.library[frame] and tree.frames[frame].function != _SCRIPT:
+            found.append(frame)
+        stack = int(tree.parent[stack])
+    return tuple(found)
 
 
 def _library_path(tree: CodeTree, inner: Ints, stack: int) -> tuple[str, ...]:
@@ -206,7 +242,8 @@ def _library_path(tree: CodeTree, inner: Ints, stack: int) -> tuple[str, ...]:
     names = []
     while stack != inner[stack] and stack:
         frame = tree.frames[tree.place[stack]]
-        names.append(code_name(frame.file, frame.function))
+        if not frame.function.endswith(_WRAPPERS):
+            names.append(code_name(frame.file, frame.function))
         stack = int(tree.parent[stack])
     return tuple(reversed(names))
 

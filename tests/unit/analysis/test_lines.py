@@ -113,7 +113,22 @@ def test_function_is_named_with_its_top_line_and_what_it_calls(tmp_path: Path) -
     times = function_times(Analyzer(run.root).code_samples())
     assert (times[0].function, times[0].line, times[0].ratio) == ("load_image", 12, 0.8)
     assert times[0].callees == ("PIL.Image.open",)
+    assert [(at.file, at.line, at.function) for at in times[0].callers] == [MAIN]
     assert times[1].function == "main"
+
+
+def test_callers_are_the_way_that_most_of_the_time_came(tmp_path: Path) -> None:
+    """An evaluation's time lies in the model; the line to change is the one that evaluates."""
+    run = write_run(tmp_path / "run")
+    write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))
+    evaluate, every = ("/home/me/train.py", 40, "evaluate"), ("/home/me/train.py", 60, "after_step")
+    seldom = ("/home/me/train.py", 70, "sometimes")
+    stacks: list[Stack] = [(MAIN, every, FETCH, evaluate, FETCH, LOAD, OPEN)] * 30
+    stacks += [(MAIN, seldom, evaluate, LOAD)] * 10
+    write_stacks(run.rank(0).worker_stacks(3), [(1000 * i, s) for i, s in enumerate(stacks, 1)],
+                 worker=3)  # fmt: skip
+    (load,) = function_times(Analyzer(run.root).code_samples())
+    assert [at.function for at in load.callers] == ["evaluate", "after_step", "main"]
 
 
 def test_workers_wait_outside_their_fetch(tmp_path: Path) -> None:

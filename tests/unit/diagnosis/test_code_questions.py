@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from haiprof import Analyzer
 from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.run_analysis.lines import function_times
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -115,6 +117,10 @@ def test_a_line_is_described_in_one_sentence() -> None:
     assert line.describe() == (
         "train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open"
     )
+    called = replace(line, low=None, callees=(), callers=("train.py:9 evaluate", "train.py:2 main"))
+    assert called.describe() == (
+        "train.py:88 load_image: 61 % of the step, called by train.py:9 evaluate < train.py:2 main"
+    )
 
 
 def test_a_name_cannot_steer_a_terminal() -> None:
@@ -123,3 +129,16 @@ def test_a_name_cannot_steer_a_terminal() -> None:
         of="the step", sample_count=9, callees=("a\x1b]0;b",),
     )  # fmt: skip
     assert line.describe().isprintable()
+
+
+def test_recompiles_name_what_is_compiled_not_what_runs_compiled(tmp_path: Path) -> None:
+    compiler = ("/x/site-packages/torch/_dynamo/convert_frame.py", 9, "__call__")
+    root = story(
+        tmp_path,
+        lambda rank, step: (1.0, 30.0, 8.0, 2.0),
+        lambda phase, step: (MAIN, LOG, compiler) if step < 9 else (MAIN, LOAD, OPEN),
+    )
+    analyzer = Analyzer(root)
+    samples = analyzer.code_samples()
+    inside = samples.take(samples.tree.within("/torch/_dynamo/convert_frame.py")[samples.stack])
+    assert {time.function for time in function_times(inside)} == {LOG[2]}
