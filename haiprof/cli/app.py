@@ -26,9 +26,10 @@ _MODULES = {
     "list": ("list", "list_runs"),
     "critical-path": ("trace_critical_path", "critical_path"),
     "memory-timeline": ("trace_memory", "memory_timeline"),
+    "diagnose": ("verdict", "verdict"),
 }
 """Module and function of the commands that are not named as both."""
-_OWN_LOG_DIR = frozenset({"diagnose", "ps", "top", "attach", "snapshot", "trace-now", "submit"})
+_OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _INTERRUPTED = 130
 

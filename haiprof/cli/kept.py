@@ -65,7 +65,9 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
         place = rest.index("--log-dir")
         log_dir = Path(rest[place + 1])
         del rest[place : place + 2]
-    targets = [word for word in rest if word not in _SWITCHES and not word.isdecimal()]
+    targets = [word for word in rest if word not in _SWITCHES]
+    if words[0] == "rank":
+        targets = [word for word in targets if not word.isdecimal()]
     if len(targets) > 1 or any(word.startswith("-") for word in targets):
         return None
     from haiprof.run_format.kept_answers import fingerprint

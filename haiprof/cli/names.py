@@ -9,10 +9,10 @@ COMMANDS = {
     "rank": "haiprof rank [DIR] [RANK]: one rank over time, phase statistics, slowest steps",
     "lines": "haiprof lines [DIR]: which lines of your code take the time, by rank and phase",
     "list": "haiprof list [DIR]: the runs in a log directory",
-    "verdict": "haiprof verdict [DIR]: the cause, the numbers that prove it, what to change",
+    "verdict": "haiprof verdict [RUN_OR_JOB]: the cause, the numbers that prove it, what to change",
     "report": "haiprof report [DIR] -o report.html: all of a run in one page, without network",
     "view": "haiprof view [DIR]: the same page on this machine, also while the job runs",
-    "diagnose": "haiprof diagnose [RUN_OR_JOB]: causes in order, also of a job that runs",
+    "diagnose": "haiprof diagnose [RUN_OR_JOB]: another name of verdict",
     "scalars": "haiprof scalars [DIR] --follow: live scalars for TensorBoard",
     "tensorboard": "haiprof tensorboard [RUN_OR_TRACES]: TensorBoard with scalars and traces",
     "perfetto": "haiprof perfetto [TRACE_OR_RUN]: a trace in Perfetto's UI, without network",
@@ -42,7 +42,7 @@ COMMANDS = {
 """Name, and the line that `haiprof --help` shows."""
 
 GROUPS = {
-    "Why is it slow, or dead?": ("verdict", "diagnose", "overview", "rank", "lines"),
+    "Why is it slow, or dead?": ("verdict", "overview", "rank", "lines"),
     "One page of it all": ("report", "view", "list"),
     "A job that runs": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
     "Traces of torch.profiler": (
@@ -55,7 +55,10 @@ GROUPS = {
     ),
     "Where jobs run": ("doctor", "submit"),
 }  # fmt: skip
-"""The commands by what one wants to know; every command is in one group."""
+"""The commands by what one wants to know; every command is in one group, but for other names."""
+
+OTHER_NAMES = ("diagnose",)
+"""Of a command that is in a group."""
 
 WORDS = (*COMMANDS, "run", "help", "completion")
 """What the first word of a command line can be, apart from a program."""

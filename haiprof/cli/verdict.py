@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson, Everything, RunDir
+from haiprof.base.messages import print_message
+from haiprof.cli.arguments import AsJson, Everything
+from haiprof.cli.job_arguments import the_job
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 
+if TYPE_CHECKING:
+    from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.run_format.layout import RunPaths
+
+_TRACE_STEPS = 5
+OTHER_NAME = "diagnose"
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN_OR_JOB",
+        help="A run or log directory; or a running job: its id, name, script, or a process id. "
+        "Left out: the newest run, with --collect the only running job.",
+        show_default=False,
+    ),
+]
+Collect = Annotated[
+    bool, typer.Option("--collect", help="The job runs: watch it for --time, and judge that part.")
+]
+Seconds = Annotated[float, typer.Option("--time", metavar="SECONDS", help="How long to watch.")]
+SaveTraces = Annotated[
+    bool,
+    typer.Option("--save-traces", help="With --collect: also trace some steps of all ranks."),
+]
 Save = Annotated[
     bool, typer.Option("--save", help="Also write report/verdict.json and .txt into the run.")
 ]
@@ -44,12 +70,15 @@ ExitReport = Annotated[
 
 
 def verdict(
-    directory: RunDir = None, as_json: AsJson = False, save: Save = False, svg: SvgFile = None,
-    last: Last = None, exit_report: ExitReport = None, everything: Everything = False,
+    context: typer.Context, target: Target = None, as_json: AsJson = False, save: Save = False,
+    svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
+    save_traces: SaveTraces = False, exit_report: ExitReport = None, everything: Everything = False,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
+    With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
+    in its run directory (docs/diagnosis.md). `haiprof diagnose` is the same command.
 
     For example:
 
@@ -57,7 +86,11 @@ def verdict(
 
       haiprof verdict haiprof-logs/train-...      that run, also while it runs
 
-      haiprof verdict --last 60                   of its last minute alone
+      haiprof verdict train.py --collect          the next 20 s of that running job
+
+      haiprof verdict train.py --collect --save-traces --time 60
+
+      haiprof verdict --last 60                   of the run's last minute alone
 
       haiprof verdict --svg card.svg              the card as a picture
 
@@ -65,10 +98,15 @@ def verdict(
 
       haiprof verdict --json | jq '.findings[0].remedy'
     """
-    if last is not None and save:
-        raise UsageError("--save keeps the verdict of a whole run: not together with --last")
-    analyzer = open_target(directory)
-    from haiprof.diagnosis.document import as_document
+    _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
+    since = None
+    if collect:
+        run = the_job(target, None).run
+        since = _watch(run, seconds, traces=save_traces)
+        analyzer = open_target(run.root)
+    else:
+        analyzer = _open_run_or_job(target)
+    from haiprof.diagnosis.document import as_document, save_document
     from haiprof.diagnosis.engine import diagnose
     from haiprof.show import death_block
     from haiprof.show.card import verdict_card
@@ -80,8 +118,9 @@ def verdict(
     analyzer = analyzer if last is None else analyzer.last(last)
     output = Output(json=as_json)
     # The launcher saves the verdict while a job ends: it does not wait for large traces there.
-    found = diagnose(analyzer, trace_limit_bytes=SMALL_BYTES if save else None)
+    found = diagnose(analyzer, trace_limit_bytes=SMALL_BYTES if save else None, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+    content = as_document(found, since_ns=since)
     if save:
         save_verdict(found, header, analyzer.run)
     if svg is not None:
@@ -90,6 +129,40 @@ def verdict(
         write_text(exit_report, death_block.exit_report(found, header))
         output.hint(f"wrote {exit_report}")
     output.show(
-        lambda width: verdict_card(found, header, width=width, everything=everything),
-        as_document(found),
+        lambda width: verdict_card(found, header, width=width, everything=everything), content
     )
+    if collect or context.info_name == OTHER_NAME:
+        save_document(content, analyzer.run)
+        output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _check(
+    *, last: float | None, save: bool, collect: bool, seconds: float, save_traces: bool
+) -> None:
+    if (last is not None or collect) and save:
+        other = "--collect" if collect else "--last"
+        raise UsageError(f"--save keeps the verdict of a whole run: not together with {other}")
+    if last is not None and collect:
+        raise UsageError("--last judges what was recorded, --collect what comes: give one of them")
+    if save_traces and not collect:
+        raise UsageError("--save-traces goes with --collect: what has ended has no more steps")
+    if seconds <= 0:
+        raise UsageError(f"--time {seconds:g}: expected more than 0 seconds")
+
+
+def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
+    from haiprof.live.collect import collect
+
+    trace = {"count": _TRACE_STEPS} if traces else None
+    (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)
+    if traced is not None and not traced.done:
+        why = next((rank.reason for rank in traced.ranks if rank.reason), "no rank answered")
+        print_message(f"no trace: {why}")
+    return since
+
+
+def _open_run_or_job(target: str | None) -> RunFrames:
+    """The run of a directory, or of a running job of that name."""
+    if target is None or os.sep in target or Path(target).exists():
+        return open_target(None if target is None else Path(target))
+    return open_target(the_job(target, None).run.root)

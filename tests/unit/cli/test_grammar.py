@@ -12,7 +12,7 @@ from haiprof.__main__ import main as haiprof
 from haiprof.cli import main
 from haiprof.cli.app import command_function
 from haiprof.cli.completion import SHELLS, completion_script
-from haiprof.cli.names import COMMANDS, GROUPS
+from haiprof.cli.names import COMMANDS, GROUPS, OTHER_NAMES
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 
 TRACE = {
@@ -78,7 +78,7 @@ def test_run_without_traces_says_how_to_record_some(
 
 def test_every_command_is_in_one_group_and_has_two_examples() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(COMMANDS)
+    assert sorted((*grouped, *OTHER_NAMES)) == sorted(COMMANDS)
     for name in COMMANDS:
         text = command_function(name).__doc__ or ""
         assert text.count("haiprof ") >= 2, name

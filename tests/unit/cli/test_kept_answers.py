@@ -143,3 +143,12 @@ def test_list_believes_no_verdict_of_another_end_or_form(
     run.verdict_json.write_text(json.dumps(content | {"most_steps": 7} | change))
     (entry,) = run_list(run.root.parent)
     assert (entry.step_count, entry.died_of) == (STEPS, None)
+
+
+def test_process_id_is_no_question_about_the_newest_run(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verdict", "--log-dir", str(run.root.parent)]) == 0
+    capsys.readouterr()
+    assert main(["verdict", "4194305", "--log-dir", str(run.root.parent)]) != 0
+    assert "no running job '4194305'" in capsys.readouterr().err
