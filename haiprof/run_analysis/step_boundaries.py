@@ -15,6 +15,13 @@ BOUNDARIES = ("dataloader", "optimizer", "backward", "mark", "fetch", "module", 
 of haiprof.step() it ends with; where no optimizer stepped the loader's fetch it begins with, or the
 root module's call or the collective it ends with."""
 BY_LOADER, BY_OPTIMIZER, BY_BACKWARD, BY_MARK, BY_FETCH, BY_MODULE, BY_COLLECTIVE = range(7)
+WORDS = {
+    "mark": "steps end with the job's own calls of haiprof.step()",
+    "fetch": "steps begin with the loader's batches: no optimizer seen",
+    "module": "steps are root module calls: no optimizer seen",
+    "collective": "steps end with a collective that repeats: no optimizer seen",
+}
+"""What steps are that are not those of a training, by their boundary."""
 
 # How sure a boundary is: an order of the rules below, not a measured frequency.
 CONFIDENCE_LOADER = 0.95  # a batch, then optimizer steps, the same number in nearly every segment

@@ -107,9 +107,7 @@ SCALER = 9  # GradScaler.step: holds the optimizer, or nothing when the step is 
 GC = 10  # garbage collector pause; tag = generation
 SAVE = 11  # checkpoint save (torch.save, distributed checkpoint, safetensors)
 FORWARD_EVAL = 12  # as FORWARD with the module in eval mode: fine-tuning, or no no_grad
-COLLECTIVE = (
-    13  # torch.distributed call before any training; tag = the calling place
-)
+COLLECTIVE = 13  # torch.distributed call before any training; tag = the calling place
 MARK = 14  # haiprof.step(): a step ends; the first may begin where the recording did
 
 KIND_NAMES = {
