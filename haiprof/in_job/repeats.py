@@ -7,8 +7,10 @@ from collections.abc import Callable
 from haiprof.in_job.windows.step_cycles import Cycles
 
 LOADER_CUTS = 2  # as run_analysis.repeating_steps
+MIN_REPEATS = 2  # as run_analysis.steps
 SURE_STEPS = 3
 SURE_CALLS = 512  # root calls after a fetch: the loader is used no more
+NOTHING, FETCHES, CALLS, COLLECTIVES = range(4)
 
 
 class Repeats:
@@ -38,9 +40,7 @@ class Repeats:
         """Steps so far, the running one included; 0 in a process that trains and marks none."""
         if self.marks or self.trained:
             return self.marks
-        if self._by_loader:
-            return self._segments if self._calls.total else self._batches
-        return self._calls.total or self._collectives.total
+        return self._source[1]
 
     @property
     def settled(self) -> bool:
@@ -49,11 +49,17 @@ class Repeats:
             return True
         if self.trained or self.count < SURE_STEPS:
             return False
-        return self._by_loader or not self._batches or self._calls.total > SURE_CALLS
+        by_loader = self._source[0] == FETCHES
+        return by_loader or not self._batches or self._calls.total > SURE_CALLS
 
     @property
-    def _by_loader(self) -> bool:
-        return self._batches > 0 and (self._cuts >= LOADER_CUTS or not self._calls.total)
+    def _source(self) -> tuple[int, int]:
+        """What repeats, and how many steps that makes."""
+        called = self._calls.total
+        cut = self._cuts >= LOADER_CUTS or not called
+        batches = (self._segments if called else self._batches) if cut else 0
+        counts = ((FETCHES, batches), (CALLS, called), (COLLECTIVES, self._collectives.total))
+        return next((pair for pair in counts if pair[1] >= MIN_REPEATS), (NOTHING, 0))
 
     def mark(self) -> None:
         """`haiprof.step()`: a step has ended."""
@@ -67,8 +73,8 @@ class Repeats:
         if called:
             self._cuts += 1
             self._fresh = True
-        if self._by_loader and (called if self._calls.total else fetched):
-            self._tell_repeated()
+        if called if self._calls.total else fetched:
+            self._tell_repeated(FETCHES)
 
     def batch(self) -> None:
         """The loader gave one."""
@@ -84,8 +90,8 @@ class Repeats:
         self._called_since = True
         self._segments += self._fresh
         self._fresh = False
-        if self._calls.close(tag, holds_work=False) and not self._by_loader:
-            self._tell_repeated()
+        if self._calls.close(tag, holds_work=False):
+            self._tell_repeated(CALLS)
 
     def collective(self, tag: int) -> None:
         """A call of torch.distributed is over.
@@ -93,12 +99,11 @@ class Repeats:
         Args:
             tag: The number of its place in the code.
         """
-        repeated = self._collectives.close(tag, holds_work=False)
-        if repeated and not self._batches and not self._calls.total:
-            self._tell_repeated()
+        if self._collectives.close(tag, holds_work=False):
+            self._tell_repeated(COLLECTIVES)
 
-    def _tell_repeated(self) -> None:
-        if not self.marks and not self.trained:
+    def _tell_repeated(self, by: int) -> None:
+        if not self.marks and not self.trained and self._source[0] == by:
             self._tell()
 
     def _tell(self) -> None:

@@ -28,24 +28,23 @@ _LOADER = kind_table(schema.DATA, schema.DATA_END, schema.DATA_ITER)
 _WORK = kind_table(*MODULE_KINDS, schema.DATA, schema.DATA_END, schema.DATA_ITER)
 
 
-def find_source(spans: Spans) -> int:
-    """What the steps of a process are: BY_TRAINING, or one of `step_boundaries.BOUNDARIES`.
+def find_sources(spans: Spans) -> tuple[int, ...]:
+    """What the steps of a process may be, of `step_boundaries.BOUNDARIES`: the first that repeats.
 
     PerfTracker finds iterations where a fetch or an optimizer step repeats (arXiv 2506.08528). Here
     the fetch comes first, then the root module's call, then the collective; and they count only
-    where nothing trained.
+    where nothing trained: empty where something did.
     """
     kind = spans.kind
     if (kind == schema.MARK).any():
-        return BY_MARK
+        return (BY_MARK,)
     if _TRAINING[kind].any():
-        return BY_TRAINING
-    modules, batches = _MODULES[kind].any(), (kind == schema.DATA).any()
-    if batches:
-        return BY_FETCH if not modules or _cut_count(spans) >= LOADER_CUTS else BY_MODULE
-    if modules:
-        return BY_MODULE
-    return BY_COLLECTIVE if (kind == schema.COLLECTIVE).any() else BY_TRAINING
+        return ()
+    modules, batches = bool(_MODULES[kind].any()), bool((kind == schema.DATA).any())
+    fetched = batches and (not modules or _cut_count(spans) >= LOADER_CUTS)
+    collectives = bool((kind == schema.COLLECTIVE).any())
+    sources = ((BY_FETCH, fetched), (BY_MODULE, modules), (BY_COLLECTIVE, collectives))
+    return tuple(source for source, there in sources if there)
 
 
 def _cut_count(spans: Spans) -> int:
@@ -94,7 +93,7 @@ def repeating_tokens(tag: Codes, token: Codes, source: int) -> TrainTokens:
     Args:
         tag: Of each token: root module, or place of the collective's call.
         token: Kinds of the outermost spans, in order.
-        source: As `find_source` says.
+        source: As `find_sources` says.
     """
     none = np.zeros(len(token), dtype=np.bool_)
     fetch = _LOADER[token] if source == BY_FETCH else none

@@ -12,7 +12,7 @@ from haiprof.base.arrays import Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table, nest
 from haiprof.run_analysis.repeating_steps import (
     BY_TRAINING,
-    find_source,
+    find_sources,
     repeating_tokens,
     spans_for,
     without_gradients_as_forward,
@@ -116,11 +116,11 @@ def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segme
         spans: Spans of one thread, in any order.
         families: Family by root tag; roots that share parameters share it.
     """
-    source = find_source(spans)
-    found = _segment(spans, families or {}, source=source)
-    if source not in (BY_TRAINING, BY_MARK) and len(found.steps.start_ns) < MIN_REPEATS:
-        return _segment(spans, families or {}, source=BY_TRAINING)
-    return found
+    for source in find_sources(spans):
+        found = _segment(spans, families or {}, source=source)
+        if source == BY_MARK or len(found.steps.start_ns) >= MIN_REPEATS:
+            return found
+    return _segment(spans, families or {}, source=BY_TRAINING)
 
 
 def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segmentation:
@@ -243,7 +243,8 @@ def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[I
     last = np.where(by_loader | (np.arange(count) < count - 1), follower - 1, found.last_closing)
     evaluation = training.eval_after[last]
     begun = np.flatnonzero(evaluation >= 0)
-    end[begun] = training.eval_start_ns[evaluation[begun]]
+    if training.tokens.by != BY_MARK:
+        end[begun] = training.eval_start_ns[evaluation[begun]]
     start = np.append(spans.start_ns[row[found.first[:1]]], end[:-1])
     begun = begun[begun < count - 1]
     start[begun + 1] = training.eval_end_ns[evaluation[begun]]
