@@ -25,10 +25,15 @@ from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.messages import read_object
 from haiprof.run_format.schema import (
     BACKWARD,
+    COLLECTIVE,
+    DATA,
     DATA_END,
     DATA_ITER,
     EVAL,
+    FORWARD,
+    FORWARD_EVAL,
     GC,
+    MARK,
     NOGRAD,
     OPTIMIZER,
     PHASES,
@@ -66,7 +71,10 @@ SUSPENDED_NS = 4 * NS_PER_S
 """The launcher looks every 2 s; if it did not for so long, it was stopped, and so was the job."""
 NOTED_NS = 10 * NS_PER_S
 """Minimum length of a suspension that is noted: shorter ones happen on a busy node."""
-_SURE_BACKWARDS = 32
+_SURE_REPEATS = 32
+_ENDS = (COLLECTIVE, FORWARD, FORWARD_EVAL, NOGRAD, EVAL, DATA, BACKWARD, OPTIMIZER, MARK)
+"""What may end a step, the surest last: what comes later in this order takes an earlier one's
+place, all but the last two after they have repeated so often."""
 _READ_LIMIT_BYTES = 1 << 20
 _KEPT_STEPS = 3000
 _KEPT_WINDOWS = 8
@@ -79,7 +87,7 @@ _ODD = 16
 
 
 class Step(NamedTuple):
-    """From one optimizer step to the next."""
+    """From one optimizer step, or what stands for it, to the next."""
 
     number: int
     end_ns: int
@@ -179,7 +187,7 @@ class RankWatch:
     _seen_ns: int = 0
     _usual: _Usual | None = None
     _lead: tuple[int, int] | None = None
-    _backwards: int = 0
+    _repeats: dict[int, int] = field(default_factory=dict)
     _within: int = 0
     _end_ns: int = 0
     _stopped: bool = False
@@ -302,7 +310,7 @@ class RankWatch:
         self.first_ns = self.first_ns or end_ns
         self.alive_ns = max(self.alive_ns, end_ns)
         self._stopped = False
-        if kind in (OPTIMIZER, BACKWARD) and self._ends_step(kind, tag):
+        if kind in _ENDS and self._ends_step(kind, tag):
             if self._end_ns and self.count >= WARM_UP_STEPS:
                 within = self._within | (_ODD if self._is_traced(end_ns) else 0)
                 self.steps.append(Step(self.count, end_ns, end_ns - self._end_ns, within))
@@ -313,13 +321,12 @@ class RankWatch:
 
     def _ends_step(self, kind: int, tag: int) -> bool:
         """Whether it is the first optimizer of a step: others belong to the same step."""
-        if kind == OPTIMIZER and (self._lead is None or self._lead[0] == BACKWARD):
-            self._lead, self.count, self._end_ns = (kind, tag), 0, 0
-            self.steps.clear()
-        elif kind == BACKWARD and self._lead is None:
-            self._backwards += 1
-            if self._backwards >= _SURE_BACKWARDS:
-                self._lead = (kind, tag)
+        place = _ENDS.index(kind)
+        if self._lead is None or place > _ENDS.index(self._lead[0]):
+            self._repeats[kind] = self._repeats.get(kind, 0) + 1
+            if kind in (OPTIMIZER, MARK) or self._repeats[kind] >= _SURE_REPEATS:
+                self._lead, self.count, self._end_ns = (kind, tag), 0, 0
+                self.steps.clear()
         return self._lead == (kind, tag)
 
     def _is_traced(self, end_ns: int) -> bool:

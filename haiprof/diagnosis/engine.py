@@ -24,6 +24,7 @@ from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE
 from haiprof.run_analysis.records import number
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 _BALANCED = "nothing wrong found"
@@ -78,6 +79,7 @@ def diagnose(
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
         notes=(
+            *([WORDS[facts.marked_by]] if facts.marked_by else []),
             *analyzer.notes(),
             *attempt_notes(analyzer.steps()),
             *short_notes(facts),

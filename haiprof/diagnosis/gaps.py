@@ -14,12 +14,13 @@ _NAMED_METRICS = 3
 _ALL = "all"
 _JUDGED_SOURCES = {"host": "node", "process": "process", "gpu": "GPU"}
 _NOBODY = (
-    "no process of the job reported in: it trained nothing with PyTorch, ended before its first "
-    "step, or ran a Python that ignores PYTHONPATH"
+    "no process of the job reported in: it called no module, loader or collective of PyTorch, "
+    "ended before its first step, or ran a Python that ignores PYTHONPATH"
 )
 _NO_OPTIMIZER = (
-    "no optimizer stepped while haiprof recorded: the job ended before its first step, the warm-up "
-    "was longer than the job, or the optimizer is not torch's"
+    "no optimizer stepped while haiprof recorded, and nothing repeats that could be a step: the "
+    "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
+    "torch's (haiprof.step() at the end of each step marks it)"
 )
 
 
@@ -49,6 +50,8 @@ def why_no_steps(analyzer: RunFrames, facts: Facts) -> list[str]:
 def _phases(facts: Facts) -> Iterable[tuple[str, str]]:
     """Phases that are null in a rank that has steps, with that rank's own words."""
     for phase in PHASES:
+        if facts.marked_by and phase in ("backward", "optimizer"):
+            continue
         if not facts.steps.height or not facts.steps[f"{phase}_host_ns"].null_count():
             continue
         prefix = f"{phase}: "

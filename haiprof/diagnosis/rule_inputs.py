@@ -27,7 +27,7 @@ from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.step_frame import STEP_PHASES
+from haiprof.run_analysis.step_frame import STEP_PHASES, untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, training_spans
 
 _SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
@@ -104,6 +104,8 @@ class Facts:
     """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
     sharded: bool
     """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
+    marked_by: str | None
+    """What marks a step where that is no training (`step_boundaries.WORDS`); None elsewhere."""
 
     by_rank: Mapping[int, pl.DataFrame]
     """Steps of each rank, in order."""
@@ -152,7 +154,8 @@ def gather_facts(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> Facts:
     """Facts from the frames of a run, and from its traces up to a size."""
-    steps = _needed(analyzer.steps())
+    found = analyzer.steps()
+    steps = _needed(found)
     restarted = bool((steps["attempt"] > 0).any())
     parts = _by_rank(_last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
@@ -191,6 +194,7 @@ def gather_facts(
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
         sharded=_is_sharded(analyzer),
+        marked_by=untrained_boundary(found),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
     )
 

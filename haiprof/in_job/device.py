@@ -23,6 +23,7 @@ from haiprof.run_format.schema import (
 )
 
 MAX_PENDING = 256  # intervals kept while the device is behind; older ones are given up as missing
+MAX_SPANS = 4096  # of one interval: without an optimizer it has no end
 NS_PER_MS = 1e6
 
 _SLOTS = {
@@ -80,6 +81,8 @@ class DeviceTimer:
         if slot is None:  # evaluation: the interval must not be measured across it
             self._interval = _Interval(None)
             return None
+        if len(self._interval.spans) > MAX_SPANS:
+            self._interval = _Interval(None)
         start = self._mark()
         if self._interval.first is None:
             self._interval.first = start

@@ -25,10 +25,18 @@ _WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTA
 _MAX_ATTEMPTS = 1000
 
 
+def has_process_group() -> bool:
+    """Whether torch.distributed has been set up in this process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return False
+    return bool(distributed.is_initialized())
+
+
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the world size: from torch.distributed, else from the launcher."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if has_process_group():
+        distributed = sys.modules["torch.distributed"]
         return int(distributed.get_rank()), int(distributed.get_world_size())
     rank = _integer(_RANK_VARIABLES)
     world = _integer(_WORLD_VARIABLES)
@@ -37,9 +45,8 @@ def rank_and_world() -> tuple[int, int]:
 
 def named_rank() -> int | None:
     """The rank that torch.distributed or a launcher gave this process; None where none did."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+    if has_process_group():
+        return int(sys.modules["torch.distributed"].get_rank())
     return _integer(_RANK_VARIABLES)
 
 

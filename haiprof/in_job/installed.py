@@ -43,6 +43,8 @@ class Installed:
     """What is known of the steps now: `step`, `job_step`, `counts_all`."""
     training_thread: Callable[[], int] = _no_thread
     """Which thread trains: the one whose spans are taken."""
+    works_untrained: Callable[[], bool] = _never
+    """Whether steps are what repeats in this process: it has not trained, and will not soon."""
     must_stay: Callable[[], bool] = _never
     """Whether the hooks must stay in after the recording's time: for a trace window."""
     leaves_by_itself: Callable[[], bool] = _never

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, ClassVar
 
+import haiprof
 from haiprof.in_job import patches
+from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.dataloader_settings import described, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.imports import ImportWatch
@@ -35,11 +37,14 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State._begin,
     patches.State.open,
     patches.State.end,
+    patches.State.end_fetch,
     patches.State.end_step,
+    patches.State.train,
+    patches.State.begins_here,
     patches._Both.__call__,
     Registry.add,
     RootDescriber.__call__,
-    Recorder.overflow,
+    Recorder.show_work,
     Recorder.fault,
     Recorder.arm,
     DeviceTimer.begin,
@@ -63,9 +68,11 @@ class Installer:
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
+        self._late = False
 
-    def install(self) -> None:
+    def install(self, *, late: bool = False) -> None:
         """Installs each part; one that fails is noted and leaves its phase unmeasured."""
+        self._late = late
         parts = (
             ("forward", self._forward),
             ("backward", self._backward),
@@ -75,6 +82,8 @@ class Installer:
             ("gc", self._gc),
             ("save", self._saves),
             ("workers", self._workers),
+            ("collectives", self._collectives),
+            ("step", self._step),
         )
         for name, part in parts:
             try:
@@ -94,6 +103,7 @@ class Installer:
             restart_in_fork=self._restart,
             calibrate=self.calibrate,
             training_thread=lambda: self.state.owner,
+            works_untrained=self._works_untrained,
         )
 
     def uninstall(self) -> None:
@@ -116,6 +126,7 @@ class Installer:
         from torch.nn import Module
 
         original = Module.__call__
+        self.state.inside |= _codes(original, Module._call_impl)
         outermost = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
         _skip_frame(outermost)
         wrapper = pass_call(original, outermost, self.state)
@@ -128,6 +139,7 @@ class Installer:
         import torch.autograd.graph
 
         original = torch.autograd.graph._engine_run_backward
+        self.state.inside |= _codes(original)
         wrapper = patches.wrap_backward(original, self.state)
         self._replace(torch.autograd.graph, "_engine_run_backward", wrapper)
         self._replace(torch.autograd, "_engine_run_backward", wrapper)
@@ -147,7 +159,7 @@ class Installer:
             for before_us in _OPTIMIZER_STATES:
                 before_us.successor = self.state
                 self.state.steps_before += before_us.steps_of_job()
-                self.state.counts_all = before_us.counts_all
+                self.state.counts_all = before_us.counts_all and not before_us.repeats.count
             _OPTIMIZER_STATES[:] = [self.state]
             return
         _OPTIMIZER_HOOKS[:] = [
@@ -161,6 +173,7 @@ class Installer:
         from torch.utils.data import dataloader
 
         base = dataloader._BaseDataLoaderIter
+        self.state.inside |= _codes(base.__next__)
         self._replace(base, "__next__", patches.wrap_next(base.__next__, self.state))
         loader = dataloader.DataLoader
         told = wrap_iter(loader.__iter__, self.recorder)
@@ -186,7 +199,7 @@ class Installer:
         if torch.save is original:
             torch.save = function
         for module, names in _LATE_SAVES:
-            self._imports.after(module, self._late(names))
+            self._imports.after(module, self._late_saves(names))
 
     def _workers(self) -> None:
         if not self.recorder.stacks_hz:
@@ -196,7 +209,40 @@ class Installer:
         # Once and for good: a worker that is spawned finds its function by name.
         self._stay(worker, "_worker_loop", lambda loop: wrap_worker_loop(loop, self.recorder))
 
-    def _late(self, names: tuple[str, ...]) -> Callable[[Any], None]:
+    def _collectives(self) -> None:
+        """Until the process trains: after that its steps are known, and a collective costs more."""
+        undos: list[Callable[[], None]] = []
+
+        def wrap(module: Any) -> None:
+            if not self.state.repeats.trained and not self.state.is_closed:
+                undos.extend(wrap_calls(module, self.state, Places(self.recorder.lines)))
+
+        def undo() -> None:
+            while undos:
+                undos.pop()()
+
+        self._imports.after("torch.distributed.distributed_c10d", wrap)
+        self.state.trains = undo
+        self._undo.append(undo)
+
+    def _step(self) -> None:
+        """What `haiprof.step()` does from now on."""
+        mark = patches.step_marker(self.state)
+        _skip_frame(mark)
+        haiprof._mark_step = mark
+
+        def undo() -> None:
+            if haiprof._mark_step is mark:
+                haiprof._mark_step = None
+
+        self._undo.append(undo)
+
+    def _works_untrained(self) -> bool:
+        """Whether steps are what repeats: nothing trained, and nothing seems about to."""
+        repeats = self.state.repeats
+        return repeats.settled and not repeats.marks and (self._late or not optimizer_exists())
+
+    def _late_saves(self, names: tuple[str, ...]) -> Callable[[Any], None]:
         def patch(module: Any) -> None:
             for name in names:
                 if hasattr(module, name):
@@ -284,6 +330,24 @@ class Installer:
         return max(span, 0.0), max(_price(call, target) - bare, 0.0)
 
 
+def _codes(*functions: Any) -> frozenset[CodeType]:
+    """Code of functions, where they are Python."""
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return frozenset(code for code in codes if code is not None)
+
+
+def optimizer_exists() -> bool:
+    """Whether the job has made an optimizer: torch then has put its hooks into the class's step."""
+    module = sys.modules.get("torch.optim.optimizer")
+    classes = [] if module is None else [module.Optimizer]
+    while classes:
+        found = classes.pop()
+        if getattr(vars(found).get("step"), "hooked", False):
+            return True
+        classes += found.__subclasses__()
+    return False
+
+
 class _Target:
     """Stands for a module while a wrapper is timed."""
 
@@ -354,5 +418,5 @@ def install(recorder: Recorder, *, late: bool = False) -> patches.State:
     installer = Installer(recorder)
     if late:
         installer.state.wait_for_boundary()
-    installer.install()
+    installer.install(late=late)
     return installer.state

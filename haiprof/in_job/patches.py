@@ -16,20 +16,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.object_numbers import Registry
-from haiprof.in_job.recorder import UNARMED_LIMIT_SPANS, Recorder
+from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.repeats import Repeats
 from haiprof.in_job.spans import Gate
 from haiprof.run_format.schema import (
     BACKWARD,
+    COLLECTIVE,
     DATA,
     DATA_END,
+    DATA_ITER,
     EVAL,
     FORWARD,
     FORWARD_EVAL,
     GC,
+    MARK,
     NOGRAD,
     OPTIMIZER,
     SAVE,
@@ -44,6 +49,7 @@ CALIBRATION_EVICT_BYTES = 1 << 20
 CLOSED = -1
 WAITING = -2
 _NO_BACKWARD = (BACKWARD, CLOSED)
+_MODULES = (FORWARD, FORWARD_EVAL, EVAL, NOGRAD)
 
 _now = time.perf_counter_ns
 _ident = threading.get_ident
@@ -58,15 +64,19 @@ class State(Gate):
         "device",
         "find_device",
         "idle",
+        "inside",
         "is_tracing",
         "loading",
         "optimizer_count",
         "owner",
         "owner_seen_ns",
         "recorder",
+        "repeats",
         "slow",
+        "stepped",
         "steps_before",
         "successor",
+        "trains",
         "watch",
     )
 
@@ -92,8 +102,16 @@ class State(Gate):
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = _no_device
         self.slow = True
-        """Whether a span needs more than two times: until the recorder is armed, with a GPU, and
+        """Whether a span needs more than two times: until an optimizer has stepped, with a GPU, and
         while a trace window is planned."""
+        self.repeats = Repeats()
+        """What stands for steps until then."""
+        self.stepped = False
+        """Whether an optimizer has stepped."""
+        self.trains: Callable[[], None] = _nothing
+        """Called at the first backward pass or optimizer step."""
+        self.inside: frozenset[CodeType] = frozenset()
+        """Code that runs within a span: where hooks put in late must not begin."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""
@@ -104,6 +122,7 @@ class State(Gate):
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
             self.optimizer_count = self.steps_before = 0
+            self.repeats, self.stepped = Repeats(), False
             if self.watch is not None:
                 self.watch.forked()
 
@@ -113,16 +132,17 @@ class State(Gate):
         return self.optimizer_count + later
 
     def steps_of_job(self) -> int:
-        """Optimizer steps since the first hooks were put into this process.
+        """Optimizer steps since this process first had hooks, or what stands for them.
 
         Where these were in from the start, it is the same on all ranks between two steps.
         """
-        return self.steps_before + self.optimizer_count
+        trained = self.steps_before + self.optimizer_count
+        return self.repeats.marks or trained or self.repeats.backwards or self.repeats.count
 
     def progress(self) -> dict[str, Any]:
         """What is known of the steps at this moment, as a reply says it."""
         return {
-            "step": self.steps_so_far(),
+            "step": self.steps_so_far() or self.steps_of_job(),
             "job_step": self.steps_of_job(),
             "counts_all": self.counts_all,
         }
@@ -133,7 +153,7 @@ class State(Gate):
         Args:
             begin: In place of the watch's own; null for the usual way.
         """
-        alone = begin is not None and self.device is None and self.recorder.armed
+        alone = begin is not None and self.device is None and self.stepped
         self.begin = begin if alone and begin is not None else self._begin
 
     def _begin(self, kind: int, target: Any = None) -> Callable[[], None] | None:
@@ -141,7 +161,9 @@ class State(Gate):
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
         watched = self.watch.begin(kind, target) if self.watch is not None else None
-        self.slow = self.device is not None or not self.recorder.armed
+        self.slow = self.device is not None or not self.stepped
+        if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
+            self.repeats.fetch()
         if self.watch is not None:  # asked after: another thread may put one in meanwhile
             self.slow = True
         mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
@@ -149,12 +171,34 @@ class State(Gate):
             return mark or watched
         return _Both(mark, watched)
 
-    def end(self, mark: Callable[[], None] | None) -> None:
-        """The rarer part of a span's end; a process that never trains must not fill memory."""
+    def end(self, mark: Callable[[], None] | None, code: int = 0) -> None:
+        """The rarer part of a span's end."""
         if mark is not None:
             mark()
-        if not self.recorder.armed and len(self.recorder.spans) > UNARMED_LIMIT_SPANS:
-            self.recorder.overflow()
+        if not self.stepped and not self.loading:
+            kind = code & TAG_MASK
+            if kind in _MODULES:
+                self.repeats.call(code >> TAG_BITS)
+            elif kind == COLLECTIVE:
+                self.repeats.collective(code >> TAG_BITS)
+        if not self.recorder.armed:
+            self.recorder.show_work()
+
+    def end_fetch(self, mark: Callable[[], None] | None, kind: int) -> None:
+        """The same of a loader's fetch."""
+        if not self.stepped and kind == DATA and not self.busy:
+            self.repeats.batch()
+        self.end(mark)
+
+    def train(self, *, stepped: bool = False) -> None:
+        """A backward pass, or an optimizer step: until the first of these."""
+        self.stepped = stepped
+        self.repeats.backwards += not stepped
+        if not self.repeats.trained:
+            self.repeats.trained = True
+            self.trains()
+        if not self.recorder.armed:
+            self.recorder.arm()
 
     def end_step(self, mark: Callable[[], None] | None, end_ns: int) -> None:
         """The rarer part of an optimizer step's end: an interval on the device is over."""
@@ -164,16 +208,36 @@ class State(Gate):
             self.device.close(end_ns)
 
     def wait_for_boundary(self) -> None:
-        """Put in while the job trains: begins between two steps, not inside a module's call."""
-        self.idle = self.busy = WAITING
-        self.loading = True
+        """Put in while the job runs: begins between two steps, not inside a module's call."""
+        self.idle = WAITING
 
     def open(self) -> None:
         """No module's call is under way in this thread: spans begin here."""
         if self.idle == WAITING:
             self.owner = _ident()
-            self.idle = self.busy = 0
-            self.loading = False
+            self.idle = 0
+
+    def begins_here(self) -> bool:
+        """Whether a call of this thread is one of the spans that are taken.
+
+        Hooks that were put in late begin with the main thread's first call that is inside no
+        other, as its stack tells; where training runs on another thread, its backward opens them.
+        """
+        if _ident() != self.owner:
+            return False
+        if self.idle == WAITING:
+            frame = sys._getframe(1)
+            while frame is not None:
+                if frame.f_code in self.inside:
+                    return False
+                frame = frame.f_back  # type: ignore[assignment]
+            self.open()
+        return True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the hooks are out."""
+        return self.idle == CLOSED
 
     def close(self) -> None:
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
@@ -233,7 +297,7 @@ def wrap_module_call(
         try:
             try:
                 codes = entries.get(id(self))
-                if codes is None:
+                if codes is None and (state.idle == 0 or state.begins_here()):
                     codes = roots.add(self)
                 if codes and _ident() == state.owner:
                     found = codes[is_grad_enabled()][self.training]
@@ -251,7 +315,7 @@ def wrap_module_call(
                 try:
                     end(start, code)
                     if state.slow:
-                        state.end(mark)
+                        state.end(mark, code)
                 except Exception as error:
                     recorder.fault("forward", error)
                 finally:
@@ -281,7 +345,7 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
         outer = state.busy
         if outer in _NO_BACKWARD or is_tracing() or (outer and _compiler_is_tracing()):
             return original(*args, **kwargs)
-        if outer == WAITING:
+        if state.idle == WAITING:
             try:
                 return original(*args, **kwargs)
             finally:
@@ -294,8 +358,8 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
                     outer = state.idle  # what was open is open in the thread that was the owner
                 if _ident() == state.owner:
                     if state.slow:
-                        if not recorder.armed:
-                            recorder.arm()
+                        if not state.stepped:
+                            state.train()
                         mark = state.begin(BACKWARD, None)
                     start = state.owner_seen_ns = begin(BACKWARD)
                     ours = True
@@ -360,8 +424,8 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
             state.owner_seen_ns = end
             state.optimizer_count += 1
             if state.slow:
-                if not recorder.armed:
-                    recorder.arm()
+                if not state.stepped:
+                    state.train(stepped=True)
                 state.end_step(mark, end)
                 mark = None
         except Exception as error:
@@ -378,7 +442,7 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
 
     @functools.wraps(original)
     def spanned(*args: Any, **kwargs: Any) -> Any:
-        if state.is_tracing() or recorder.closed:
+        if state.is_tracing() or recorder.closed or state.idle:
             return original(*args, **kwargs)
         start = 0
         mark = None
@@ -435,7 +499,7 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
         mark = None
         try:
             try:
-                if _ident() == state.owner:
+                if _ident() == state.owner and (state.idle == 0 or state.begins_here()):
                     if state.slow:
                         mark = state.begin(DATA, self)
                     start = begin(DATA)
@@ -453,7 +517,8 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
                 try:
                     end(start, kind)
                     if state.slow:
-                        state.end(mark)
+                        state.loading = False
+                        state.end_fetch(mark, kind)
                 except Exception as error:
                     recorder.fault("dataloader", error)
                 finally:
@@ -482,6 +547,35 @@ def gc_callback(state: State) -> Callable[[str, dict[str, int]], None]:
             recorder.fault("gc", error)
 
     return on_gc
+
+
+def step_marker(state: State) -> Callable[[], None]:
+    """What `haiprof.step()` calls: a step of the job has ended."""
+    recorder, is_tracing = state.recorder, state.is_tracing
+    hooked_ns = _now()
+
+    def mark() -> None:
+        if is_tracing():
+            return
+        try:
+            if state.idle == WAITING:
+                state.open()
+            if state.idle or (_ident() != state.owner and not state.takes_over(_now())):
+                return
+            now = state.owner_seen_ns = _now()
+            unseen = not state.repeats.marks and not recorder.armed and not len(recorder.spans)
+            recorder.spans.put(hooked_ns if unseen else now, now, MARK)
+            if not recorder.armed:
+                recorder.arm()
+            state.repeats.mark()
+        except Exception as error:
+            recorder.fault("step", error)
+
+    return mark
+
+
+def _nothing() -> None:
+    return None
 
 
 def _no_device() -> DeviceTimer | None:

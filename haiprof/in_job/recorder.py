@@ -18,7 +18,7 @@ from haiprof.base.safe_files import open_to_append
 from haiprof.in_job.collectives import collective_timeout_ns
 from haiprof.in_job.commands import Commands
 from haiprof.in_job.files import RankFiles
-from haiprof.in_job.identity import torch_facts
+from haiprof.in_job.identity import has_process_group, torch_facts
 from haiprof.in_job.installed import Installed
 from haiprof.in_job.recording_window import Window
 from haiprof.in_job.replies import handlers
@@ -36,7 +36,9 @@ DRAIN_SOON_S = 0.1
 """While there are so many spans that they would fill the ring in some seconds."""
 MANY_SPANS = RING_CAPACITY // 4
 COST_EVERY_DRAINS = 10
-UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it trains
+UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it works
+UNARMED_NS = 1_000_000_000
+"""So long a process must go on with calls that may be an evaluation, or nothing of a rank's."""
 EXIT_WAIT_S = 5.0
 """So long a run directory that does not answer may hold the exit of this process."""
 NOTE_WAIT_S = 1.0
@@ -47,7 +49,8 @@ _now = time.perf_counter_ns
 class Recorder:
     """Takes spans from the hooks and writes them out.
 
-    A process is recorded once it *arms*: it ran a backward pass or an optimizer step. Until then
+    A process is recorded once it *arms*: it ran a backward pass or an optimizer step, called
+    haiprof.step(), or for a second root modules, loaders or collectives. Until then
     nothing is written and no thread runs, so that launchers, compile workers, DataLoader workers
     and forked children stay as they are. Spans go into `spans`: into a buffer that the thread
     empties into the file, and into a ring in shared memory, from which the node's agent adds to the
@@ -71,6 +74,8 @@ class Recorder:
         self.step_ns = 0
         """Mean time between two optimizer steps in the last second; 0 while it is not known."""
         self._over = False
+        self._shown_ns = 0
+        self._paced = (0, 0)
         self.commands: Commands | None = None
         self._files: RankFiles | None = None
         self._ring: RingMemory | None = None
@@ -115,7 +120,7 @@ class Recorder:
         }
 
     def arm(self) -> None:
-        """Starts the thread; called on the training thread at its first backward or step."""
+        """Starts the thread; called on the training thread once the process is one of the job's."""
         if self.armed or self.closed:
             return
         self.armed = True
@@ -148,12 +153,20 @@ class Recorder:
             self._ended.release()
             raise
 
-    def overflow(self) -> None:
-        """Many spans and still no training: an evaluation is recorded, a worker is left alone."""
-        if self.is_child():
-            self.spans.clear()
-        else:
+    def show_work(self) -> None:
+        """A span of a process that has not trained: a rank may never do, a worker is left alone."""
+        self._shown_ns = self._shown_ns or _now()
+        many = len(self.spans) > UNARMED_LIMIT_SPANS
+        if not many and _now() - self._shown_ns < UNARMED_NS:
+            return
+        if not self.is_child() or self._is_in_group():
             self.arm()
+        elif many:
+            self.spans.clear()
+
+    def _is_in_group(self) -> bool:
+        """Whether this process has made itself a rank: a forked worker has its parent's groups."""
+        return not self._was_forked and has_process_group()
 
     def is_child(self) -> bool:
         """Whether this may be a worker of a rank: such a process is recorded only if it trains."""
@@ -167,7 +180,8 @@ class Recorder:
         """
         self._uncaught.finish()
         self.installed.end_window()
-        if not self.armed and (self.closed or self.is_child() or not len(self.spans)):
+        unseen = self.closed or not len(self.spans)
+        if not self.armed and (unseen or (self.is_child() and not self._is_in_group())):
             if not self.closed:
                 self._close(None)
             return
@@ -249,7 +263,8 @@ class Recorder:
         batch = self._take()
         kept = array("q")
         if not self._over:
-            kept, self._over = self._window.cut(batch, _now())
+            untrained = self.installed.works_untrained()
+            kept, self._over = self._window.cut(batch, _now(), untrained=untrained)
         self._note_start(files)
         for line in take_all(self.lines):
             files.note(line)
@@ -274,7 +289,19 @@ class Recorder:
         steps = [e for s, e in zip(packed[::2], ends, strict=True) if s & TAG_MASK == OPTIMIZER]
         if len(steps) > 1:
             self.step_ns = (steps[-1] - steps[0] >> TAG_BITS) // (len(steps) - 1)
+        elif not steps:
+            self._pace_untrained()
         return packed
+
+    def _pace_untrained(self) -> None:
+        """The mean time of steps that no optimizer ends, as often as there are some."""
+        count, then = self._paced
+        now, steps = _now(), self.installed.steps()["job_step"] or 0
+        if not then or steps < count:
+            self._paced = (steps, now)
+        elif steps > count:
+            self.step_ns = (now - then) // (steps - count)
+            self._paced = (steps, now)
 
     def _note_start(self, files: RankFiles) -> None:
         window = self._window
@@ -375,6 +402,7 @@ class Recorder:
         self._make_locks()
         self._was_forked = True
         self.armed = False
+        self._shown_ns, self._paced = 0, (0, 0)
         self.spans.detach()
         self.spans.clear()
         self._forget_ring()

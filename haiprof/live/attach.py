@@ -87,7 +87,7 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
     if not members(job.run):
         raise MissingDataError(
             f"{job.id}: no rank has reported in",
-            hint="a rank reports in at its first training step",
+            hint="a rank reports in at its first step",
         )
     replies = ask(job.run, "status", timeout_s=ASK_S).replies.values()
     if not replies:
@@ -268,7 +268,7 @@ def _record(
     wait(lambda: len(_reported(run)) >= count, time.monotonic() + REPORT_S, progress)
     if not _reported(run):
         raise MissingDataError(
-            f"{run.root}: no training step within {REPORT_S:.0f} s", hint="haiprof snapshot JOB"
+            f"{run.root}: no step within {REPORT_S:.0f} s", hint="haiprof snapshot JOB"
         )
     limit = time.monotonic() + request.time_s + LATE_S
     trace = trace_now(run, request.trace, progress=progress) if request.trace is not None else None

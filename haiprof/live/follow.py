@@ -141,8 +141,10 @@ class LiveRank:
         self._first = count - _TAIL_RECORDS
         spans, _, _ = read_spans(self.paths.phases, first=self._first)
         found = segment(spans, families=self._families)
-        per_step = found.steps.optimizer_step_count.mean() if len(found.steps.start_ns) else 0.0
-        before = self._optimizer_steps(self._first)
+        count = len(found.steps.start_ns)
+        per_step = found.steps.optimizer_step_count.mean() if count else 0.0
+        before = self._optimizer_steps(self._first) if per_step else self._first
+        per_step = per_step or (_TAIL_RECORDS / count if count else 0.0)
         self._before = round(before / per_step) if per_step else 0
 
     def _optimizer_steps(self, until: int) -> int:

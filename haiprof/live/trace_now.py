@@ -112,7 +112,7 @@ def trace_now(
     if not asked:
         raise MissingDataError(
             f"{run.root}: no rank that could be traced has reported in",
-            hint="a rank reports in at its first training step",
+            hint="a rank reports in at its first step",
         )
     lead_s = AHEAD_S if len({m.host for m in asked}) == 1 else AHEAD_NODES_S
     for attempt in range(TRIES):

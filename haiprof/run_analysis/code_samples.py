@@ -13,7 +13,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.nesting import Bools, Spans
 from haiprof.run_analysis.segments import RankSegments
 from haiprof.run_analysis.stack_files import Frame, SampledProcess, read_stack_file
-from haiprof.run_analysis.steps import EVAL_PHASE, PHASES, Segmentation
+from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
 from haiprof.run_format import schema
 
 TRAINING_PHASES = (*PHASES, "other", "checkpoint", "evaluation", "between_steps")
@@ -188,7 +188,7 @@ def _place_training(found: Segmentation, events: Spans, time_ns: Ints) -> tuple[
     known = np.append(found.phase.astype(np.int64), -1)[row]
     phase = np.where((known >= 0) & (known < len(PHASES)), known, phase)
     evaluated = _inside(found.evaluation_start_ns, found.evaluation_end_ns, time_ns) >= 0
-    evaluated |= known >= EVAL_PHASE
+    evaluated |= (known == EVAL_PHASE) | (known == EVAL_LOADER_PHASE)
     saves = events.take(events.kind == schema.SAVE)
     order = np.argsort(saves.start_ns, kind="stable")
     saved = _inside(saves.start_ns[order], saves.end_ns[order], time_ns) >= 0

@@ -35,8 +35,9 @@ def phase_frame(rank: RankSegments) -> pl.DataFrame:
     Returns:
         `rank`, `attempt`, `step` (null outside training steps), `phase` (`dataloader`, `forward`,
         `backward`, `optimizer`, `nograd_forward`: part of a step's other time, `eval`,
-        `eval_dataloader`, `gc`, `save`), `name` (module or optimizer, null where there is none),
-        `start_ns` (Unix time), `duration_ns`, `self_ns` (without the spans inside).
+        `eval_dataloader`, `collective`, `step_mark`, `gc`, `save`), `name` (module or optimizer,
+        null where there is none), `start_ns` (Unix time), `duration_ns`, `self_ns` (without the
+        spans inside).
     """
     return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
 

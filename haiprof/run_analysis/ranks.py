@@ -12,6 +12,7 @@ from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
 from haiprof.run_analysis.records import integer, number, text
 from haiprof.run_analysis.run_files import RankFiles
 from haiprof.run_analysis.segments import RankSegments
+from haiprof.run_analysis.step_boundaries import BY_MARK
 from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation
 
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -146,7 +147,7 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
         notes += [
             f"{phase}: {reason}"
             for phase, seen in zip(PHASES, segments.seen.tolist(), strict=True)
-            if not seen
+            if not seen and not _is_untrained(segments)
             for reason in [_why_missing(files, phase)]
         ]
     patches = files.of_type("patch_failed")
@@ -157,6 +158,12 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     dropped = [integer(line.get("dropped_bytes")) or 0 for line in files.of_type("cost")[-1:]]
     notes += [f"{count} bytes of records did not fit on the disk" for count in dropped if count]
     return tuple(text(note) or "" for note in notes)
+
+
+def _is_untrained(segments: RankSegments) -> bool:
+    """Whether steps are no training, which lacks phases by its nature."""
+    boundary = segments.found.steps.boundary
+    return len(boundary) > 0 and int(boundary[0]) >= BY_MARK
 
 
 def _lost_text(line: Mapping[str, Any]) -> str:

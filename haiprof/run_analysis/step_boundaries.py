@@ -10,15 +10,28 @@ import numpy.typing as npt
 from haiprof.base.arrays import Ints
 from haiprof.run_analysis.nesting import Bools, Codes
 
-BOUNDARIES = ("dataloader", "optimizer", "backward")
-"""What marks a step: the batch it begins with, or the optimizer or backward it ends with."""
-BY_LOADER, BY_OPTIMIZER, BY_BACKWARD = 0, 1, 2
+BOUNDARIES = ("dataloader", "optimizer", "backward", "mark", "fetch", "module", "collective")
+"""What marks a step: the batch it begins with, or the optimizer or backward it ends with; the call
+of haiprof.step() it ends with; where no optimizer stepped the loader's fetch it begins with, or the
+root module's call or the collective it ends with."""
+BY_LOADER, BY_OPTIMIZER, BY_BACKWARD, BY_MARK, BY_FETCH, BY_MODULE, BY_COLLECTIVE = range(7)
+WORDS = {
+    "mark": "steps end with the job's own calls of haiprof.step()",
+    "fetch": "steps begin with the loader's batches: no optimizer seen",
+    "module": "steps are root module calls: no optimizer seen",
+    "collective": "steps end with a collective that repeats: no optimizer seen",
+}
+"""What steps are that are not those of a training, by their boundary."""
 
 # How sure a boundary is: an order of the rules below, not a measured frequency.
 CONFIDENCE_LOADER = 0.95  # a batch, then optimizer steps, the same number in nearly every segment
 CONFIDENCE_OPTIMIZER = 0.8  # no loader seen; the same number of optimizer runs in nearly every step
 CONFIDENCE_SPLIT = 0.5  # irregular: cut where an optimizer steps again
 CONFIDENCE_BACKWARD = 0.4  # no optimizer seen (compiled away, or fused into the backward)
+_CONFIDENCE = {  # no optimizer seen: what repeats, the nearer to a user's loop the surer
+    BY_BACKWARD: CONFIDENCE_BACKWARD, BY_MARK: 1.0, BY_FETCH: 0.7, BY_MODULE: 0.4,
+    BY_COLLECTIVE: 0.4,
+}  # fmt: skip
 
 # From here on, several optimizer steps per batch are an inner loop (critic updates), not steps.
 REGULAR_RATIO = 0.8
@@ -30,7 +43,7 @@ class TrainTokens:
     """The training part of the token line, one row per token."""
 
     closing: Bools
-    """Optimizer or scaler step; backward where no optimizer is seen."""
+    """Optimizer or scaler step; what stands for it where no optimizer is seen."""
     tag: Codes
     """Which optimizer, where closing."""
     work: Bools
@@ -39,8 +52,8 @@ class TrainTokens:
     """Closing tokens with forward or backward inside (closures)."""
     fetch: Bools
     """Loader tokens that a step can begin with."""
-    by_backward: bool
-    """Whether backward stands in for the optimizer."""
+    by: int | None = None
+    """What stands in for the optimizer, an index into BOUNDARIES; None where it was seen itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +91,8 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
     counts = np.bincount(segment[head], minlength=len(cuts) + 1)
     split = (counts > 1) & bool(len(cuts))
     full = counts[counts > 0]
-    if len(cuts) and len(full) >= MIN_SEGMENTS and _is_regular(full):
+    regular = len(full) >= MIN_SEGMENTS and _is_regular(full)
+    if len(cuts) and (regular or tokens.by == BY_FETCH):
         head = np.flatnonzero(np.diff(segment, prepend=-1) > 0)
         split[:] = False
     return _assemble(
@@ -87,10 +101,11 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
 
 
 def _segment_starts(tokens: TrainTokens) -> Ints:
-    """Loader tokens with a closing token since the previous loader token."""
+    """Loader tokens with a closing token since the previous loader token, that one included."""
     fetch = np.flatnonzero(tokens.fetch)
-    closed = np.cumsum(tokens.closing)[fetch]
-    return fetch[np.diff(closed, prepend=0) > 0]
+    closed: Ints = np.cumsum(tokens.closing) - tokens.closing
+    cuts: Ints = fetch[np.diff(closed[fetch], prepend=0) > 0]
+    return cuts
 
 
 def _runs(tokens: TrainTokens, closing: Ints, segment: Ints) -> Ints:
@@ -183,9 +198,9 @@ def _graded(
     tokens: TrainTokens, by_loader: Bools, split: Bools, head_run: Ints, run: Ints
 ) -> tuple[Codes, npt.NDArray[np.float64]]:
     """What marks each step, and how sure that is."""
-    if tokens.by_backward:
+    if tokens.by is not None:
         count = len(by_loader)
-        return np.full(count, BY_BACKWARD, dtype=np.int8), np.full(count, CONFIDENCE_BACKWARD)
+        return np.full(count, tokens.by, dtype=np.int8), np.full(count, _CONFIDENCE[tokens.by])
     boundary = np.where(by_loader, BY_LOADER, BY_OPTIMIZER).astype(np.int8)
     confidence = np.where(by_loader, CONFIDENCE_LOADER, CONFIDENCE_OPTIMIZER)
     if len(run) and not by_loader[1:].any():

@@ -7,7 +7,7 @@ import polars as pl
 
 from haiprof.run_analysis.nesting import Bools, Codes
 from haiprof.run_analysis.segments import RankSegments
-from haiprof.run_analysis.step_boundaries import BOUNDARIES
+from haiprof.run_analysis.step_boundaries import BOUNDARIES, WORDS
 from haiprof.run_analysis.steps import PHASES
 
 STEP_PHASES = (*PHASES, "other")
@@ -78,7 +78,9 @@ def step_frame(
         `step_ns`; null: never seen in a step of this rank), the same five with
         `_device_ns` (null: no device, or not all times were there), `micro_step_count`,
         `optimizer_step_count`, `skipped` (the gradient scaler let no optimizer step), `boundary`
-        (`dataloader`, `optimizer` or `backward`), `confidence` in [0, 1],
+        (`dataloader`, `optimizer` or `backward`; of a process that never trained `fetch`,
+        `module` or `collective`, what repeats in it; `mark`: haiprof.step()), `confidence` in
+        [0, 1],
         `traced` (a trace window, or the stall at one of its ends, was in it: it took longer).
     """
     shared = shared or SharedColumns()
@@ -106,6 +108,13 @@ def step_frame(
     columns.update(_device(rank, missing))
     ordered = {name: columns[name] for name in STEP_SCHEMA}
     return pl.DataFrame(ordered, schema_overrides=STEP_SCHEMA)
+
+
+def untrained_boundary(steps: pl.DataFrame) -> str | None:
+    """What most steps of a run are marked by, where that is no training; None elsewhere."""
+    common = steps["boundary"].drop_nulls().mode()
+    boundary = str(common.sort()[0]) if len(common) else ""
+    return boundary if boundary in WORDS else None
 
 
 def _boundaries(codes: Codes, shared: SharedColumns) -> pl.Series:

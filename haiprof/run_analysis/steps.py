@@ -10,15 +10,30 @@ import numpy.typing as npt
 
 from haiprof.base.arrays import Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table, nest
-from haiprof.run_analysis.step_boundaries import Boundaries, TrainTokens, find_boundaries
+from haiprof.run_analysis.repeating_steps import (
+    BY_TRAINING,
+    find_sources,
+    repeating_tokens,
+    spans_for,
+    without_gradients_as_forward,
+)
+from haiprof.run_analysis.step_boundaries import (
+    BY_BACKWARD,
+    BY_MARK,
+    Boundaries,
+    TrainTokens,
+    find_boundaries,
+)
 from haiprof.run_analysis.training_tokens import TokenLine, resolve_eval_mode, token_line
 from haiprof.run_format import schema
 
 PHASES = ("dataloader", "forward", "backward", "optimizer")
 """The measured phases of a step; what is left of it is `other`."""
-SPAN_PHASES = (*PHASES, "nograd_forward", "eval", "eval_dataloader")
+SPAN_PHASES = (*PHASES, "nograd_forward", "eval", "eval_dataloader", "collective", "step_mark")
 """Phases of a span; those after PHASES count as other, or lie outside steps."""
-NOGRAD_PHASE, EVAL_PHASE, EVAL_LOADER_PHASE = 4, 5, 6
+NOGRAD_PHASE, EVAL_PHASE, EVAL_LOADER_PHASE, COLLECTIVE_PHASE, MARK_PHASE = range(4, 9)
+MIN_REPEATS = 2
+"""Steps of a process that never trained: what came once has not repeated."""
 
 _FETCH = kind_table(schema.DATA, schema.DATA_ITER)
 _LOADER = kind_table(schema.DATA, schema.DATA_ITER, schema.DATA_END)
@@ -30,6 +45,8 @@ _PHASE_OF_KIND[[schema.DATA, schema.DATA_END, schema.DATA_ITER]] = 0
 _PHASE_OF_KIND[schema.FORWARD] = 1
 _PHASE_OF_KIND[schema.BACKWARD] = 2
 _PHASE_OF_KIND[[schema.OPTIMIZER, schema.SCALER]] = 3
+_PHASE_OF_KIND[schema.COLLECTIVE] = COLLECTIVE_PHASE
+_PHASE_OF_KIND[schema.MARK] = MARK_PHASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +104,33 @@ class _Training:
 
 
 def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segmentation:
-    """Cuts the spans of one thread into training steps.
+    """Cuts the spans of one thread into steps.
 
     A step begins with the first batch after an optimizer step; several batches (accumulation),
     several optimizers (GAN, parameter groups) and closures make one step. Without a loader it
     ends with the optimizer, and without an optimizer with the backward. Evaluation is in no step.
+    In a process that never trained, a step is what repeats (`repeating_steps`), and calls of
+    haiprof.step() are the ends of steps wherever there are some.
 
     Args:
         spans: Spans of one thread, in any order.
         families: Family by root tag; roots that share parameters share it.
     """
-    nested = nest(spans)
-    kind = resolve_eval_mode(nested.spans.kind)
-    line = token_line(nested, kind, families or {})
-    training = _training(nested, kind, line)
+    for source in find_sources(spans):
+        found = _segment(spans, families or {}, source=source)
+        if source == BY_MARK or len(found.steps.start_ns) >= MIN_REPEATS:
+            return found
+    return _segment(spans, families or {}, source=BY_TRAINING)
+
+
+def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segmentation:
+    nested = nest(spans_for(spans, source))
+    kind = nested.spans.kind
+    if source != BY_TRAINING:
+        kind = without_gradients_as_forward(kind)
+    kind = resolve_eval_mode(kind)
+    line = token_line(nested, kind, families)
+    training = _training(nested, kind, line, source=source)
     found = find_boundaries(training.tokens)
     start, end = _step_times(nested.spans, training, found)
     step = _step_of_spans(nested, training, found)
@@ -116,7 +146,7 @@ def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segme
     )
 
 
-def _training(nested: Nested, kind: Codes, line: TokenLine) -> _Training:
+def _training(nested: Nested, kind: Codes, line: TokenLine, *, source: int) -> _Training:
     """Training tokens, evaluation runs, and what a token holds inside."""
     evaluation = line.evaluation
     begins = evaluation & ~np.append(False, evaluation[:-1])
@@ -124,12 +154,17 @@ def _training(nested: Nested, kind: Codes, line: TokenLine) -> _Training:
     after = np.append(np.where(begins, np.cumsum(begins) - 1, -1)[1:], -1)
     train = np.flatnonzero(~evaluation)
     spans = nested.spans
+    tokens = (
+        _train_tokens(nested, kind, line, train)
+        if source == BY_TRAINING
+        else repeating_tokens(nested.spans.tag[line.row[train]], line.kind[train], source)
+    )
     return _Training(
         row=line.row[train],
         eval_after=after[train],
         eval_start_ns=spans.start_ns[line.row[begins]],
         eval_end_ns=spans.end_ns[line.row[ends]],
-        tokens=_train_tokens(nested, kind, line, train),
+        tokens=tokens,
     )
 
 
@@ -153,7 +188,7 @@ def _train_tokens(nested: Nested, kind: Codes, line: TokenLine, train: Ints) -> 
         work=work & ~closing,
         holds_work=closing & holds_work & (token != schema.BACKWARD),
         fetch=_FETCH[token] | early_end,
-        by_backward=by_backward,
+        by=BY_BACKWARD if by_backward else None,
     )
 
 
@@ -208,7 +243,8 @@ def _step_times(spans: Spans, training: _Training, found: Boundaries) -> tuple[I
     last = np.where(by_loader | (np.arange(count) < count - 1), follower - 1, found.last_closing)
     evaluation = training.eval_after[last]
     begun = np.flatnonzero(evaluation >= 0)
-    end[begun] = training.eval_start_ns[evaluation[begun]]
+    if training.tokens.by != BY_MARK:
+        end[begun] = training.eval_start_ns[evaluation[begun]]
     start = np.append(spans.start_ns[row[found.first[:1]]], end[:-1])
     begun = begun[begun < count - 1]
     start[begun + 1] = training.eval_end_ns[evaluation[begun]]

@@ -12,7 +12,7 @@ import sys
 from array import array
 from dataclasses import dataclass
 
-from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER, TAG_BITS, TAG_MASK
+from haiprof.run_format.schema import KIND_NAMES, MARK, OPTIMIZER, TAG_BITS, TAG_MASK
 
 RING_MAGIC = int.from_bytes(b"haiprofR", "little")
 RING_VERSION = 1
@@ -30,7 +30,7 @@ SETTLED = 4
 OPENS_NS = 5
 """Spans that began before this are not to be kept: warm-up. `NEVER` until that is over."""
 CLOSES_NS = 6
-"""The recording ends with the first optimizer step that ends then or later."""
+"""The recording ends with the first optimizer or marked step that ends then or later."""
 STATE = 7
 STEPS = 8
 """Optimizer steps among the spans put in so far."""
@@ -83,7 +83,7 @@ class Ring:
                 continue
             if end >> TAG_BITS >= newest and (start, end) not in have:
                 found.append((start, end))
-            if start & TAG_MASK == OPTIMIZER and end >> TAG_BITS >= self.closes_ns:
+            if start & TAG_MASK in (OPTIMIZER, MARK) and end >> TAG_BITS >= self.closes_ns:
                 break
         return found
 

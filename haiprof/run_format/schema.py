@@ -107,6 +107,8 @@ SCALER = 9  # GradScaler.step: holds the optimizer, or nothing when the step is 
 GC = 10  # garbage collector pause; tag = generation
 SAVE = 11  # checkpoint save (torch.save, distributed checkpoint, safetensors)
 FORWARD_EVAL = 12  # as FORWARD with the module in eval mode: fine-tuning, or no no_grad
+COLLECTIVE = 13  # torch.distributed call before any training; tag = the calling place
+MARK = 14  # haiprof.step(): a step ends; the first may begin where the recording did
 
 KIND_NAMES = {
     DATA: "dataloader",
@@ -121,6 +123,8 @@ KIND_NAMES = {
     GC: "gc",
     SAVE: "save",
     FORWARD_EVAL: "forward_eval_mode",
+    COLLECTIVE: "collective",
+    MARK: "step_mark",
 }
 
 TAG_BITS = 6
@@ -130,7 +134,9 @@ PHASES = Table(
     "phases",
     (
         Column("start", "i64", "packed", "span", "start_ns << 6 | kind; CLOCK_MONOTONIC ns"),
-        Column("end", "i64", "packed", "span", "end_ns << 6 | tag (root, optimizer, generation)"),
+        Column(
+            "end", "i64", "packed", "span", "end_ns << 6 | tag (root, optimizer, generation...)"
+        ),
     ),
 )
 

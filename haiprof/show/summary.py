@@ -9,6 +9,8 @@ from typing import Any
 import polars as pl
 
 from haiprof.diagnosis.recorded_windows import traced_lines
+from haiprof.run_analysis.step_boundaries import WORDS
+from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, training_spans
 from haiprof.show import metrics as m
 from haiprof.show.figures.style import PHASES
@@ -121,6 +123,7 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
     spans = training_spans(settled(part) for part in by_rank.values())
     stats = m.metric_stats(m.training_window(counters, host_windows(spans, ranks)))
     span = time_range(steps, counters)
+    marked_by = untrained_boundary(steps)
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,
@@ -140,7 +143,7 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
         series=tuple(overview_series(steps, counters, span)) if span and with_series else (),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
-        notes=tuple(data.notes()),
+        notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
 
 

@@ -63,10 +63,12 @@ def _finding(facts: Facts, worst: dict[str, object], share: float) -> Finding:
     others = facts.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
         "late_ns_per_step"
     ].max()
-    where = "forward or backward" if facts.sharded else "backward"
+    where = "inside forward or backward" if facts.sharded else "inside backward"
+    if facts.marked_by and facts.steps["backward_host_ns"].null_count():
+        where = "before its collectives"
     alone = str(kind).lower().replace("_", "") in _FROM_ONE
     title = f"rank {rank} prepares alone what the others wait for" if alone else (
-        f"rank {rank} is slow inside {where}"
+        f"rank {rank} is slow {where}"
     )  # fmt: skip
     gpu = "its GPU's clock and temperature, " if facts.uses_gpu else ""
     return Finding(

@@ -28,6 +28,11 @@ def outside_the_model(facts: Facts) -> Judgement:
     share = usual_share(facts, "other")
     if share is None or facts.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
+    phases = ("dataloader", "forward", "backward", "optimizer")
+    if all(facts.steps[f"{phase}_host_ns"].null_count() for phase in phases):
+        return Abstention(
+            rule=RULE, why="no phase of the steps was seen: all of them is other time"
+        )
     whole_ns = max(float(facts.steps["step_ns"].sum()), 1.0)
     without = _without_gradients(facts) / whole_ns
     lost = share - without
@@ -41,9 +46,12 @@ def outside_the_model(facts: Facts) -> Judgement:
     saves = facts.save_ns >= SAVE_MAIN_RATIO * other_ns
     enough = facts.steps.height >= CRITICAL_MIN_STEPS
     what = "mostly in saving checkpoints" if saves else "in no phase of training"
+    step = "a step" if facts.marked_by else "a training step"
+    if facts.marked_by and not saves:
+        what = "neither in it nor in a loader"
     return Finding(
         rule=RULE,
-        title=f"outside the model: {ratio_text(share)} of a training step, {what}",
+        title=f"outside the model: {ratio_text(share)} of {step}, {what}",
         evidence=(
             Evidence(name="other, share of the step", value=share, unit="ratio"),
             Evidence(name="other, mean per step", value=other_ns / facts.steps.height, unit="ns"),

@@ -17,24 +17,34 @@ _OWNER, _, _RUN = next((e for e in sys.path if e.startswith(_HERE + "/@")), "")[
 
 
 class _TorchWatch:
-    """A finder that answers for torch alone: the real spec, with a step added after its import.
+    """A finder for torch: the real spec, with a step added after its import.
 
-    It stays on sys.meta_path for good: taking it out would make an import that is under way in
+    And for haiprof, where the job's Python has none: what its haiprof.step() needs. It stays on sys.meta_path for good: taking it out would make an import that is under way in
     another thread skip a finder.
     """
 
     done = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or self.done:
+        if name != "haiprof" and (name != "torch" or self.done):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find else None
             if spec is not None:
-                _activate_after(spec.loader, self)
+                if name == "torch":
+                    _activate_after(spec.loader, self)
                 return spec
-        return None
+        return _own_spec() if name == "haiprof" else None
+
+
+def _own_spec() -> Any:
+    """This package by its location: the job's interpreter need not have it installed."""
+    from importlib import util
+
+    return util.spec_from_file_location(
+        "haiprof", _PACKAGE + "/__init__.py", submodule_search_locations=[_PACKAGE]
+    )
 
 
 def _activate_after(loader: Any, watch: Any) -> None:
@@ -68,16 +78,14 @@ class _Nothing:
 
 
 def _load_hook() -> None:
-    """Loads haiprof by its location: the job's interpreter need not have it installed."""
+    """Loads haiprof, the job's own where it has imported one."""
     before = set(sys.modules)
     try:
         config = _read_config()
         if "haiprof" not in sys.modules:
             from importlib import util
 
-            spec = util.spec_from_file_location(
-                "haiprof", _PACKAGE + "/__init__.py", submodule_search_locations=[_PACKAGE]
-            )
+            spec = _own_spec()
             if spec is None or spec.loader is None:
                 raise ImportError(f"no haiprof package at {_PACKAGE}")
             sys.modules["haiprof"] = package = util.module_from_spec(spec)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.in_job.identity import rank_and_world
-from haiprof.in_job.installer import _skip_frame
+from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.windows import user_profilers as guards
@@ -25,6 +25,7 @@ from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
 from haiprof.run_format.control import TOO_LATE
 from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER
 
+_TRAINS = "the process has begun to train, and counts its steps anew"
 _now = time.perf_counter_ns
 
 
@@ -50,6 +51,7 @@ class Tracer:
         self._end_asked = False
         self._late = False
         self._meeting: Meeting | None = None
+        self._repeated_last = False
         self._base = 0
         """Steps before this follows them: a window may be asked for at any time."""
         lasts_s = config.get("valid_s")
@@ -59,7 +61,9 @@ class Tracer:
     def _build(self) -> None:
         import torch
 
-        self._counter = StepCounter(self, torch.is_grad_enabled)
+        self._state.repeats.listener = self._repeated
+        sure = bool(self._state.repeats.backwards) and not optimizer_exists()
+        self._counter = StepCounter(self, torch.is_grad_enabled, sure=sure)
         self.times = StepTimes(self._counter)
         self._ends = {kind: self._ending(kind) for kind in KIND_NAMES}
         self._routine = Routine(
@@ -119,8 +123,15 @@ class Tracer:
         return True
 
     def _join(self) -> None:
-        """The job trains already: steps go on from how often its optimizers have stepped."""
-        self._late, self._base = False, self._state.steps_of_job()
+        """The job trains already: steps go on from how often its optimizers have stepped.
+
+        What repeats in a process that has not trained, and calls of haiprof.step(), are counted
+        from the start.
+        """
+        self._late = False
+        if self._state.repeats.count:
+            return
+        self._base = self._state.steps_of_job()
         if rank_and_world()[1] > 1:
             self._meeting = Meeting(self._config, self._agreement, joined=self._base)
 
@@ -150,6 +161,8 @@ class Tracer:
 
     def _saw_end_of_step(self, after_last: int) -> bool:
         self._routine.leave()
+        if self._repeats():
+            return bool(self._state.repeats.count >= after_last)
         return self._counter.saw_end_of_step(after_last - self._base)
 
     def is_active(self) -> bool:
@@ -206,14 +219,48 @@ class Tracer:
         routine = self._routine
         if not routine.follows:
             routine.edge(begins)
-        if self._has_expired():
+        if self._repeats():
             return
-        number += self._base
+        if self._repeated_last:  # training has begun, and with it another count
+            self._repeated_last = False
+            self._windows.cut(_TRAINS)
+        if not self._has_expired():
+            self._edge(number + self._base, begins)
+            routine.asleep_until = self._windows.asleep_until - self._base
+
+    def _repeats(self) -> bool:
+        """Whether steps are marked by the job, or are what repeats in it.
+
+        An evaluation before the training repeats, too: a window of the launcher's options waits
+        for the training where an optimizer has been made, one that was asked for now does not.
+        """
+        repeats = self._state.repeats
+        if repeats.marks or not repeats.settled:
+            return bool(repeats.marks)
+        return bool(self._config.get("request")) or not optimizer_exists()
+
+    def _repeated(self, number: int) -> None:
+        """An edge of a step of that sort."""
+        try:
+            if not self._active or not self._repeats() or self._has_expired():
+                return
+            if self._end_asked:
+                self.finish()
+                return
+            if self._yield_asked:
+                self._cut()
+            self._repeated_last = True
+            if self._counter.trained_ns is None:
+                self._counter.trained_ns = _now()
+            self._edge(number, True)
+        except Exception as error:
+            self._fail(error)
+
+    def _edge(self, number: int, begins: bool) -> None:
         self.times.boundary(number, begins)
         began = _now()
         self._windows.boundary(number, begins)
         self.times.ours(_now() - began)
-        routine.asleep_until = self._windows.asleep_until - self._base
         if self._windows.over:
             self._detach()
 
@@ -287,6 +334,7 @@ class Tracer:
         self._active = False
         self._yield_asked = False
         self._state.lean(None)
+        self._state.repeats.listener = None
         self._state.watch = None
         self._guard.uninstall()
         if self._end_asked:

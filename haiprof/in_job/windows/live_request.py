@@ -41,7 +41,7 @@ def plan_request(
     if config is None:
         return _refused("the request has options that do not fit")
     attach(config, recorder=recorder, state=state, late=True)
-    return {"state": "accepted", "step": state.optimizer_count}
+    return {"state": "accepted", "step": state.steps_of_job()}
 
 
 def _config(

@@ -72,11 +72,15 @@ class StepCounter:
     Args:
         listener: Told of each edge; one edge may be told twice.
         is_grad_enabled: torch's own.
+        sure: Whether no optimizer will step: the first backward pass is a step then.
     """
 
-    def __init__(self, listener: Listener, is_grad_enabled: Callable[[], bool]) -> None:
+    def __init__(
+        self, listener: Listener, is_grad_enabled: Callable[[], bool], *, sure: bool = False
+    ) -> None:
         self._listener = listener
         self.is_grad_enabled = is_grad_enabled
+        self._sure = sure
         self._by_optimizer = Cycles()
         self._by_backward: Cycles | None = Cycles()
         self.stack: list[int] = []
@@ -299,7 +303,8 @@ class StepCounter:
         if cycles is None or not cycles.total:
             return self._by_optimizer
         enough = SURE_BACKWARDS_COMPILED if _something_compiled() else SURE_BACKWARDS
-        return cycles if self._held_steps or cycles.total >= enough else self._by_optimizer
+        sure = self._sure or self._held_steps or cycles.total >= enough
+        return cycles if sure else self._by_optimizer
 
 
 def _is_exhausted(iterator: Any) -> bool:

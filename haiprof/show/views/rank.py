@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, NS_PER_S, duration_text, ratio_text
+from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseMark
@@ -32,6 +33,7 @@ _BOUNDARIES = {
     "dataloader": "a step begins with its batch",
     "optimizer": "a step ends with its optimizer",
     "backward": "a step ends with its backward",
+    **WORDS,
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from haiprof.run_format.boot import boot_entries
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_records
-from haiprof.run_format.schema import BACKWARD, FORWARD, GC, OPTIMIZER, PHASES, TAG_MASK
+from haiprof.run_format.schema import BACKWARD, FORWARD, GC, MARK, OPTIMIZER, PHASES, TAG_MASK
 
 TRAIN = """
 import torch
@@ -60,6 +60,26 @@ def test_pythonpath_alone_is_enough(boot: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     report = json.loads((boot.parent / "ranks" / "0" / "rank.json").read_text())
     assert report["phases"]["forward"] == "ok"
+
+
+def test_step_is_there_where_the_jobs_python_has_no_haiprof(boot: Path) -> None:
+    code = """
+import os, sys
+sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, "haiprof"))]
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
+import haiprof
+for _ in range(3):
+    haiprof.step()
+import torch
+for _ in range(3):
+    haiprof.step()
+print("stepped")
+"""
+    done = python(code, boot)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stepped\n", "")
+    words = read_records(boot.parent / "ranks" / "0" / "phases.rec").data
+    kinds = [word & TAG_MASK for (word, _) in PHASES.struct.iter_unpack(words)]
+    assert kinds == [MARK] * 3
 
 
 def test_process_without_torch_loads_nothing_of_ours(boot: Path) -> None:

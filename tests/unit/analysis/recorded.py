@@ -23,6 +23,7 @@ KINDS = {
     "D": schema.DATA, "END": schema.DATA_END, "ITER": schema.DATA_ITER, "F": schema.FORWARD,
     "E": schema.EVAL, "N": schema.NOGRAD, "B": schema.BACKWARD, "O": schema.OPTIMIZER,
     "S": schema.SCALER, "GC": schema.GC, "SAVE": schema.SAVE, "FE": schema.FORWARD_EVAL,
+    "C": schema.COLLECTIVE, "M": schema.MARK,
 }  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+"""Calls of torch.distributed as spans, in a process that has not trained yet."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from haiprof.in_job.patches import State
+from haiprof.run_format.schema import COLLECTIVE, TAG_BITS, TAG_MASK
+
+CALLS = (
+    "barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object",
+    "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
+_CALLERS = 2  # frames between the caller and ours: torch's own decorator
+
+
+class Places:
+    """Numbers the places in the job's code that call a collective.
+
+    Args:
+        lines: Take a line per place for events.jsonl.
+    """
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self._lines = lines
+        self._tags: dict[tuple[CodeType, int], int] = {}
+
+    def tag(self, name: str) -> int:
+        """The number of the place that called the wrapper; the last one stands for many."""
+        frame = sys._getframe(_CALLERS + 1)
+        key = (frame.f_code, frame.f_lasti)
+        known = self._tags.get(key)
+        if known is not None:
+            return known
+        if len(self._tags) + 1 >= TAG_MASK:
+            return TAG_MASK
+        tag = self._tags[key] = len(self._tags) + 1
+        place = {"file": frame.f_code.co_filename, "line": frame.f_lineno}
+        self._lines.append({"type": "collective_call", "tag": tag, "name": name, **place})
+        return tag
+
+
+def wrap_calls(module: Any, state: State, places: Places) -> list[Callable[[], None]]:
+    """Puts wrappers behind the functions of `torch.distributed.distributed_c10d`; the undos.
+
+    torch decorates each of them with a function that logs its exceptions, and what is replaced is
+    the function inside that decorator. So the names that the job imports, pickles, and by which
+    Dynamo knows collectives that it can trace, stay the objects that they were.
+    """
+    undos: list[Callable[[], None]] = []
+    for name in CALLS:
+        function = getattr(module, name, None)
+        code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+        if code is None or code.co_freevars != ("func",) or not cells:
+            continue  # another torch: these calls are not seen
+        original = cells[0].cell_contents
+        cells[0].cell_contents = wrap_collective(original, state, name=name, places=places)
+        undos.append(functools.partial(setattr, cells[0], "cell_contents", original))
+    return undos
+
+
+def wrap_collective(
+    original: Callable[..., Any], state: State, *, name: str, places: Places
+) -> Callable[..., Any]:
+    """Times outermost calls of the training thread."""
+    recorder, is_tracing = state.recorder, state.is_tracing
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing() or state.busy or state.loading:
+            return original(*args, **kwargs)
+        code = start = 0
+        mark = None
+        try:
+            try:
+                if state.begins_here():
+                    found = COLLECTIVE | places.tag(name) << TAG_BITS
+                    mark = state.begin(COLLECTIVE, None)
+                    start = begin(COLLECTIVE)
+                    code = found
+                    state.loading = True  # what it calls itself is no other
+            except Exception as error:
+                recorder.fault("collective", error)
+            return original(*args, **kwargs)
+        finally:
+            if code:
+                try:
+                    end(start, code)
+                    state.loading = False
+                    state.end(mark, code)
+                except Exception as error:
+                    recorder.fault("collective", error)
+                finally:
+                    state.loading = state.is_closed
+
+    return collective
