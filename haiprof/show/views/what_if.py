@@ -41,6 +41,8 @@ class WhatIfAnswers:
     """Whether haiprof chose the changes, and the best comes first."""
     predictions: pl.DataFrame
     """From `TraceAnalysis.what_if`."""
+    late: str | None = None
+    """Who is late, in words; None of one rank."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -57,7 +59,8 @@ class WhatIfAnswers:
     @property
     def notes(self) -> list[str]:
         """Notes on the predictions."""
-        return list(_notes(self.common, self.predictions))
+        late = [self.late] if self.late else []
+        return [*late, *_notes(self.common, self.predictions)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,15 @@ def what_if_answers(
     found = analysis.what_if(*asked, steps=steps)
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
-    return WhatIfAnswers(path=path, ranked=not changes, predictions=found)
+    late = _late(analysis, steps) if len(analysis.files) > 1 else None
+    return WhatIfAnswers(path=path, ranked=not changes, predictions=found, late=late)
+
+
+def _late(analysis: TraceQuestions, steps: tuple[int, int] | None) -> str:
+    try:
+        return str(analysis.arrival_lateness(steps)["said"][0])
+    except MissingDataError as error:
+        return str(error)
 
 
 def job_answers(path: Path) -> JobAnswers:
