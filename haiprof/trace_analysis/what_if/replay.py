@@ -21,7 +21,8 @@ from haiprof.trace_analysis.what_if.kernels import (
     stream_order,
     stream_waits,
 )
-from haiprof.trace_analysis.what_if.shorten import HOST, Work, change_lengths
+from haiprof.trace_analysis.what_if.loader import WORKERS_TID, worker_batches
+from haiprof.trace_analysis.what_if.shorten import HOST, WORKERS, Work, change_lengths
 from haiprof.trace_analysis.what_if.window import ReplayWindow, replay_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -42,7 +43,7 @@ class RankGraph:
     label: Ints
     """Whose work it is, as a place in `labels`; -1 of waiting and of collectives."""
     labels: tuple[str, ...]
-    """Names of kernels, and `host`."""
+    """Names of kernels, `workers` of the loader, and `host`."""
     events: Ints
     """`event` in `Trace.gpu` of each kernel, shape (kernels,)."""
     begins_ns: int
@@ -141,7 +142,9 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         ),
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
-    threads = host(window.spans, calls, window.main_tid, (window.begin_ns, window.end_ns))
+    bounds = (window.begin_ns, window.end_ns)
+    batches = worker_batches(trace, bounds, window.main_tid)
+    threads = host(window.spans, calls, window.main_tid, window=bounds, batches=batches)
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
     return _Rank(
         window=window,
@@ -237,7 +240,9 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     label, begin = np.full(edges, -1), np.zeros(edges, dtype=np.int64)
     count, host_count = len(kernels.starts), len(threads.sources)
     label[:count] = np.where(kernels.talks, -1, places)
-    label[count : count + host_count] = np.where(threads.is_work, len(names), -1)
+    made = threads.points["tid"].to_numpy()[threads.targets] == WORKERS_TID
+    place = np.where(made, len(names), len(names) + 1)
+    label[count : count + host_count] = np.where(threads.is_work, place, -1)
     known = kernels.launches > MISSING
     begin[:count] = np.where(known, kernels.launches, kernels.starts)
     begin[count : count + host_count] = rank.times[threads.sources]
@@ -246,4 +251,6 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     tid = np.full(edges, -1)
     tid[:count] = kernels.frame["launch_tid"].fill_null(-1).to_numpy()
     tid[count : count + host_count] = rank.threads.points["tid"].to_numpy()[threads.targets]
-    return Work(label=label, labels=(*names.tolist(), HOST), begin_ns=begin, end_ns=end, tid=tid)
+    return Work(
+        label=label, labels=(*names.tolist(), WORKERS, HOST), begin_ns=begin, end_ns=end, tid=tid
+    )
