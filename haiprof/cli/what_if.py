@@ -35,13 +35,13 @@ Faster = Annotated[
     typer.Option(
         "--faster",
         metavar="WHAT[:SPEED]",
-        help="kernel=NAME, operator=NAME (regular expressions), loader, network, launches, each "
-        "with how many times as fast (:2x; without it: takes no time); rank=R or ranks: as fast "
+        help="kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
+        "launches, each with how many times as fast (:2x; without it: takes no time); rank=R or ranks: as fast "
         "as the others. May be given several times.",
         show_default=False,
     ),
 ]
-_NAMED, _PLAIN = ("kernel", "operator"), ("loader", "network", "launches")
+_NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
 _HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
 
 

@@ -211,9 +211,8 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
             f"{count_text(count, 'thread')} that nothing in the traces starts: "
             f"{'it keeps its' if count == 1 else 'they keep their'} times"
         )
-    for change in found.filter(pl.col("shortened_ns") == 0)["change"]:
-        if not change.startswith("network"):
-            yield f"{change}: it met nothing in these steps"
+    for change in found.filter(pl.col("changed_count") == 0)["change"]:
+        yield f"{change}: it met nothing in these steps"
 
 
 def _signed(ratio: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from haiprof.base.errors import UsageError
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
-LAUNCHES = "launches"
+LAUNCHES, COLLECTIVE = "launches", "collective"
 LOADER_NAME = r"^enumerate\(DataLoader\)"
 """The annotation that PyTorch puts around a loader's `next`."""
 
@@ -19,9 +19,9 @@ class Change:
     """One thing made faster; made by the functions below."""
 
     kind: str
-    """`kernel`, `operator`, `launches`, `loader`, `network` or `rank`."""
+    """`kernel`, `operator`, `launches`, `loader`, `network`, `collective` or `rank`."""
     name: str = ""
-    """Regular expression that names of kernels or operators must contain."""
+    """Regular expression that names of kernels, operators or collectives must contain."""
     speedup: float = math.inf
     """How many times as fast; infinite: it takes no time."""
     rank: int | None = None
@@ -52,7 +52,7 @@ class Change:
 
 
 def faster_kernel(name: str, speedup: float = math.inf) -> Change:
-    """Kernels whose names contain an expression; copies and computing, never collectives."""
+    """Kernels whose names contain an expression; of collectives the transfer, not the waiting."""
     return Change(kind=KERNEL, name=name, speedup=speedup)
 
 
@@ -67,8 +67,13 @@ def faster_launches(speedup: float = math.inf) -> Change:
 
 
 def faster_loader(speedup: float = math.inf) -> Change:
-    """The main process's wait for the next batch of a PyTorch DataLoader."""
+    """What a PyTorch DataLoader does for a batch: the workers' work, or the main process's."""
     return Change(kind=LOADER, name=LOADER_NAME, speedup=speedup)
+
+
+def faster_collective(name: str, speedup: float = math.inf) -> Change:
+    """The transfer of collectives whose kind (`all_reduce`) or name contains an expression."""
+    return Change(kind=COLLECTIVE, name=name, speedup=speedup)
 
 
 def faster_network(speedup: float) -> Change:

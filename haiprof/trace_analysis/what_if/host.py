@@ -16,7 +16,6 @@ from haiprof.trace_analysis.what_if.loader import WORKERS_TID, Batches
 DONE, MARK, LAUNCH, BLOCK_BEGIN, BLOCK_END = "done", "mark", "launch", "block_begin", "block_end"
 _TIES = {BLOCK_END: 0, DONE: 1, MARK: 2, LAUNCH: 3, BLOCK_BEGIN: 4}
 """Order of points of one thread at one time: a wait ends before what follows it."""
-BLOCKING = r"(?:Stream|Device|Event|Ctx)Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$"
 AUTOGRAD = r"^autograd::engine|AccumulateGrad|Backward\d*$"
 """Spans of backward passes; before 2021 only the functions themselves were recorded."""
 Bools = npt.NDArray[np.bool_]
@@ -225,8 +224,8 @@ def _ready_arrows(points: pl.DataFrame, batches: Batches | None, main_tid: int) 
         ((pl.col("tid") == WORKERS_TID) & (pl.col("role") == MARK))
         | ((pl.col("tid") == main_tid) & (pl.col("role") == BLOCK_END))
     )
-    place = {(tid, role, time): at
-             for tid, role, time, at in rows.select("tid", "role", "time_ns", "point").rows()}  # fmt: skip
+    columns = rows.select("tid", "role", "time_ns", "point").rows()
+    place = {(tid, role, time): at for tid, role, time, at in columns}
     made = [(WORKERS_TID, MARK, time) for time in batches.ready_ns.tolist()]
     taken = [(main_tid, BLOCK_END, time) for time in batches.taken_ns.tolist()]
     return _pairs(place, made, taken)

@@ -10,6 +10,7 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.collectives import clock_base_ns
+from haiprof.trace_analysis.cpu_collectives import CATEGORY, collective_waits
 from haiprof.trace_analysis.what_if.changes import Change
 from haiprof.trace_analysis.what_if.host import BLOCK_END, LAUNCH, Calls, Host, host
 from haiprof.trace_analysis.what_if.kernels import (
@@ -133,12 +134,22 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
     kernels = kernels_of(trace, (window.begin_ns, window.end_ns))
     blocking = blocking_calls(window.spans, kernels)
     waited = blocked_by(trace, blocking, kernels)
+    blocking, waited = _with_cpu_collectives(window, kernels, blocking, waited)
     busy = waited.filter(pl.Series(kernels.ends[waited["kernel"]]) > pl.col("begin_ns"))
     launching = kernels.frame.select("correlation").unique().drop_nulls()
     launches = window.spans.join(launching, on="correlation", how="semi")
+    own = pl.col("category") == CATEGORY
+    asked = kernels.frame.with_columns(ts_ns=pl.Series(kernels.launches)).filter(own)
     calls = Calls(
-        launches=launches.unique("correlation", keep="first", maintain_order=True).select(
-            "correlation", "tid", "ts_ns"
+        launches=pl.concat(
+            [
+                launches.unique("correlation", keep="first", maintain_order=True).select(
+                    "correlation", "tid", "ts_ns"
+                ),
+                asked.select("correlation", "ts_ns", tid="launch_tid").select(
+                    "correlation", "tid", "ts_ns"
+                ),
+            ]
         ),
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
@@ -153,6 +164,26 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         threads=threads,
         waited=waited,
         times=np.concatenate(times),
+    )
+
+
+def _with_cpu_collectives(
+    window: ReplayWindow, kernels: Kernels, blocking: pl.DataFrame, waited: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Blocking calls and what they wait for, with the waits for collectives of the CPU."""
+    numbered = kernels.frame.with_columns(
+        kernel=pl.int_range(pl.len(), dtype=pl.Int64),
+        ts_ns=pl.Series(kernels.starts),
+        dur_ns=pl.Series(kernels.ends - kernels.starts),
+    )
+    waits = collective_waits(window.spans, numbered.filter(pl.col("category") == CATEGORY))
+    call = pl.int_range(pl.len(), dtype=pl.Int64) + len(blocking)
+    rows = waits.with_columns(call=call, full=pl.lit(value=False))
+    return (
+        pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed"),
+        pl.concat(
+            [waited, rows.select("call", "kernel", begin_ns="ts_ns")], how="diagonal_relaxed"
+        ),
     )
 
 
