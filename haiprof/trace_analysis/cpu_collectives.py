@@ -1,4 +1,4 @@
-"""Collectives on the CPU (gloo, MPI): when each was asked for, when it ran, and who waited for it."""
+"""Collectives on the CPU (gloo, MPI): who asked for each, when it ran, and who waited for it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from haiprof.base.errors import UsageError
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
-LAUNCHES, COLLECTIVE = "launches", "collective"
+LAUNCHES, COLLECTIVE, TOGETHER = "launches", "collective", "together"
 LOADER_NAME = r"^enumerate\(DataLoader\)"
 """The annotation that PyTorch puts around a loader's `next`."""
 
@@ -28,6 +28,8 @@ class Change:
     """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
     shown: str = ""
     """Shown in place of the expression."""
+    parts: tuple[Change, ...] = ()
+    """Of kind `together`: all of them at once."""
 
     def __post_init__(self) -> None:
         """Checks what was asked for.
@@ -44,6 +46,8 @@ class Change:
 
     def __str__(self) -> str:
         """Such as `kernel gemm 2x`."""
+        if self.kind == TOGETHER:
+            return " and ".join(map(str, self.parts))
         if self.kind == RANK:
             return "all ranks alike" if self.rank is None else f"rank {self.rank} as the others"
         times = "takes no time" if math.isinf(self.speedup) else f"{self.speedup:g}x"
@@ -74,6 +78,17 @@ def faster_loader(speedup: float = math.inf) -> Change:
 def faster_collective(name: str, speedup: float = math.inf) -> Change:
     """The transfer of collectives whose kind (`all_reduce`) or name contains an expression."""
     return Change(kind=COLLECTIVE, name=name, speedup=speedup)
+
+
+def together(*changes: Change) -> Change:
+    """Several changes at once, such as half the batch: the loader and all operators.
+
+    Raises:
+        UsageError: One of them compares ranks.
+    """
+    if any(change.kind == RANK for change in changes):
+        raise UsageError("what-if: a rank like the others goes with no other change")
+    return Change(kind=TOGETHER, parts=changes)
 
 
 def faster_network(speedup: float) -> Change:

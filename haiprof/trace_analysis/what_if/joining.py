@@ -193,6 +193,9 @@ def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Ch
 
 def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
     """How many times as fast the transfer of each member of a collective is."""
+    found = np.ones(len(members))
+    for part in change.parts:
+        found = found * _speedups(part, members)
     meets = np.zeros(len(members), dtype=np.bool_)
     if change.kind == NETWORK:
         meets[:] = True
@@ -200,7 +203,7 @@ def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
         columns = ("kind", "name") if change.kind == COLLECTIVE else ("name",)
         rows = members.select(columns).iter_rows()
         meets[:] = [any(re.search(change.name, text) for text in row) for row in rows]
-    return np.where(meets, change.speedup, 1.0)
+    return np.where(meets, change.speedup, found)
 
 
 def _even_out(change: Change, ranks: _Ranks, members: pl.DataFrame) -> Ints:

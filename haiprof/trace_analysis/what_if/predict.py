@@ -52,9 +52,10 @@ def predictions(
         the share of the measured time that the replay reproduces only because it keeps delays that
         nothing in its graph explains; `predicted_step_ns`; `saved_ratio`, what it gains over the
         reproduced; `shortened_ns`, the work that the change took away, in sum over ranks;
-        `changed_count`, pieces of work that it made shorter or longer (0: it met nothing); `collective_count`, replayed with waiting and transfer apart; `unmatched_count`
-        of communication kernels that are replayed as long as they were; `apart_count` of threads
-        that launch kernels and keep their times, since nothing says what they wait for.
+        `changed_count`, pieces of work that it made shorter or longer (0: it met nothing);
+        `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
+        communication kernels that are replayed as long as they were; `apart_count` of threads that
+        launch kernels and keep their times, since nothing says what they wait for.
 
     Raises:
         MissingDataError: Ranks have different numbers of steps, or no time passes in them.

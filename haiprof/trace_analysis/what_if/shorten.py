@@ -55,6 +55,8 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, work: Work) -> I
         lengths: ns of each edge as it was.
         work: What runs along each edge.
     """
+    for part in change.parts:
+        lengths = change_lengths(trace, part, lengths, work)
     if change.kind == KERNEL:
         names = [bool(re.search(change.name, name)) for name in work.labels[:-2]]
         these = np.append(np.array(names, dtype=bool), [False] * 3)[work.label]
