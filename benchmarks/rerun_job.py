@@ -1,7 +1,8 @@
 """A training job whose parts can be changed: loader, operators, layers, ranks, collectives.
 
 `whatif_reruns.py` runs it. Operators and samples take a fixed time (they sleep), as a device's work
-does, so that a shared machine's noise does not decide; `real` makes operators multiply matrices.
+does, so that a shared machine's noise does not decide (one is at least 3 ms: each sleep takes some
+0.1 ms longer than it was asked for); `real` makes operators multiply matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, Dataset
 
-LAYERS, BATCH, WARM, TRACED, TIMED, GROUP = 4, 8, 6, 24, 24, 4
+LAYERS, BATCH, WARM, TRACED, TIMED, GROUP = 4, 4, 4, 16, 16, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +27,10 @@ class Job:
     """What one run of the job does."""
 
     workers: int = 0
-    sample_ms: float = 1.0
+    sample_ms: float = 8.0
     batch: int = BATCH
     layers: int = LAYERS
-    forward_ms: float = 1.0
+    forward_ms: float = 6.0
     """Of one layer for a batch of `BATCH`."""
     backward_ratio: float = 2.0
     """How many times as long its backward takes."""

@@ -34,11 +34,11 @@ RANKS = 2
 LAYERS = "operator=rerun::(forward|backward)"
 
 IN_PROCESS = Job()
-BOUND_BY_WORKERS = Job(workers=2, sample_ms=8.0)
-AHEAD = Job(workers=2, sample_ms=1.0, forward_ms=2.0)
-REAL = Job(sample_ms=0.2, real=384)
-STRAGGLER = Job(sample_ms=0.2, late_ms=8.0, reduce_count=1)
-MANY_REDUCES = Job(sample_ms=0.2, reduce_count=8)
+BOUND_BY_WORKERS = Job(workers=2, sample_ms=80.0)
+AHEAD = Job(workers=2, sample_ms=8.0)
+REAL = Job(sample_ms=2.0, real=512)
+STRAGGLER = Job(sample_ms=2.0, late_ms=12.0, reduce_count=1)
+MANY_REDUCES = Job(sample_ms=2.0, reduce_count=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +58,24 @@ class Case:
 
 CASES = (
     Case(name="in-process loader 2x", job=IN_PROCESS, faster="loader:2x",
-         changed={"sample_ms": 0.5}),
+         changed={"sample_ms": 4.0}),
     Case(name="in-process loader takes no time", job=IN_PROCESS, faster="loader",
          changed={"sample_ms": 0.0}),
     Case(name="forward operator 2x", job=IN_PROCESS, faster="operator=rerun::forward:2x",
-         changed={"forward_ms": 0.5, "backward_ratio": 4.0}),
+         changed={"forward_ms": 3.0, "backward_ratio": 4.0}),
     Case(name="half the layers", job=IN_PROCESS, faster=f"{LAYERS}:2x", changed={"layers": 2}),
     Case(name="half the batch", job=IN_PROCESS, faster=f"loader:2x and {LAYERS}:2x",
-         changed={"batch": 4}),
+         changed={"batch": 2}),
     Case(name="bound by workers: half the layers", job=BOUND_BY_WORKERS, faster=f"{LAYERS}:2x",
          changed={"layers": 2}),
     Case(name="bound by workers: their work 2x", job=BOUND_BY_WORKERS, faster="loader:2x",
-         changed={"sample_ms": 4.0}),
+         changed={"sample_ms": 40.0}),
     Case(name="bound by workers: their work 4x", job=BOUND_BY_WORKERS, faster="loader:4x",
-         changed={"sample_ms": 2.0}),
+         changed={"sample_ms": 20.0}),
     Case(name="bound by workers: half the batch", job=BOUND_BY_WORKERS,
-         faster=f"loader:2x and {LAYERS}:2x", changed={"batch": 4}),
+         faster=f"loader:2x and {LAYERS}:2x", changed={"batch": 2}),
     Case(name="workers ahead: their work 2x", job=AHEAD, faster="loader:2x",
-         changed={"sample_ms": 0.5}),
+         changed={"sample_ms": 4.0}),
     Case(name="workers ahead: half the layers", job=AHEAD, faster=f"{LAYERS}:2x",
          changed={"layers": 2}),
     Case(name="matrix products: half the layers", job=REAL, faster=f"{LAYERS}:2x",

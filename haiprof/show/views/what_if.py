@@ -24,7 +24,7 @@ from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 _COMMON = (
     "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
-    "collective_count", "unmatched_count", "apart_count",
+    "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
 _COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved_ratio", "shorter by"))
 _DOUBTFUL_RATIO = 0.05
@@ -210,6 +210,12 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
         yield (
             f"{count_text(count, 'thread')} that nothing in the traces starts: "
             f"{'it keeps its' if count == 1 else 'they keep their'} times"
+        )
+    if count := common["ahead_count"]:
+        whose = "" if count == 1 else f" of {count} ranks"
+        yield (
+            f"the loader's workers{whose} always had a batch ready: how fast they can be is not in "
+            "the traces; no step becomes shorter than they take per batch"
         )
     for change in found.filter(pl.col("changed_count") == 0)["change"]:
         yield f"{change}: it met nothing in these steps"

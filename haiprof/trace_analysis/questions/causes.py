@@ -64,14 +64,14 @@ class CauseQuestions(RankTraces):
 
         Args:
             changes: From `haiprof.trace_analysis.what_if.changes`: `faster_kernel`,
-                `faster_operator`,
-                `faster_loader`, `faster_network`, `rank_as_others`.
+                `faster_operator`, `faster_loader`, `faster_network`, `faster_collective`,
+                `rank_as_others`, `together`.
             steps: First profiler step and the one after the last; None takes all.
 
         Returns:
             One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
             `unexplained_ratio`, `predicted_step_ns`, `saved_ratio`, `shortened_ns`,
-            `collective_count`, `unmatched_count`, `apart_count`.
+            `changed_count`, `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
         """
         from haiprof.trace_analysis.skew import collective_waits
         from haiprof.trace_analysis.what_if.predict import predictions

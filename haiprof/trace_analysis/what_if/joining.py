@@ -35,6 +35,8 @@ class Job:
     """Threads that keep their times, in sum over ranks."""
     unmatched_count: int
     """Communication kernels that take as long as they took, waiting included."""
+    ahead_count: int = 0
+    """Ranks whose loader's workers always had a batch ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,13 @@ def join_ranks(
             lengths[:, column] = _even_out(change, ranks, members)
     job = _with_collectives(replace(ranks, lengths=lengths), members, changes)
     apart = sum(graph.apart_count for graph in graphs.values())
-    return replace(job, begun_ns=ranks.begun_ns, step_count=counts.pop(), apart_count=apart)
+    return replace(
+        job,
+        begun_ns=ranks.begun_ns,
+        step_count=counts.pop(),
+        apart_count=apart,
+        ahead_count=sum(graph.workers_ahead for graph in graphs.values()),
+    )
 
 
 def _shift_clock(graph: RankGraph, offset_ns: int) -> RankGraph:

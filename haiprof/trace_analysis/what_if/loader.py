@@ -41,8 +41,10 @@ class Batches:
     """Whether it was not ready when it was asked for."""
 
 
-def worker_batches(trace: Trace, window: tuple[int, int], main_tid: int) -> Batches | None:
-    """The batches that a rank's main thread took in a window.
+def worker_batches(
+    trace: Trace, window: tuple[int, int], main_tid: int
+) -> tuple[Batches | None, bool]:
+    """The batches that a rank's main thread took in a window, and whether workers made any.
 
     Args:
         trace: Of the rank.
@@ -50,8 +52,8 @@ def worker_batches(trace: Trace, window: tuple[int, int], main_tid: int) -> Batc
         main_tid: The thread that trains.
 
     Returns:
-        None without them, or where the workers' pace does not show because training never waits
-        for two batches near each other. Between two such the workers are busy all the time, so it
+        None where the workers' pace does not show: training never waits for two batches near each
+        other. Between two such the workers are busy all the time, so it
         divides among the batches between; in longer stretches their usual pace is taken.
     """
     marks = _marks(trace, window, main_tid)
@@ -60,8 +62,8 @@ def worker_batches(trace: Trace, window: tuple[int, int], main_tid: int) -> Batc
     waited = taken - asked > WAITED_NS
     ready = _ready(taken, waited)
     if ready is None:
-        return None
-    return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited)
+        return None, not marks.is_empty()
+    return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
 
 
 def _marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.DataFrame:

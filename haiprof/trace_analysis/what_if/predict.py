@@ -27,6 +27,7 @@ PREDICTIONS_SCHEMA = {
     "collective_count": pl.Int64,
     "unmatched_count": pl.Int64,
     "apart_count": pl.Int64,
+    "ahead_count": pl.Int64,
 }
 
 
@@ -55,7 +56,8 @@ def predictions(
         `changed_count`, pieces of work that it made shorter or longer (0: it met nothing);
         `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
         communication kernels that are replayed as long as they were; `apart_count` of threads that
-        launch kernels and keep their times, since nothing says what they wait for.
+        launch kernels and keep their times, since nothing says what they wait for;
+        `ahead_count` of ranks whose loader's workers always had a batch ready.
 
     Raises:
         MissingDataError: Ranks have different numbers of steps, or no time passes in them.
@@ -79,6 +81,7 @@ def predictions(
         "collective_count": job.collective_count,
         "unmatched_count": job.unmatched_count,
         "apart_count": job.apart_count,
+        "ahead_count": job.ahead_count,
     }
     rows = [
         {

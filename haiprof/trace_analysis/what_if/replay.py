@@ -54,6 +54,8 @@ class RankGraph:
     """Threads that launch kernels and that nothing in the trace starts: they keep their times."""
     contradicted_count: int
     """Waits that the trace's own times contradict, left out."""
+    workers_ahead: bool
+    """Whether the loader's workers always had a batch ready: their pace is not in the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class _Rank:
     threads: Host
     waited: pl.DataFrame
     """From `blocked_by`."""
+    workers_ahead: bool
     times: Ints
     """Of the hosts' points, then of the kernels' starts, then of their ends."""
 
@@ -126,6 +129,7 @@ def rank_graph(
         step_count=rank.window.step_count,
         apart_count=rank.threads.apart_count,
         contradicted_count=sum(part.contradicted_count for part in parts),
+        workers_ahead=rank.workers_ahead,
     )
 
 
@@ -154,12 +158,13 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
     bounds = (window.begin_ns, window.end_ns)
-    batches = worker_batches(trace, bounds, window.main_tid)
+    batches, has_workers = worker_batches(trace, bounds, window.main_tid)
     threads = host(window.spans, calls, window.main_tid, window=bounds, batches=batches)
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
     return _Rank(
         window=window,
         kernels=kernels,
+        workers_ahead=has_workers and batches is None,
         calls=calls,
         threads=threads,
         waited=waited,
