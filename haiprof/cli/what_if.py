@@ -35,13 +35,13 @@ Faster = Annotated[
     typer.Option(
         "--faster",
         metavar="WHAT[:SPEED]",
-        help="kernel=NAME, operator=NAME (regular expressions), loader, network, launches, each "
-        "with how many times as fast (:2x; without it: takes no time); rank=R or ranks: as fast "
-        "as the others. May be given several times.",
+        help="kernel=NAME, operator=NAME, collective=NAME (regular expressions), loader, network, "
+        "launches, each with how many times as fast (:2x; without it: takes no time); rank=R or "
+        "ranks: as fast as the others. 'A and B' is both together. May be given several times.",
         show_default=False,
     ),
 ]
-_NAMED, _PLAIN = ("kernel", "operator"), ("loader", "network", "launches")
+_NAMED, _PLAIN = ("kernel", "operator", "collective"), ("loader", "network", "launches")
 _HINT = "--faster kernel=gemm:2x, operator=aten::conv2d, loader:2x, network:2x, launches:2x, rank=3"
 
 
@@ -64,6 +64,8 @@ def what_if(
       haiprof what-if traces/ --faster loader:2x --faster "kernel=gemm:1.5x"
 
       haiprof what-if traces/ --faster rank=3              rank 3 as fast as the others
+
+      haiprof what-if traces/ --faster "loader:2x and operator=aten:2x"     both together
 
       haiprof what-if job.parquet                          what a job's stragglers cost
     """
@@ -97,7 +99,18 @@ def what_if(
 
 
 def parse_change(text: str) -> Change:
-    """Parses a change such as `kernel=gemm:2x`; raises UsageError for anything else."""
+    """Parses a change such as `kernel=gemm:2x`, or several with `and` between them.
+
+    Raises:
+        UsageError: It is anything else.
+    """
+    from haiprof.trace_analysis.what_if.changes import together
+
+    parts = [_parse_one(part) for part in text.split(" and ")]
+    return parts[0] if len(parts) == 1 else together(*parts)
+
+
+def _parse_one(text: str) -> Change:
     from haiprof.trace_analysis.what_if.changes import RANK, Change, faster_loader, rank_as_others
 
     found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)

@@ -145,9 +145,6 @@ straggler warning (rank-straggler-policy.md)."""
 ABNORMAL_RATIO = 0.01
 """PerfTracker: memory operations, runtime calls and Python functions with a bottleneck ratio above
 1 % are abnormal (seed 001). What stays below on all ranks is not compared either."""
-LAST_RATIO = 0.50
-"""A rank that is far from the others and in collectives for less than half their time came after
-them. Own choice."""
 SAME_COUNT_RATIO = 0.10
 """Kernels whose counts differ by more than this did other work: their cost is not compared. Own
 choice."""

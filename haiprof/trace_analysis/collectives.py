@@ -9,6 +9,7 @@ import re
 import polars as pl
 
 from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
+from haiprof.trace_analysis.cpu_collectives import cpu_collectives
 from haiprof.trace_analysis.temporal import gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -76,6 +77,8 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
     """
     gpu = gpu_events(trace, steps).with_row_index("row")
     talking = with_kind(gpu).filter(pl.col("kind") == COMMUNICATION)["row"]
+    if talking.is_empty():
+        return _on_cpu(trace, steps)
     texts = ("name", "collective", "dtype", "process_group", "group_ranks")
     kernels = gpu.filter(pl.col("row").is_in(talking.implode())).with_columns(
         *(_text(name).alias(name) for name in texts)
@@ -94,6 +97,24 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
             return_dtype=pl.Int64,
         ),
     ).select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
+
+
+def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
+    """Collectives of gloo or MPI, where no GPU communicates; groups and sizes are not known."""
+    found = cpu_collectives(trace)
+    marked = _with_step(trace, found.with_columns(when="launch_ns"))
+    if steps is not None:
+        marked = marked.filter(pl.col("step").is_between(*steps, closed="left"))
+    base = clock_base_ns(trace)
+    named = marked.with_columns(
+        kind=pl.col("name").map_elements(kind_of, return_dtype=pl.String),
+        device=pl.lit(-1), stream=pl.lit(-1), world_size=pl.lit(trace.world_size, pl.Int64),
+        start_ns=pl.col("ts_ns") + base, end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
+    )  # fmt: skip
+    empty = pl.DataFrame(schema=KERNELS_SCHEMA)
+    return pl.concat(
+        [empty, named.select(set(named.columns) & set(empty.columns))], how="diagonal_relaxed"
+    )
 
 
 def clock_base_ns(trace: Trace) -> int:
@@ -124,10 +145,15 @@ def _with_launch(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
     found = kernels.join(
         calls.unique("correlation", keep="first"), on="correlation", how="left"
     ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
+    return _with_step(trace, found).sort("ts_ns", "row")
+
+
+def _with_step(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
+    """With the profiler step around the time `when`."""
     steps = trace.steps.select("step", step_start="start_ns", step_end="end_ns").sort("step_start")
     marked = found.sort("when").join_asof(steps, left_on="when", right_on="step_start")
     inside = pl.col("when") < pl.col("step_end")
-    return marked.with_columns(step=pl.when(inside).then("step")).sort("ts_ns", "row")
+    return marked.with_columns(step=pl.when(inside).then("step"))
 
 
 def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:

@@ -50,6 +50,8 @@ class TraceFile:
     end_ns: int | None = None
     """Last end of one."""
     findings: tuple[Finding, ...] = ()
+    host: str | None = None
+    """Where the rank ran, which only haiprof records."""
 
 
 def trace_file(trace: Trace) -> TraceFile:
@@ -67,7 +69,15 @@ def trace_file(trace: Trace) -> TraceFile:
         start_ns=start_ns,
         end_ns=end_ns,
         findings=checked.findings,
+        host=host_name(trace),
     )
+
+
+def host_name(trace: Trace) -> str | None:
+    """The host, which only haiprof records; None in other traces."""
+    said = trace.metadata.get("haiprof")
+    host = said.get("host") if isinstance(said, dict) else None
+    return host if isinstance(host, str) else None
 
 
 def load_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:

@@ -112,11 +112,12 @@ SECTIONS: Mapping[str, _Section] = {
     "efficiency": TraceQuestions.step_efficiency,
     "memory_bandwidth": TraceQuestions.memory_bandwidth_summary,
     "process_groups": TraceQuestions.process_groups,
+    "lateness": TraceQuestions.arrival_lateness,
     "stragglers": TraceQuestions.stragglers,
     "clock_offsets": TraceQuestions.clock_offsets,
 }
 """The method of each table; `kernels` is over all ranks."""
-_OF_SEVERAL = ("process_groups", "stragglers", "clock_offsets")
+_OF_SEVERAL = ("process_groups", "lateness", "stragglers", "clock_offsets")
 
 
 def standard_report(

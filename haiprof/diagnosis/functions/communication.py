@@ -16,12 +16,11 @@ from haiprof.diagnosis.functions.report import (
     over_ranks,
     too_few_ranks,
 )
-from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, LAST_RATIO
 from haiprof.trace_analysis.patterns.gather import Patterns
 from haiprof.trace_analysis.patterns.priority import COMMUNICATION
 
 TITLE = "Communication"
-SLOW_LINK, UNSTEADY, LAST = "slow link", "unsteady link", "arrives last"
+SLOW_LINK, UNSTEADY = "slow link", "unsteady link"
 UNKNOWN, NETWORK, ONE_HOST = "unknown", "network", "within one host"
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
 _BETA = "bottleneck_ratio"
@@ -39,13 +38,12 @@ def communication_report(patterns: Patterns) -> FunctionReport:
 
     Returns:
         `facts`: `link` (`network` between hosts, `within one host`, or `unknown`), `link_why`,
-        `slow_links` and `last` (ranks). Tables: `functions`, one row per type and kernel with the
-        `normal_rank` (the nearest to all others), `different_count` (ranks that are far from it),
-        `bottleneck_ratio` as a mean over all ranks, `bandwidth_bytes_per_s` and its deviation over
-        those that run it;
+        `slow_links` and `late` (ranks; see `arrival_lateness`). Tables: `functions`, one row per
+        type and kernel with the `normal_rank` (the nearest to all others), `different_count` (ranks
+        that are far from it), `bottleneck_ratio` as a mean over all ranks, `bandwidth_bytes_per_s`
+        and its deviation over those that run it;
         `abnormal`, with `why`: `slow link` (transfers slower than the others'), `unsteady link`
-        (slower, and their pace varies more), `arrives last` (communicates for a shorter time
-        than the others, who wait for it); `ranks`, every rank's row.
+        (slower, and their pace varies more); `ranks`, every rank's row.
 
         Source: PerfTracker (seed 001), Communication; EROICA for what low throughput with a low or
         a high deviation means. Bandwidth is nccl-tests' bus bandwidth of the transfer alone; its
@@ -55,8 +53,6 @@ def communication_report(patterns: Patterns) -> FunctionReport:
     judged = with_distance(functions, FUNCTION, (_BETA, _RATE, _SPREAD), {_SPREAD: _RATE})
     abnormal = _abnormal(judged)
     link, why = link_of(patterns)
-    by_why = {w: sorted(set(abnormal.filter(pl.col("why") == w)["rank"].to_list()))
-              for w in (SLOW_LINK, UNSTEADY, LAST)}  # fmt: skip
     return FunctionReport(
         kind=COMMUNICATION,
         title=TITLE,
@@ -68,10 +64,10 @@ def communication_report(patterns: Patterns) -> FunctionReport:
         facts={
             "link": link,
             "link_why": why,
-            "slow_links": sorted({*by_why[SLOW_LINK], *by_why[UNSTEADY]}),
-            "last": by_why[LAST],
+            "slow_links": sorted(set(abnormal["rank"].to_list())),
+            "late": sorted(patterns.lateness.filter("is_late")["rank"].to_list()),
         },
-        meaning=tuple(_meaning(abnormal, judged)),
+        meaning=tuple(_meaning(abnormal, judged, patterns)),
         missing=_missing(patterns, functions, why),
     )
 
@@ -89,22 +85,13 @@ def link_of(patterns: Patterns) -> tuple[str, str | None]:
 
 
 def _abnormal(judged: pl.DataFrame) -> pl.DataFrame:
-    weighs = pl.col(f"{_BETA}_median") >= ABNORMAL_RATIO
     slow = differs(_RATE, high=False).fill_null(value=False)
     own, usual = (
         pl.col(_SPREAD) / pl.col(_RATE),
         pl.col(f"{_SPREAD}_median") / pl.col(f"{_RATE}_median"),
     )
     unsteady = (own > 2 * usual).fill_null(value=False)
-    last = (pl.col(_BETA) < LAST_RATIO * pl.col(f"{_BETA}_median")) & weighs
-    why = (
-        pl.when(slow & unsteady)
-        .then(pl.lit(UNSTEADY))
-        .when(slow)
-        .then(pl.lit(SLOW_LINK))
-        .when(last)
-        .then(pl.lit(LAST))
-    )
+    why = pl.when(slow & unsteady).then(pl.lit(UNSTEADY)).when(slow).then(pl.lit(SLOW_LINK))
     return (
         judged.filter("is_far")
         .with_columns(why=why)
@@ -114,7 +101,7 @@ def _abnormal(judged: pl.DataFrame) -> pl.DataFrame:
             others_bottleneck_ratio=f"{_BETA}_median",
             others_bandwidth_bytes_per_s=f"{_RATE}_median",
         )
-        .sort(pl.col("why") == LAST, -pl.col(_BETA), "rank", "type", "name")
+        .sort(-pl.col(_BETA), "rank", "type", "name")
     )  # fmt: skip
 
 
@@ -140,16 +127,10 @@ def _ranks(functions: pl.DataFrame) -> pl.DataFrame:
     return functions.select(columns).sort("type", "name", "rank")
 
 
-def _meaning(abnormal: pl.DataFrame, judged: pl.DataFrame) -> list[str]:
-    slow = abnormal.filter(pl.col("why") != LAST).head(3)
-    lines = [_slow_text(row) for row in slow.to_dicts()]
-    last = sorted(set(abnormal.filter(pl.col("why") == LAST)["rank"].to_list()))
-    if last:
-        them = "it. What it does" if len(last) == 1 else "them. What they do"
-        lines.append(
-            f"{ranks_text(last)}: in collectives for a shorter time than the others, which wait "
-            f"there for {them} before is what is slow"
-        )
+def _meaning(abnormal: pl.DataFrame, judged: pl.DataFrame, patterns: Patterns) -> list[str]:
+    lines = [_slow_text(row) for row in abnormal.head(3).to_dicts()]
+    if not judged.is_empty() and len(patterns.ranks) > 1:
+        lines.append(patterns.who_is_late)
     wait, transfer = (int(judged[name].sum() or 0) for name in ("wait_ns", "transfer_ns"))
     if wait + transfer:
         share = ratio_text(wait / (wait + transfer))

@@ -6,7 +6,7 @@ import polars as pl
 
 from haiprof.base.units import rate_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.functions.communication import LAST, communication_report
+from haiprof.diagnosis.functions.communication import communication_report
 from haiprof.diagnosis.functions.memory import SLOW, memory_report
 from haiprof.diagnosis.functions.report import ABNORMAL
 from haiprof.diagnosis.rule_inputs import Facts
@@ -24,7 +24,7 @@ def slow_link(facts: Facts) -> Judgement:
     count = int(patterns.totals["has_gpu"].sum())
     if count < FAR_MIN_RANKS:
         return Abstention(rule=RULE, why=f"GPU traces of {count} ranks; it takes {FAR_MIN_RANKS}")
-    talk = communication_report(patterns).tables[ABNORMAL].filter(pl.col("why") != LAST)
+    talk = communication_report(patterns).tables[ABNORMAL]
     copies = memory_report(patterns).tables[ABNORMAL].filter(pl.col("why") == SLOW)
     copies = copies.drop_nulls([_OWN, _USUAL])
     if talk.is_empty() and copies.is_empty():

@@ -9,11 +9,11 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_analysis.patterns.evidence import FREEING_CALLS
 from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_format.blocking_calls import FREE
 
 RULE = "synchronising_calls"
-_FREES = pl.col("call").is_in(FREEING_CALLS)
+_FREES = pl.col("call").str.contains(FREE)
 
 
 def synchronising_calls(facts: Facts) -> Judgement:

@@ -107,3 +107,10 @@ def copies(tables: Tables) -> pl.DataFrame:
         )
     )
     return found.sort(-pl.col("busy_ns"), "copy_kind")
+
+
+def lateness(tables: Tables) -> pl.DataFrame:
+    """How late each rank is, the latest first, with what the others waited for it."""
+    return tables["lateness"].join(
+        tables["stragglers"], on="rank", how="left", maintain_order="left", suffix="_any"
+    )

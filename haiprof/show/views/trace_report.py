@@ -36,6 +36,8 @@ class View:
     """A note on it."""
     legend_of: str = ""
     """The column that it is about; empty for all."""
+    answer: str = ""
+    """The column that says in words what the table comes to."""
 
 
 VIEWS = (
@@ -146,14 +148,15 @@ VIEWS = (
         ),
     ),
     View(
-        title="Who arrives last at collectives",
-        of=("stragglers",),
-        rows=lambda tables: tables["stragglers"],
+        title="Who is late at collectives",
+        of=("lateness", "stragglers"),
+        rows=rows.lateness,
         columns=(
-            ("rank", "rank"), ("collective_count", "collectives"), ("last_ratio", "last"),
-            ("held_up_ns", "held others up"), ("waited_ns", "waited itself"),
-            ("collective_ns", "in collectives"),
+            ("rank", "rank"), ("late_ns", "later per step"), ("low_ns", "from"),
+            ("high_ns", "to"), ("last_ratio", "last"), ("held_up_ns", "held others up"),
+            ("waited_ns", "waited itself"),
         ),
+        answer="said",
     ),
 )  # fmt: skip
 
@@ -229,9 +232,14 @@ def shown_tables(report: TraceReport) -> Iterator[Shown]:
                     rows=found,
                     columns=tuple(columns),
                     limit=view.limit,
-                    legend=view.legend if told else "",
+                    legend=_legend(view, found) if told else "",
                     faults=fault_names(report.tables["checks"], view.of),
                 )
+
+
+def _legend(view: View, found: pl.DataFrame) -> str:
+    """The note below a table: what it comes to, or how it is to be read."""
+    return str(found[view.answer][0]) if view.answer else view.legend
 
 
 def _table(shown: Shown) -> RenderableType:

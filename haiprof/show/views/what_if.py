@@ -24,7 +24,7 @@ from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 _COMMON = (
     "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
-    "collective_count", "unmatched_count", "apart_count",
+    "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
 _COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved_ratio", "shorter by"))
 _DOUBTFUL_RATIO = 0.05
@@ -41,6 +41,8 @@ class WhatIfAnswers:
     """Whether haiprof chose the changes, and the best comes first."""
     predictions: pl.DataFrame
     """From `TraceAnalysis.what_if`."""
+    late: str | None = None
+    """Who is late, in words; None of one rank."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -57,7 +59,8 @@ class WhatIfAnswers:
     @property
     def notes(self) -> list[str]:
         """Notes on the predictions."""
-        return list(_notes(self.common, self.predictions))
+        late = [self.late] if self.late else []
+        return [*late, *_notes(self.common, self.predictions)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,15 @@ def what_if_answers(
     found = analysis.what_if(*asked, steps=steps)
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
-    return WhatIfAnswers(path=path, ranked=not changes, predictions=found)
+    late = _late(analysis, steps) if len(analysis.files) > 1 else None
+    return WhatIfAnswers(path=path, ranked=not changes, predictions=found, late=late)
+
+
+def _late(analysis: TraceQuestions, steps: tuple[int, int] | None) -> str:
+    try:
+        return str(analysis.arrival_lateness(steps)["said"][0])
+    except MissingDataError as error:
+        return str(error)
 
 
 def job_answers(path: Path) -> JobAnswers:
@@ -200,9 +211,14 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
             f"{count_text(count, 'thread')} that nothing in the traces starts: "
             f"{'it keeps its' if count == 1 else 'they keep their'} times"
         )
-    for change in found.filter(pl.col("shortened_ns") == 0)["change"]:
-        if not change.startswith("network"):
-            yield f"{change}: it met nothing in these steps"
+    if count := common["ahead_count"]:
+        whose = "" if count == 1 else f" of {count} ranks"
+        yield (
+            f"the loader's workers{whose} always had a batch ready: how fast they can be is not in "
+            "the traces; no step becomes shorter than they take per batch"
+        )
+    for change in found.filter(pl.col("changed_count") == 0)["change"]:
+        yield f"{change}: it met nothing in these steps"
 
 
 def _signed(ratio: float) -> str:

@@ -15,16 +15,12 @@ from haiprof.trace_analysis.call_tree import CallTree
 from haiprof.trace_analysis.classify import MEMORY
 from haiprof.trace_analysis.critical.device import NEVER, USUAL_DELAY_NS, DeviceEvents, launch_order
 from haiprof.trace_analysis.critical.host import LONG_GAP_NS, HostEvents, backward_threads
+from haiprof.trace_format.blocking_calls import DEVICE_SYNC, FREE, STREAM_SYNC
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 Flags = npt.NDArray[np.bool_]
 
-# Source: CUDA runtime API, "API synchronization behavior". cudaEventQuery, which HTA counts among
-# these, returns at once.
-DEVICE_SYNC = "^(?:(?:cuda|hip)DeviceSynchronize|cudaThreadSynchronize|cuCtxSynchronize)$"
-STREAM_SYNC = "^(?:cuda|cu|hip)(?:Stream|Event)Synchronize"
-FREE = "^(?:cudaFree|hipFree)(?:Host)?$"  # waits for the device where the memory may be in use
-COPY = "Memcpy|Memset"
+COPY = "Memcpy|Memset"  # those that waited show it by their times
 _FULL_QUEUE = 1000  # launches; CUDA's queue of a stream holds 1024, and then a launch call blocks
 _TRIES = 8
 NOTHING: Ints = np.empty(0, dtype=np.int64)

@@ -7,13 +7,12 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.call_tree import CallTree
+from haiprof.trace_format.blocking_calls import BLOCKING
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 GAP_NS = 1_000_000
 """A thread without an operator for longer began again because of another one. Source: Chakra's
 trace_linker, enforce_inter_thread_order, threshold 1000 us."""
-BLOCKING = r"Synchronize$|^(?:cuda|hip)Memcpy(?:2D|3D)?$|^cu(?:Stream|Event|Ctx)Synchronize"
-"""Calls of CUDA and HIP that return only when the GPU is done."""
 _LISTS = pl.List(pl.Int64)
 
 

@@ -17,17 +17,9 @@ from haiprof.trace_analysis.patterns.call_sites import CallSites, call_sites
 from haiprof.trace_analysis.patterns.priority import PatternWindow
 from haiprof.trace_analysis.patterns.tensor_cores import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.temporal import gpu_events, union_of
+from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-FREEING_CALLS = ("cudaFree", "hipFree", "cuMemFree", "cuMemFree_v2", "cuMemUnmap", "cuMemRelease")
-"""They wait for the device too (CUDA Runtime API, API synchronization behavior: cudaFree)."""
-# Calls that return once the device has done something: CUDA's and HIP's.
-SYNCHRONISING_CALLS = (
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-    "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
-    "hipStreamSynchronize", "hipDeviceSynchronize", "hipEventSynchronize", "hipMemcpy",
-    "hipMemcpyWithStream", *FREEING_CALLS[:4],
-)  # fmt: skip
 _LOADER = "enumerate(DataLoader)#"
 _PAGEABLE = "Pageable -> Device"
 _WHERE = ("operator", "module", "line")
@@ -177,7 +169,7 @@ def _short(compute: pl.DataFrame, launches: pl.DataFrame | None, sites: CallSite
 def _waits(trace: Trace, window: PatternWindow, busy: Intervals, sites: CallSites) -> pl.DataFrame:
     """Synchronising calls by name and place."""
     names = trace.runtime["name"].unique().cast(pl.String)
-    wanted = names.filter(names.is_in(SYNCHRONISING_CALLS)).to_list()
+    wanted = names.filter(names.str.contains(f"{BLOCKING}|{FREE}")).to_list()
     calls = _begun(trace.runtime.filter(pl.col("name").is_in(wanted)), window)
     found = sites.around(calls).with_columns(
         call=calls["name"].cast(pl.String),

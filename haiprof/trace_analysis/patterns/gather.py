@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
 from haiprof.trace_analysis.clocks import clock_offsets, host_offsets, on_one_clock
 from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.patterns.evidence import Evidence
@@ -28,6 +29,10 @@ class Patterns:
     `missing`, the reason why these and its bandwidth are null."""
     totals: pl.DataFrame
     """One row per rank: columns of `WorkerPattern.totals`."""
+    lateness: pl.DataFrame
+    """From `arrival_lateness`: who begins collectives later than the others."""
+    who_is_late: str
+    """The same in words, or why it is not known."""
     signs: Mapping[int, Evidence]
     """By rank."""
     moved_clocks: tuple[int, ...]
@@ -59,6 +64,7 @@ def gather_patterns(workers: Mapping[int, WorkerPattern]) -> Patterns:
     hosts = totals.select("rank", "host")
     offsets = host_offsets(clock_offsets(kernels), hosts)
     waits = collective_waits(on_one_clock(kernels, offsets))
+    lateness = arrival_lateness(waits, offsets)
     functions = _with_rank({r: w.functions for r, w in workers.items()})
     moved = functions.join(_throughput(waits), on=list(_KEYS), how="left", maintain_order="left")
     talks = pl.col("kind") == COMMUNICATION
@@ -74,6 +80,8 @@ def gather_patterns(workers: Mapping[int, WorkerPattern]) -> Patterns:
         moved_clocks=()
         if not hosts["host"].null_count()
         else tuple(offsets.filter("corrected")["rank"].to_list()),
+        lateness=lateness,
+        who_is_late=who_is_late(lateness, waits),
         signs={rank: worker.signs for rank, worker in workers.items()},
     )
 

@@ -11,6 +11,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.intervals import Intervals, total
 from haiprof.trace_analysis.classify import COMPUTATION, MEMORY_CATEGORIES, with_kind
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
+from haiprof.trace_analysis.files import host_name
 from haiprof.trace_analysis.patterns.evidence import Evidence, collect_evidence
 from haiprof.trace_analysis.patterns.host_stacks import host_calls, stack_times
 from haiprof.trace_analysis.patterns.priority import (
@@ -274,7 +275,7 @@ def _totals(
         **_gpu_fill(compute, whole),
         "overlap_ratio": hidden,
         "gpu_name": _gpu_name(trace),
-        "host": _host_name(trace),
+        "host": host_name(trace),
         "has_gpu": has_events,
         "has_python": len(trace.python) > 0,
     }
@@ -325,10 +326,3 @@ def _gpu_name(trace: Trace) -> str | None:
     first = devices[0] if isinstance(devices, list) and devices else None
     name = first.get("name") if isinstance(first, dict) else None
     return name if isinstance(name, str) else None
-
-
-def _host_name(trace: Trace) -> str | None:
-    """The host, which only haiprof records; None in other traces."""
-    said = trace.metadata.get("haiprof")
-    host = said.get("host") if isinstance(said, dict) else None
-    return host if isinstance(host, str) else None

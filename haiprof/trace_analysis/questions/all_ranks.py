@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from haiprof.trace_analysis.clocks import clock_offsets
+from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
+from haiprof.trace_analysis.clocks import on_one_clock
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
-from haiprof.trace_analysis.skew import collectives, process_groups
+from haiprof.trace_analysis.skew import collective_waits, collectives, process_groups
 from haiprof.trace_analysis.stragglers import stragglers
 
 if TYPE_CHECKING:
@@ -93,6 +95,27 @@ class RankQuestions(RankTraces):
         """
         return stragglers(self._collective_waits(steps), by_step=by_step)
 
+    def arrival_lateness(self, steps: Steps = None) -> pl.DataFrame:
+        """Who is late, and how sure that is: `haiprof.trace_analysis.arrival_lateness`.
+
+        Args:
+            steps: First profiler step and the one after the last; None takes all.
+
+        Returns:
+            `rank`, the latest first; `process_group`, `late_ns` per step, `low_ns`, `high_ns`,
+            `clock_ns`, `step_count`, `collective_count`, `is_late`, `said` (the answer in words).
+
+        Raises:
+            MissingDataError: No arrivals can be compared; it says why.
+        """
+        kernels = self._matched_collectives(steps)
+        clocks = self._clocks(kernels)
+        waits = collective_waits(on_one_clock(kernels, clocks))
+        found = arrival_lateness(waits, clocks)
+        if found.is_empty():
+            raise MissingDataError(who_is_late(found, waits))
+        return found
+
     def clock_offsets(self, steps: Steps = None) -> pl.DataFrame:
         """How far the ranks' clocks seem apart, from the ends of collectives.
 
@@ -100,4 +123,4 @@ class RankQuestions(RankTraces):
             `rank`, `collective_count`, `offset_ns`, `residual_ns` (below it nothing is known),
             `corrected`. Without collectives in common offsets are null: unknown.
         """
-        return clock_offsets(self._matched_collectives(steps))
+        return self._clocks(self._matched_collectives(steps))

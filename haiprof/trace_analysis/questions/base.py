@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 
-from haiprof.trace_analysis.clocks import clock_offsets, on_one_clock
+from haiprof.trace_analysis.clocks import clock_offsets, host_offsets, on_one_clock
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.files import TraceFile, load_frame, trace_file
 from haiprof.trace_analysis.matching import match_collectives
@@ -43,7 +43,14 @@ class RankTraces:
 
     def _collective_waits(self, steps: Steps) -> pl.DataFrame:
         kernels = self._matched_collectives(steps)
-        return collective_waits(on_one_clock(kernels, clock_offsets(kernels)))
+        return collective_waits(on_one_clock(kernels, self._clocks(kernels)))
+
+    def _clocks(self, kernels: pl.DataFrame) -> pl.DataFrame:
+        """Offsets of the ranks' clocks; ranks of one host have one clock."""
+        hosts = [(rank, file.host) for rank, file in self.files.items()]
+        schema = {"rank": pl.Int64, "host": pl.String}
+        known = pl.DataFrame(hosts, schema=schema, orient="row")
+        return host_offsets(clock_offsets(kernels), known)
 
     @cached_property
     def traces(self) -> dict[int, Trace]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.clocks import clock_offsets, on_one_clock
+from haiprof.trace_analysis.clocks import on_one_clock
 from haiprof.trace_analysis.diff_steps import KERNEL, OPERATOR, step_samples
 from haiprof.trace_analysis.kernel_names import FULL
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
@@ -64,14 +64,14 @@ class CauseQuestions(RankTraces):
 
         Args:
             changes: From `haiprof.trace_analysis.what_if.changes`: `faster_kernel`,
-                `faster_operator`,
-                `faster_loader`, `faster_network`, `rank_as_others`.
+                `faster_operator`, `faster_loader`, `faster_network`, `faster_collective`,
+                `rank_as_others`, `together`.
             steps: First profiler step and the one after the last; None takes all.
 
         Returns:
             One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
             `unexplained_ratio`, `predicted_step_ns`, `saved_ratio`, `shortened_ns`,
-            `collective_count`, `unmatched_count`, `apart_count`.
+            `changed_count`, `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
         """
         from haiprof.trace_analysis.skew import collective_waits
         from haiprof.trace_analysis.what_if.predict import predictions
@@ -80,7 +80,7 @@ class CauseQuestions(RankTraces):
         paths = [file.path for file in self.files.values()]
         graphs = self._ask(rank_graph, paths, {"steps": steps, "changes": changes})
         kernels = self._matched_collectives(None)
-        clocks = clock_offsets(kernels)
+        clocks = self._clocks(kernels)
         ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
         waits = collective_waits(on_one_clock(kernels, clocks))
         return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)

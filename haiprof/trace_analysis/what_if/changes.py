@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from haiprof.base.errors import UsageError
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
-LAUNCHES = "launches"
+LAUNCHES, COLLECTIVE, TOGETHER = "launches", "collective", "together"
 LOADER_NAME = r"^enumerate\(DataLoader\)"
 """The annotation that PyTorch puts around a loader's `next`."""
 
@@ -19,15 +19,17 @@ class Change:
     """One thing made faster; made by the functions below."""
 
     kind: str
-    """`kernel`, `operator`, `launches`, `loader`, `network` or `rank`."""
+    """`kernel`, `operator`, `launches`, `loader`, `network`, `collective` or `rank`."""
     name: str = ""
-    """Regular expression that names of kernels or operators must contain."""
+    """Regular expression that names of kernels, operators or collectives must contain."""
     speedup: float = math.inf
     """How many times as fast; infinite: it takes no time."""
     rank: int | None = None
     """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
     shown: str = ""
     """Shown in place of the expression."""
+    parts: tuple[Change, ...] = ()
+    """Of kind `together`: all of them at once."""
 
     def __post_init__(self) -> None:
         """Checks what was asked for.
@@ -44,6 +46,8 @@ class Change:
 
     def __str__(self) -> str:
         """Such as `kernel gemm 2x`."""
+        if self.kind == TOGETHER:
+            return " and ".join(map(str, self.parts))
         if self.kind == RANK:
             return "all ranks alike" if self.rank is None else f"rank {self.rank} as the others"
         times = "takes no time" if math.isinf(self.speedup) else f"{self.speedup:g}x"
@@ -52,7 +56,7 @@ class Change:
 
 
 def faster_kernel(name: str, speedup: float = math.inf) -> Change:
-    """Kernels whose names contain an expression; copies and computing, never collectives."""
+    """Kernels whose names contain an expression; of collectives the transfer, not the waiting."""
     return Change(kind=KERNEL, name=name, speedup=speedup)
 
 
@@ -67,8 +71,24 @@ def faster_launches(speedup: float = math.inf) -> Change:
 
 
 def faster_loader(speedup: float = math.inf) -> Change:
-    """The main process's wait for the next batch of a PyTorch DataLoader."""
+    """What a PyTorch DataLoader does for a batch: the workers' work, or the main process's."""
     return Change(kind=LOADER, name=LOADER_NAME, speedup=speedup)
+
+
+def faster_collective(name: str, speedup: float = math.inf) -> Change:
+    """The transfer of collectives whose kind (`all_reduce`) or name contains an expression."""
+    return Change(kind=COLLECTIVE, name=name, speedup=speedup)
+
+
+def together(*changes: Change) -> Change:
+    """Several changes at once, such as half the batch: the loader and all operators.
+
+    Raises:
+        UsageError: One of them compares ranks.
+    """
+    if any(change.kind == RANK for change in changes):
+        raise UsageError("what-if: a rank like the others goes with no other change")
+    return Change(kind=TOGETHER, parts=changes)
 
 
 def faster_network(speedup: float) -> Change:

@@ -11,11 +11,11 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.intervals import covered, union
+from haiprof.trace_analysis.what_if.loader import WORKERS_TID, Batches
 
 DONE, MARK, LAUNCH, BLOCK_BEGIN, BLOCK_END = "done", "mark", "launch", "block_begin", "block_end"
 _TIES = {BLOCK_END: 0, DONE: 1, MARK: 2, LAUNCH: 3, BLOCK_BEGIN: 4}
 """Order of points of one thread at one time: a wait ends before what follows it."""
-BLOCKING = r"(?:Stream|Device|Event|Ctx)Synchronize|^(?:cuda|hip)Memcpy$|^hipMemcpyWithStream$"
 AUTOGRAD = r"^autograd::engine|AccumulateGrad|Backward\d*$"
 """Spans of backward passes; before 2021 only the functions themselves were recorded."""
 Bools = npt.NDArray[np.bool_]
@@ -62,7 +62,14 @@ class _Handoffs:
     """Next thing that the main thread does."""
 
 
-def host(spans: pl.DataFrame, calls: Calls, main_tid: int, window: tuple[int, int]) -> Host:
+def host(
+    spans: pl.DataFrame,
+    calls: Calls,
+    main_tid: int,
+    *,
+    window: tuple[int, int],
+    batches: Batches | None = None,
+) -> Host:
     """The host threads of a rank.
 
     Args:
@@ -70,6 +77,7 @@ def host(spans: pl.DataFrame, calls: Calls, main_tid: int, window: tuple[int, in
         calls: The calls among them that matter.
         main_tid: The thread that trains.
         window: Start and end in ns.
+        batches: Of a loader with workers, which make one after the other beside all threads.
 
     Returns:
         Chains of points, one per thread. While autograd's thread works and the main thread does
@@ -81,10 +89,9 @@ def host(spans: pl.DataFrame, calls: Calls, main_tid: int, window: tuple[int, in
     launching = calls.launches["tid"].unique().to_list()
     linked = [main_tid, *(found.tid for found in handoffs)]
     spans = spans.filter(pl.col("tid").is_in([*linked, *launching]))
-    calls = replace(
-        calls, blocking=calls.blocking.filter(pl.col("tid").is_in(spans["tid"].implode()))
-    )
-    points = _points(spans, calls, handoffs, main_tid, window)
+    blocking = calls.blocking.filter(pl.col("tid").is_in(spans["tid"].implode()))
+    calls = replace(calls, blocking=_with_batches(blocking, batches, main_tid))
+    points = _points(spans, calls, handoffs, main_tid, window, batches)
     time, tid = points["time_ns"].to_numpy(), points["tid"].to_numpy()
     chained = np.flatnonzero(tid[1:] == tid[:-1])
     sources, targets = chained, chained + 1
@@ -100,12 +107,17 @@ def host(spans: pl.DataFrame, calls: Calls, main_tid: int, window: tuple[int, in
     lengths[~is_work] = 0
     there, back = _arrows(points, handoffs, main_tid)
     arrows = np.concatenate([there, back])
+    ready = _ready_arrows(points, batches, main_tid)
     return Host(
         points=points,
-        sources=np.concatenate([sources, arrows[:, 0]]),
-        targets=np.concatenate([targets, arrows[:, 1]]),
-        lengths=np.concatenate([lengths, time[arrows[:, 1]] - time[arrows[:, 0]]]),
-        is_work=np.append(is_work & ~waits, np.ones(len(arrows), dtype=bool)),
+        sources=np.concatenate([sources, arrows[:, 0], ready[:, 0]]),
+        targets=np.concatenate([targets, arrows[:, 1], ready[:, 1]]),
+        lengths=np.concatenate(
+            [lengths, time[arrows[:, 1]] - time[arrows[:, 0]], np.zeros(len(ready), dtype=np.int64)]
+        ),
+        is_work=np.concatenate(
+            [is_work & ~waits, np.ones(len(arrows), dtype=bool), np.zeros(len(ready), dtype=bool)]
+        ),
         apart_count=len(set(launching) - set(linked)),
     )
 
@@ -153,6 +165,7 @@ def _points(
     handoffs: list[_Handoffs],
     main_tid: int,
     window: tuple[int, int],
+    batches: Batches | None,
 ) -> pl.DataFrame:
     """All points, by thread and time."""
     bounds = spans.group_by("tid").agg(first=pl.col("ts_ns").min(), last=pl.col("end_ns").max())
@@ -162,6 +175,8 @@ def _points(
         marks.append((main_tid, MARK, [*found.left_ns.tolist(), *found.back_ns.tolist()]))
         marks.append((found.tid, MARK, found.begin_ns.tolist()))
         marks.append((found.tid, DONE, found.end_ns.tolist()))
+    if batches is not None:
+        marks.append((WORKERS_TID, MARK, batches.ready_ns.tolist()))
     marked = (
         pl.DataFrame(marks, schema=["tid", "role", "time_ns"], orient="row")
         .explode("time_ns")
@@ -185,6 +200,35 @@ def _points(
     return everything.with_columns(tie=pl.when(short).then(5).otherwise(tie)).sort(
         "tid", "time_ns", "tie", "call", maintain_order=True
     )
+
+
+def _with_batches(blocking: pl.DataFrame, batches: Batches | None, main_tid: int) -> pl.DataFrame:
+    """Blocking calls, and the waits for batches among them."""
+    if batches is None:
+        return blocking
+    first = int(blocking["call"].max() or -1) + 1 if blocking.height else 0  # type: ignore[arg-type]
+    waits = pl.DataFrame({
+        "call": np.arange(len(batches.asked_ns)) + first,
+        "ts_ns": batches.asked_ns,
+        "end_ns": batches.taken_ns,
+        "idle": ~batches.waited,
+    }).with_columns(name=pl.lit("wait for workers"), tid=pl.lit(main_tid, pl.Int64))  # fmt: skip
+    return pl.concat([blocking, waits], how="diagonal")
+
+
+def _ready_arrows(points: pl.DataFrame, batches: Batches | None, main_tid: int) -> Ints:
+    """Pairs of points: from when a batch was made to where the main thread goes on with it."""
+    if batches is None:
+        return np.empty((0, 2), dtype=np.int64)
+    rows = points.with_row_index("point").filter(
+        ((pl.col("tid") == WORKERS_TID) & (pl.col("role") == MARK))
+        | ((pl.col("tid") == main_tid) & (pl.col("role") == BLOCK_END))
+    )
+    columns = rows.select("tid", "role", "time_ns", "point").rows()
+    place = {(tid, role, time): at for tid, role, time, at in columns}
+    made = [(WORKERS_TID, MARK, time) for time in batches.ready_ns.tolist()]
+    taken = [(main_tid, BLOCK_END, time) for time in batches.taken_ns.tolist()]
+    return _pairs(place, made, taken)
 
 
 def _inside(begins: Ints, ends: Ints, starts: Ints, stops: Ints) -> Bools:

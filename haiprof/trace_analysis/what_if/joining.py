@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.trace_analysis.what_if.changes import NETWORK, RANK, Change
+from haiprof.trace_analysis.what_if.changes import COLLECTIVE, KERNEL, NETWORK, RANK, Change
 from haiprof.trace_analysis.what_if.graph import Graph
 from haiprof.trace_analysis.what_if.replay import RankGraph
 
@@ -33,6 +35,8 @@ class Job:
     """Threads that keep their times, in sum over ranks."""
     unmatched_count: int
     """Communication kernels that take as long as they took, waiting included."""
+    ahead_count: int = 0
+    """Ranks whose loader's workers always had a batch ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,13 @@ def join_ranks(
             lengths[:, column] = _even_out(change, ranks, members)
     job = _with_collectives(replace(ranks, lengths=lengths), members, changes)
     apart = sum(graph.apart_count for graph in graphs.values())
-    return replace(job, begun_ns=ranks.begun_ns, step_count=counts.pop(), apart_count=apart)
+    return replace(
+        job,
+        begun_ns=ranks.begun_ns,
+        step_count=counts.pop(),
+        apart_count=apart,
+        ahead_count=sum(graph.workers_ahead for graph in graphs.values()),
+    )
 
 
 def _shift_clock(graph: RankGraph, offset_ns: int) -> RankGraph:
@@ -146,15 +156,16 @@ def _members(waits: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
     """Kernels of collectives whose waiting is known and that are in the window on every rank.
 
     Returns:
-        `collective` (from 0), `rank`, `edge`, `launch_ns`.
+        `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
     """
     timed = waits.filter(pl.col("missing").is_null())
-    found = timed.select("collective", "rank", "event", "rank_count").join(
+    found = timed.select("collective", "rank", "event", "rank_count", "kind", "name").join(
         kernels, on=["rank", "event"]
     )
     whole = found.filter(pl.len().over("collective") == pl.col("rank_count"))
     number = (pl.col("collective").rank("dense") - 1).cast(pl.Int64).alias("collective")
-    return whole.select(number, "rank", "edge", "launch_ns").sort("collective", "rank")
+    columns = (number, "rank", "edge", "launch_ns", "kind", "name")
+    return whole.select(*columns).sort("collective", "rank")
 
 
 def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Change]) -> Job:
@@ -165,9 +176,9 @@ def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Ch
     arrived = np.zeros(count, dtype=np.int64)
     np.maximum.at(arrived, number, starts)
     transfer = np.maximum(ends - arrived[number], 0)
-    speedups = [1.0, *(change.speedup if change.kind == NETWORK else 1.0 for change in changes)]
+    speedups = [np.ones(len(edge)), *(_speedups(change, members) for change in changes)]
     lengths = ranks.lengths.copy()
-    lengths[edge] = np.rint(transfer[:, None] / np.array(speedups)).astype(np.int64)
+    lengths[edge] = np.rint(transfer[:, None] / np.stack(speedups, axis=1)).astype(np.int64)
     sources = ranks.sources.copy()
     sources[edge] = len(ranks.times) + number
     graph = Graph(
@@ -186,6 +197,21 @@ def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Ch
         collective_count=count,
         unmatched_count=int(ranks.kernels["talks"].sum()) - len(edge),
     )
+
+
+def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
+    """How many times as fast the transfer of each member of a collective is."""
+    found = np.ones(len(members))
+    for part in change.parts:
+        found = found * _speedups(part, members)
+    meets = np.zeros(len(members), dtype=np.bool_)
+    if change.kind == NETWORK:
+        meets[:] = True
+    elif change.kind in (COLLECTIVE, KERNEL):
+        columns = ("kind", "name") if change.kind == COLLECTIVE else ("name",)
+        rows = members.select(columns).iter_rows()
+        meets[:] = [any(re.search(change.name, text) for text in row) for row in rows]
+    return np.where(meets, change.speedup, found)
 
 
 def _even_out(change: Change, ranks: _Ranks, members: pl.DataFrame) -> Ints:

@@ -10,7 +10,8 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
-from haiprof.trace_analysis.what_if.host import BLOCKING
+from haiprof.trace_analysis.cpu_collectives import CATEGORY, cpu_collectives
+from haiprof.trace_format.blocking_calls import BLOCKING
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 MISSING = np.iinfo(np.int64).min
@@ -63,12 +64,17 @@ class Kernels:
 
 
 def kernels_of(trace: Trace, window: tuple[int, int]) -> Kernels:
-    """The GPU events that were launched in a window, or began in it without a launch on record."""
+    """The GPU events that were launched in a window, or began in it without a launch on record.
+
+    Where no GPU communicates, the collectives of the CPU are among them.
+    """
     calls = trace.runtime.select("correlation", launch_ns="ts_ns", launch_tid="tid").drop_nulls()
     joined = with_kind(trace.gpu).join(
         calls.unique("correlation", keep="first"), on="correlation", how="left"
     )
     when = pl.coalesce("launch_ns", "ts_ns")
+    if not (joined["kind"] == COMMUNICATION).any():
+        joined = pl.concat([joined, _on_cpu(trace)], how="diagonal_relaxed")
     frame = joined.filter(when.is_between(*window)).sort("ts_ns", "event")
     starts = frame["ts_ns"].to_numpy()
     stream = pl.struct("device", "stream").rank("dense").cast(pl.Int64)
@@ -82,6 +88,14 @@ def kernels_of(trace: Trace, window: tuple[int, int]) -> Kernels:
         launches=frame["launch_ns"].fill_null(MISSING).to_numpy(),
         streams=frame.select(stream).to_series().to_numpy(),
         talks=(frame["kind"] == COMMUNICATION).to_numpy(),
+    )  # fmt: skip
+
+
+def _on_cpu(trace: Trace) -> pl.DataFrame:
+    """Collectives of the CPU as events of a stream of their own."""
+    return cpu_collectives(trace).with_columns(
+        kind=pl.lit(COMMUNICATION), category=pl.lit(CATEGORY),
+        device=pl.lit(-1, pl.Int64), stream=pl.lit(-1, pl.Int64),
     )  # fmt: skip
 
 

@@ -23,9 +23,11 @@ PREDICTIONS_SCHEMA = {
     "predicted_step_ns": pl.Int64,
     "saved_ratio": pl.Float64,
     "shortened_ns": pl.Int64,
+    "changed_count": pl.Int64,
     "collective_count": pl.Int64,
     "unmatched_count": pl.Int64,
     "apart_count": pl.Int64,
+    "ahead_count": pl.Int64,
 }
 
 
@@ -50,10 +52,12 @@ def predictions(
         `reproduced_step_ns`, the replay of the same, with its `error_ratio`; `unexplained_ratio`,
         the share of the measured time that the replay reproduces only because it keeps delays that
         nothing in its graph explains; `predicted_step_ns`; `saved_ratio`, what it gains over the
-        reproduced; `shortened_ns`, the work that the change took away, in sum over ranks (0: it met
-        nothing); `collective_count`, replayed with waiting and transfer apart; `unmatched_count`
-        of communication kernels that are replayed as long as they were; `apart_count` of threads
-        that launch kernels and keep their times, since nothing says what they wait for.
+        reproduced; `shortened_ns`, the work that the change took away, in sum over ranks;
+        `changed_count`, pieces of work that it made shorter or longer (0: it met nothing);
+        `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
+        communication kernels that are replayed as long as they were; `apart_count` of threads that
+        launch kernels and keep their times, since nothing says what they wait for;
+        `ahead_count` of ranks whose loader's workers always had a batch ready.
 
     Raises:
         MissingDataError: Ranks have different numbers of steps, or no time passes in them.
@@ -67,6 +71,7 @@ def predictions(
     if measured <= 0:
         raise MissingDataError("what-if: no time passes in the steps of the traces")
     shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
+    changed = (job.lengths[:, :1] != job.lengths).sum(axis=0)
     reproduced = int(spans[0])
     common = {
         "measured_step_ns": round(measured / job.step_count),
@@ -76,6 +81,7 @@ def predictions(
         "collective_count": job.collective_count,
         "unmatched_count": job.unmatched_count,
         "apart_count": job.apart_count,
+        "ahead_count": job.ahead_count,
     }
     rows = [
         {
@@ -83,9 +89,12 @@ def predictions(
             "predicted_step_ns": round(int(span) / job.step_count),
             "saved_ratio": 1 - int(span) / reproduced,
             "shortened_ns": int(less),
+            "changed_count": int(count),
             **common,
         }
-        for change, span, less in zip(changes, spans[1:], shortened[1:], strict=True)
+        for change, span, less, count in zip(
+            changes, spans[1:], shortened[1:], changed[1:], strict=True
+        )
     ]
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)
 

@@ -10,6 +10,7 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.collectives import clock_base_ns
+from haiprof.trace_analysis.cpu_collectives import CATEGORY, collective_waits
 from haiprof.trace_analysis.what_if.changes import Change
 from haiprof.trace_analysis.what_if.host import BLOCK_END, LAUNCH, Calls, Host, host
 from haiprof.trace_analysis.what_if.kernels import (
@@ -21,7 +22,8 @@ from haiprof.trace_analysis.what_if.kernels import (
     stream_order,
     stream_waits,
 )
-from haiprof.trace_analysis.what_if.shorten import HOST, Work, change_lengths
+from haiprof.trace_analysis.what_if.loader import WORKERS_TID, worker_batches
+from haiprof.trace_analysis.what_if.shorten import HOST, WORKERS, Work, change_lengths
 from haiprof.trace_analysis.what_if.window import ReplayWindow, replay_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -42,7 +44,7 @@ class RankGraph:
     label: Ints
     """Whose work it is, as a place in `labels`; -1 of waiting and of collectives."""
     labels: tuple[str, ...]
-    """Names of kernels, and `host`."""
+    """Names of kernels, `workers` of the loader, and `host`."""
     events: Ints
     """`event` in `Trace.gpu` of each kernel, shape (kernels,)."""
     begins_ns: int
@@ -52,6 +54,8 @@ class RankGraph:
     """Threads that launch kernels and that nothing in the trace starts: they keep their times."""
     contradicted_count: int
     """Waits that the trace's own times contradict, left out."""
+    workers_ahead: bool
+    """Whether the loader's workers always had a batch ready: their pace is not in the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,7 @@ class _Rank:
     threads: Host
     waited: pl.DataFrame
     """From `blocked_by`."""
+    workers_ahead: bool
     times: Ints
     """Of the hosts' points, then of the kernels' starts, then of their ends."""
 
@@ -124,6 +129,7 @@ def rank_graph(
         step_count=rank.window.step_count,
         apart_count=rank.threads.apart_count,
         contradicted_count=sum(part.contradicted_count for part in parts),
+        workers_ahead=rank.workers_ahead,
     )
 
 
@@ -132,24 +138,57 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
     kernels = kernels_of(trace, (window.begin_ns, window.end_ns))
     blocking = blocking_calls(window.spans, kernels)
     waited = blocked_by(trace, blocking, kernels)
+    blocking, waited = _with_cpu_collectives(window, kernels, blocking, waited)
     busy = waited.filter(pl.Series(kernels.ends[waited["kernel"]]) > pl.col("begin_ns"))
     launching = kernels.frame.select("correlation").unique().drop_nulls()
     launches = window.spans.join(launching, on="correlation", how="semi")
+    own = pl.col("category") == CATEGORY
+    asked = kernels.frame.with_columns(ts_ns=pl.Series(kernels.launches)).filter(own)
     calls = Calls(
-        launches=launches.unique("correlation", keep="first", maintain_order=True).select(
-            "correlation", "tid", "ts_ns"
+        launches=pl.concat(
+            [
+                launches.unique("correlation", keep="first", maintain_order=True).select(
+                    "correlation", "tid", "ts_ns"
+                ),
+                asked.select("correlation", "ts_ns", tid="launch_tid").select(
+                    "correlation", "tid", "ts_ns"
+                ),
+            ]
         ),
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
-    threads = host(window.spans, calls, window.main_tid, (window.begin_ns, window.end_ns))
+    bounds = (window.begin_ns, window.end_ns)
+    batches, has_workers = worker_batches(trace, bounds, window.main_tid)
+    threads = host(window.spans, calls, window.main_tid, window=bounds, batches=batches)
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
     return _Rank(
         window=window,
         kernels=kernels,
+        workers_ahead=has_workers and batches is None,
         calls=calls,
         threads=threads,
         waited=waited,
         times=np.concatenate(times),
+    )
+
+
+def _with_cpu_collectives(
+    window: ReplayWindow, kernels: Kernels, blocking: pl.DataFrame, waited: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Blocking calls and what they wait for, with the waits for collectives of the CPU."""
+    numbered = kernels.frame.with_columns(
+        kernel=pl.int_range(pl.len(), dtype=pl.Int64),
+        ts_ns=pl.Series(kernels.starts),
+        dur_ns=pl.Series(kernels.ends - kernels.starts),
+    )
+    waits = collective_waits(window.spans, numbered.filter(pl.col("category") == CATEGORY))
+    call = pl.int_range(pl.len(), dtype=pl.Int64) + len(blocking)
+    rows = waits.with_columns(call=call, full=pl.lit(value=False))
+    return (
+        pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed"),
+        pl.concat(
+            [waited, rows.select("call", "kernel", begin_ns="ts_ns")], how="diagonal_relaxed"
+        ),
     )
 
 
@@ -237,7 +276,9 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     label, begin = np.full(edges, -1), np.zeros(edges, dtype=np.int64)
     count, host_count = len(kernels.starts), len(threads.sources)
     label[:count] = np.where(kernels.talks, -1, places)
-    label[count : count + host_count] = np.where(threads.is_work, len(names), -1)
+    made = threads.points["tid"].to_numpy()[threads.targets] == WORKERS_TID
+    place = np.where(made, len(names), len(names) + 1)
+    label[count : count + host_count] = np.where(threads.is_work, place, -1)
     known = kernels.launches > MISSING
     begin[:count] = np.where(known, kernels.launches, kernels.starts)
     begin[count : count + host_count] = rank.times[threads.sources]
@@ -246,4 +287,6 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     tid = np.full(edges, -1)
     tid[:count] = kernels.frame["launch_tid"].fill_null(-1).to_numpy()
     tid[count : count + host_count] = rank.threads.points["tid"].to_numpy()[threads.targets]
-    return Work(label=label, labels=(*names.tolist(), HOST), begin_ns=begin, end_ns=end, tid=tid)
+    return Work(
+        label=label, labels=(*names.tolist(), WORKERS, HOST), begin_ns=begin, end_ns=end, tid=tid
+    )

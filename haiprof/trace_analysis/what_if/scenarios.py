@@ -88,7 +88,7 @@ def _operators(found: pl.DataFrame) -> list[Change]:
 
 def _late_ranks(analysis: TraceQuestions, steps: Steps) -> Sequence[Change]:
     try:
-        late = analysis.stragglers(steps).filter(pl.col("held_up_ns") > 0)
+        late = analysis.arrival_lateness(steps).filter(pl.col("late_ns") > 0)
     except MissingDataError:
         return []
     return [rank_as_others(rank) for rank in late["rank"].head(RANK_COUNT)]

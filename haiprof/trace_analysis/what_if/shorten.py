@@ -14,8 +14,8 @@ from haiprof.base.intervals import Intervals, covered, union
 from haiprof.trace_analysis.what_if.changes import KERNEL, LAUNCHES, LOADER, OPERATOR, Change
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-HOST = "host"
-"""Label of the CPU's work."""
+WORKERS, HOST = "workers", "host"
+"""Labels of the work of a loader's workers and of the CPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,19 @@ class Work:
     label: Ints
     """Place in `labels`; -1 of waiting and of collectives."""
     labels: tuple[str, ...]
-    """Names of kernels, and last the CPU's."""
+    """Names of kernels, then the loader's workers, and last the CPU's."""
     begin_ns: Ints
     """When the CPU began it; of a kernel, launched it."""
     end_ns: Ints
     """When the CPU ended it; of a kernel, its launch."""
     tid: Ints
     """Thread that worked, or launched the kernel; -1 where none is known."""
+
+    @property
+    def by_workers(self) -> npt.NDArray[np.bool_]:
+        """Whether a loader's workers make a batch along the edge."""
+        found: npt.NDArray[np.bool_] = self.label == len(self.labels) - 2
+        return found
 
     @property
     def on_host(self) -> npt.NDArray[np.bool_]:
@@ -49,10 +55,14 @@ def change_lengths(trace: Trace, change: Change, lengths: Ints, work: Work) -> I
         lengths: ns of each edge as it was.
         work: What runs along each edge.
     """
+    for part in change.parts:
+        lengths = change_lengths(trace, part, lengths, work)
     if change.kind == KERNEL:
-        names = [bool(re.search(change.name, name)) for name in work.labels[:-1]]
-        these = np.append(np.array(names, dtype=bool), [False, False])[work.label]
+        names = [bool(re.search(change.name, name)) for name in work.labels[:-2]]
+        these = np.append(np.array(names, dtype=bool), [False] * 3)[work.label]
         return np.where(these, _divide(lengths, change.speedup), lengths)
+    if change.kind == LOADER and work.by_workers.any():
+        return np.where(work.by_workers, _divide(lengths, change.speedup), lengths)
     if change.kind in (OPERATOR, LOADER):
         return _inside(_operators(trace, change.name), change, lengths, work)
     if change.kind == LAUNCHES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 GPU_TIME = ("temporal", "overlap", "kernel_types", "kernels", "idle", "steps")
 LAUNCHES = ("launches", "queue", "idle", "critical-path", "what-if")
-ALL_RANKS = ("process_groups", "stragglers", "clock_offsets")
+ALL_RANKS = ("process_groups", "lateness", "stragglers", "clock_offsets")
 EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
 
 

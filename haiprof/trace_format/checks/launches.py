@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
+from haiprof.trace_format.blocking_calls import DEVICE_SYNC
 from haiprof.trace_format.checks.finding import (
     GPU_TIME,
     LAUNCHES,
@@ -20,7 +21,6 @@ from haiprof.trace_format.kineto.times import Flags
 # Calls that start kernels. Copies and sets are not among them: one of no bytes starts nothing.
 _LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"
 _BEGIN_CAPTURE, _END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
-_DEVICE_SYNC = r"^(?:cuda|hip)DeviceSynchronize"
 _TOLERANCE_NS = 1_000
 """Some traces have whole microseconds."""
 _NONE = -(1 << 62)
@@ -115,7 +115,7 @@ def _clock(
 
 def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
     """The largest offset by which all kernels end before the host has waited for them."""
-    syncs = _named(runtime, _DEVICE_SYNC)
+    syncs = _named(runtime, DEVICE_SYNC)
     known = called.is_not_null()
     if syncs.is_empty():
         return None

@@ -1,0 +1,219 @@
+"""Arrival lateness: the rank that begins its collectives later than the others, with its interval.
+
+The one answer to "who is late" from traces: `trace-report`, `functions` and `what-if` all show it.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from haiprof.base.statistics.bootstrap import student_quantile
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.trace_analysis.clocks import MAD_TO_SIGMA
+
+CONFIDENCE = 0.95
+MIN_FREEDOM = 3
+"""With fewer degrees of freedom, (ranks - 1) (steps - 1), there is no interval: it would be wider
+than three standard errors of one value, and the quantile itself is not exact."""
+UNEQUAL_START_RATIO = 3
+"""Ranks came apart to the window where the first collective's spread is this many others'."""
+
+_GROUP = ("process_group", "group_ranks")
+LATENESS_SCHEMA = {
+    "rank": pl.Int64,
+    "process_group": pl.String,
+    "late_ns": pl.Int64,
+    "low_ns": pl.Int64,
+    "high_ns": pl.Int64,
+    "clock_ns": pl.Int64,
+    "step_count": pl.Int64,
+    "collective_count": pl.Int64,
+    "is_late": pl.Boolean,
+    "said": pl.String,
+}
+
+
+def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
+    """How much later than the others each rank begins its collectives, and how sure that is.
+
+    Args:
+        waits: From `skew.collective_waits`; collectives whose times are not known do not count,
+            and neither does the first of each group: what came before it is not in the traces.
+        offsets: From `clocks.clock_offsets`, by which the waits were brought to one clock.
+
+    Returns:
+        One row per rank (in the group where it is latest), the latest first: `late_ns` per step,
+        the sum over its collectives of its arrival less the median arrival of the other ranks
+        (negative: it is earlier), as a mean over steps; `low_ns` and `high_ns`, the interval that
+        holds it for all ranks together with 95 %, null with less than `MIN_FREEDOM`; `clock_ns`,
+        the part of it that is the clocks'; `step_count`; `collective_count`; `is_late`: the whole
+        interval is above 0; `said`: the answer for people, the same in all rows.
+
+        Kernels of one group follow each other on a stream, so no time is counted twice. The
+        interval is Student's t over the steps, by the rank's own deviation or that of all ranks of
+        its group, whichever is larger, with Bonferroni's correction for the number of ranks,
+        widened by what the clocks may be wrong by.
+
+        Source: process arrival patterns of collectives, Faraj, Patarasuk and Yuan, "A study of
+        process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
+        others in place of the mean of all, which a late rank itself moves.
+    """
+    steps = _by_step(_counted(waits))
+    if steps.is_empty():
+        return pl.DataFrame(schema=LATENESS_SCHEMA)
+    groups = steps.group_by("rank", *_GROUP).agg(
+        pl.len().cast(pl.Int64).alias("step_count"),
+        pl.col("late").mean().alias("mean"),
+        pl.col("late").var().alias("variance"),
+        pl.col("count").sum().cast(pl.Int64).alias("collective_count"),
+        pl.col("count").mean().alias("per_step"),
+    )
+    clock = pl.col("per_step") * pl.col("clock")
+    known = _with_half_width(groups).join(_clock_errors(offsets), on="rank", how="left")
+    known = known.with_columns(clock=clock, half=pl.col("half") + clock)
+    rows = known.with_columns(
+        late_ns=_ns("mean"),
+        low_ns=_ns(pl.col("mean") - pl.col("half")),
+        high_ns=_ns(pl.col("mean") + pl.col("half")),
+        clock_ns=_ns("clock"),
+    ).with_columns(is_late=(pl.col("low_ns") > 0).fill_null(value=False))
+    best = rows.sort(["is_late", "mean", "rank"], descending=[True, True, False])
+    one = best.unique("rank", keep="first", maintain_order=True)
+    said = pl.lit("; ".join([_verdict(one), *_unequal_starts(waits)]))
+    return one.with_columns(said=said).select(
+        pl.col(name).cast(dtype) for name, dtype in LATENESS_SCHEMA.items()
+    )
+
+
+def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
+    """The answer in words, or why there is none.
+
+    Args:
+        lateness: From `arrival_lateness`.
+        waits: As given to it.
+    """
+    if not lateness.is_empty():
+        return str(lateness["said"][0])
+    why = waits["missing"].drop_nulls().mode().sort().to_list()
+    first = f" ({why[0]})" if why else ""
+    return f"who is late is not known: arrivals at fewer than two collectives compare{first}"
+
+
+def _ns(value: str | pl.Expr) -> pl.Expr:
+    found = pl.col(value) if isinstance(value, str) else value
+    return found.round().cast(pl.Int64)
+
+
+def _timed(waits: pl.DataFrame) -> pl.DataFrame:
+    """Collectives whose arrivals are known, with whether each is the first of its group."""
+    known = waits.filter(pl.col("missing").is_null())
+    first = pl.col("collective").min().over(_GROUP)
+    return known.with_columns(is_first=pl.col("collective") == first)
+
+
+def _counted(waits: pl.DataFrame) -> pl.DataFrame:
+    """Without the first of each group, and in steps where there are any."""
+    found = _timed(waits).filter(~pl.col("is_first"))
+    return found.drop_nulls("step") if found["step"].count() else found
+
+
+def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """`late`, arrivals less the median of the others' in sum, and `count`, by rank and step."""
+    starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
+    place = pl.col("start_ns").rank("ordinal").over("collective").cast(pl.Int64) - 1
+    others = pl.len().over("collective").cast(pl.Int64) - 1
+    at = pl.col("at")
+    placed = arrivals.with_columns(starts=starts, place=place, others=others)
+    ends = []
+    for name, middle in (("lower", (pl.col("others") - 1) // 2), ("upper", pl.col("others") // 2)):
+        placed = placed.with_columns(at=middle)
+        kept = at + (pl.col("place") <= at).cast(pl.Int64)  # its own place is left out
+        placed = placed.with_columns(pl.col("starts").list.get(kept).alias(name))
+        ends.append(pl.col("start_ns") - pl.col(name))
+    late = (ends[0] + ends[1]) / 2
+    return placed.group_by("rank", *_GROUP, "step").agg(
+        late.sum().alias("late"), pl.len().alias("count")
+    )
+
+
+def _clock_errors(offsets: pl.DataFrame) -> pl.DataFrame:
+    """What each rank's clock may be wrong by: an offset that was not corrected, and its spread."""
+    left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
+    spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()
+    return offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0))
+
+
+def _with_half_width(groups: pl.DataFrame) -> pl.DataFrame:
+    """With `half`, half the width of the interval over steps; null where nothing tells."""
+    larger = pl.max_horizontal("variance", pl.col("variance").mean().over(_GROUP))
+    sized = groups.with_columns(
+        freedom=(pl.len().over(_GROUP).cast(pl.Int64) - 1) * (pl.col("step_count") - 1),
+        error=(larger / pl.col("step_count")).sqrt(),
+    )
+    tail = (1 - CONFIDENCE) / 2 / groups["rank"].n_unique()
+    widths = [
+        None if freedom < MIN_FREEDOM else student_quantile(1 - tail, freedom) * error
+        for freedom, error in sized.select("freedom", "error").iter_rows()
+    ]
+    return sized.with_columns(half=pl.Series(widths, dtype=pl.Float64))
+
+
+def _verdict(rows: pl.DataFrame) -> str:
+    """Who is late, in words."""
+    most = rows.row(0, named=True)
+    steps = f"{most['step_count']} step" + ("s" if most["step_count"] != 1 else "")
+    rank = f"rank {most['rank']}"
+    much = duration_text(max(most["late_ns"], 0))
+    if most["low_ns"] is None:
+        if most["late_ns"] <= 0:
+            return f"no rank is later than the others in {steps}"
+        return (
+            f"who is late cannot be told from {steps}: in what was recorded "
+            f"{rank} begins its collectives latest, {much} later than the others"
+            f"{_followers(rows)}"
+        )
+    between = f"{ratio_text(CONFIDENCE)} interval {_signed(most['low_ns'])} to "
+    between += f"{_signed(most['high_ns'])}, {steps}"
+    if most["is_late"]:
+        late = int(rows["is_late"].sum())
+        more = f"; {late - 1} more ranks are late too" if late > 1 else ""
+        return (
+            f"{rank} begins its collectives {much} per step later than the others ({between}){more}"
+        )
+    return f"no rank is late beyond chance: the latest is {rank}, {much} per step ({between})"
+
+
+def _followers(rows: pl.DataFrame) -> str:
+    """The ranks that are nearly as late as the first."""
+    most = rows["late_ns"][0]
+    near = rows[1:].filter(pl.col("late_ns") > most / 2).head(2)
+    pairs = near.select("rank", "late_ns").iter_rows()
+    found = ", ".join(f"rank {rank} {duration_text(late)}" for rank, late in pairs)
+    return f" ({found})" if found else ""
+
+
+def _signed(ns: int) -> str:
+    return f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
+
+
+def _unequal_starts(waits: pl.DataFrame) -> list[str]:
+    """Why steps of the ranks differ in length where they came to the window at different times."""
+    spread = (
+        _timed(waits)
+        .group_by("collective")
+        .agg(
+            (pl.col("start_ns").max() - pl.col("start_ns").min()).alias("spread"),
+            pl.col("is_first").first(),
+            first=pl.col("rank").sort_by("start_ns").first(),
+            last=pl.col("rank").sort_by("start_ns").last(),
+        )
+    )
+    begun = spread.filter("is_first").sort(-pl.col("spread")).row(0, named=True)
+    usual = spread.filter(~pl.col("is_first"))["spread"].median()
+    if usual is None or begun["spread"] <= UNEQUAL_START_RATIO * float(str(usual)):
+        return []
+    return [
+        f"ranks came to the first collective {duration_text(begun['spread'])} apart, rank "
+        f"{begun['first']} first and rank {begun['last']} last: that comes from before the traces "
+        "and does not count, but the first step of the early ranks is that much longer"
+    ]
