@@ -54,8 +54,8 @@ def make_job(kind: str, *, dtype: torch.dtype = torch.float32, **optimizer: bool
     """One of the three jobs."""
     torch.manual_seed(0)
     if kind == "convolutions":
-        layers = [m for _ in range(4) for m in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())]
-        model, batch = nn.Sequential(*layers), torch.randn(16, 32, 32, 32)
+        model = nn.Sequential(*(nn.Conv2d(32, 32, 3, padding=1) for _ in range(4)))
+        batch = torch.randn(16, 32, 32, 32)
     else:
         width, depth, rows = (64, 24, 32) if kind == "small" else (1024, 4, 256)
         layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
@@ -195,12 +195,13 @@ def parallel_main(kind: str, find_unused: bool) -> None:
     job = Job(model, job.batch, job.optimizer)
     for _ in range(5):
         job.model_work()
-    count = 60 if kind == "small" else 20
-    began = time.perf_counter()
-    for _ in range(count):
+    taken = []
+    for _ in range(100 if kind == "small" else 30):
+        began = time.perf_counter()
         job.model_work()
+        taken.append(time.perf_counter() - began)
     if torch.distributed.get_rank() == 0:
-        print((time.perf_counter() - began) / count)
+        print(statistics.median(taken))
     torch.distributed.destroy_process_group()
 
 
@@ -241,12 +242,9 @@ def main() -> None:
         return
     cores = len(os.sched_getaffinity(0))
     print("# What settings cost\n")
-    print(
-        f"`python benchmarks/settings_price.py --rounds {chosen.rounds}`: torch {torch.__version__}, "
-    )
-    print(
-        f"Python {platform.python_version()}, {cores} cores, load {os.getloadavg()[0]:.1f} at the "
-    )
+    print(f"`python benchmarks/settings_price.py --rounds {chosen.rounds}`,")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores} cores,")
+    print(f"load {os.getloadavg()[0]:.1f} at the")
     print("start. Time with the setting over time without it; blocks of both take turns.\n")
     print("| setting | job | of | clock | median | range |\n|---|---|---|---|---|---|", flush=True)
     torch.set_num_threads(1)

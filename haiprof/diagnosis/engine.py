@@ -71,7 +71,10 @@ def diagnose(
         abstained=abstained,
         checked=checked,
         not_measured=not_measured(analyzer, facts),
-        evaluation_ns=_largest(facts.ranks["eval_ns"]),
+        evaluation_ns=_largest(
+            facts.ranks["eval_ns"] - facts.ranks["eval_compile_ns"].fill_null(0)
+        ),
+        compile_ns=_largest(facts.ranks["compile_ns"]),
         events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
