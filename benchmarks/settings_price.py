@@ -6,7 +6,9 @@ Blocks with and without the setting take turns in one process, so that a machine
 one time than at another slows both. With one thread CPU time is compared, which neighbours change
 little; what concerns several threads or processes is compared by elapsed time. `small` has many
 short operators, where Python and the dispatcher take the time; `large` has few long ones, where
-computing does; `convolutions` has those. A rule goes by the least of a setting's prices.
+computing does; `convolutions` has those. A rule goes by the least of a setting's prices. More
+threads than cores have no price of their own: beside neighbours on the same cores it is even
+faster (threads that are too many sleep at a barrier, others spin there), and no rule goes by it.
 """
 
 from __future__ import annotations

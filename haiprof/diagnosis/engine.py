@@ -178,6 +178,10 @@ def _cost(analyzer: RunFrames, facts: Facts) -> Cost:
     )
 
 
+def _compiled_in_evaluation(facts: Facts) -> pl.Series:
+    return facts.ranks["eval_compile_ns"].fill_null(0)
+
+
 def _largest(values: pl.Series) -> int | None:
     value = values.max()
     return value if isinstance(value, int) else None
