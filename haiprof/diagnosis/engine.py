@@ -71,9 +71,7 @@ def diagnose(
         abstained=abstained,
         checked=checked,
         not_measured=not_measured(analyzer, facts),
-        evaluation_ns=_largest(
-            facts.ranks["eval_ns"] - facts.ranks["eval_compile_ns"].fill_null(0)
-        ),
+        evaluation_ns=_largest(facts.ranks["eval_ns"] - _compiled_in_evaluation(facts)),
         compile_ns=_largest(facts.ranks["compile_ns"]),
         events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
