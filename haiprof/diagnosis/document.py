@@ -32,7 +32,9 @@ FIELDS = {
     "abstained": "rules that could not be judged: `slug`, and `why`",
     "checked": "slugs of rules that had their data and found nothing",
     "not_measured": "`what`, and `why`",
-    "evaluation_ns": "time in evaluations, the rank with the most; null: not known",
+    "evaluation_ns": "time in evaluations without compiling, the rank with the most; null: not "
+    "known",
+    "compile_ns": "time in which torch.compile worked, the rank with the most; null: not known",
     "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
     "cost": "what haiprof itself took: `hook_ns_per_step`, `hook_ratio`, `agent_cpu_ratio`",
     "next_command": "what to run next",

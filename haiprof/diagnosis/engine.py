@@ -74,7 +74,8 @@ def diagnose(
         abstained=abstained,
         checked=checked,
         not_measured=not_measured(analyzer, facts),
-        evaluation_ns=_largest(facts.ranks["eval_ns"]),
+        evaluation_ns=_largest(facts.ranks["eval_ns"] - _compiled_in_evaluation(facts)),
+        compile_ns=_largest(facts.ranks["compile_ns"]),
         events=_events(analyzer.pauses()),
         cost=_cost(analyzer, facts),
         next_command=_next_command(run, facts, findings),
@@ -177,6 +178,10 @@ def _cost(analyzer: RunFrames, facts: Facts) -> Cost:
         hook_ratio=number(facts.ranks["cost_ratio"].max()),
         agent_cpu_ratio=max(agents, default=None),
     )
+
+
+def _compiled_in_evaluation(facts: Facts) -> pl.Series:
+    return facts.ranks["eval_compile_ns"].fill_null(0)
 
 
 def _largest(values: pl.Series) -> int | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.base.intervals import Intervals
+from haiprof.run_analysis.compilations import compile_intervals
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 
@@ -34,6 +36,8 @@ class Told:
     """Threads that torch computes one operator with on the CPU."""
     compilations: pl.DataFrame
     """`rank`, `time_ns` (Unix time), `count`, `spent_ns`: cumulative, at most one row a second."""
+    compiling: Mapping[int, Intervals]
+    """When torch.compile worked, in Unix ns; ranks that do not tell are left out."""
     allocator: Mapping[int, tuple[int, int, int]]
     """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
 
@@ -46,11 +50,13 @@ def told(files: RunFiles) -> Told:
         number: integer(rank.report.get("operator_threads")) for number, rank in last.items()
     }
     rows = [row for number, rank in last.items() for row in _compilations(number, rank)]
+    compiling = {number: compile_intervals(rank) for number, rank in last.items()}
     counted = {number: _allocator(rank) for number, rank in last.items()}
     return Told(
         loaders={number: loader for number, loader in loaders.items() if loader is not None},
         operator_threads={n: count for n, count in threads.items() if count is not None},
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
+        compiling={n: intervals for n, intervals in compiling.items() if intervals is not None},
         allocator={number: counts for number, counts in counted.items() if counts is not None},
     )
 

@@ -27,6 +27,7 @@ from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import STEP_PHASES, untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, training_spans
 
@@ -92,6 +93,8 @@ class Facts:
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
     loading: pl.DataFrame
     """What starts of epochs cost; columns of `run_analysis.epochs`."""
+    settings: Mapping[int, RankSettings]
+    """What each rank was run with, where that was recorded."""
     told: Told
     """What ranks said of their loaders, compilations and allocators."""
     backward_work: pl.DataFrame
@@ -188,6 +191,7 @@ def gather_facts(
         save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
         loading=_last_attempts(analyzer.loading()),
+        settings=analyzer.settings(),
         told=told(analyzer.files),
         backward_work=analyzer.backward_work(),
         lateness=analyzer.lateness(),

@@ -306,3 +306,21 @@ def warm_up_steps(count: int) -> int:
     if count < WARM_UP_MIN_TOTAL:
         return 0
     return max(1, min(WARM_UP_MAX_STEPS, ceil(count * WARM_UP_RATIO)))
+
+
+SWITCHED_ON_RATIO = 0.10
+"""Of the looks, one a second, at which a switch was on: below it, it was tried for a moment. Own
+choice."""
+LEFT_ON_RATIO = 0.50
+"""A profiler with a schedule is on for a part of the time; one that was left on for most. Own
+choice."""
+FLOAT64_RATIO = 0.50
+"""Most of what is trained: a few parameters in float64 (a running sum) cost nothing. Own choice."""
+LOOP_MIN_TENSORS = 20
+"""Fewer tensors make no long loop. Own choice."""
+THREADS_PER_CORE = 2.0
+"""Threads of an operator for each core; less is not measured. Own choice."""
+NO_SYNC_MISSED_RATIO = 0.01
+"""So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
+ASKED_MAIN_RATIO = 0.50
+"""Collections are the job's own doing where gc.collect() made this share of them. Own choice."""

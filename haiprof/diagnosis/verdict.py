@@ -57,7 +57,9 @@ class Verdict:
     not_measured: tuple[tuple[str, str], ...]
     """(what, why)."""
     evaluation_ns: int | None
-    """Time in evaluations, the rank with the most; null where no rank could be read."""
+    """Time in evaluations without compiling, the rank with the most; null where none is known."""
+    compile_ns: int | None
+    """Time in which torch.compile worked, the rank with the most; null where none tells."""
     events: Mapping[str, Events]
     """`gc` and `save`, where there were any."""
     cost: Cost

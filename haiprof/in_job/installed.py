@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,10 @@ def _no_thread() -> int:
     return 0
 
 
+def _no_lines(last: bool) -> Iterable[dict[str, Any]]:
+    return ()
+
+
 def _no_steps() -> dict[str, Any]:
     return {"step": None, "job_step": None, "counts_all": False}
 
@@ -41,6 +45,8 @@ class Installed:
     """Measures what one event, and one call of a module, cost in ns."""
     steps: Callable[[], Mapping[str, Any]] = _no_steps
     """What is known of the steps now: `step`, `job_step`, `counts_all`."""
+    settings_lines: Callable[[bool], Iterable[dict[str, Any]]] = _no_lines
+    """Looks at the process's settings, and gives what is to be written of them now; of (last)."""
     training_thread: Callable[[], int] = _no_thread
     """Which thread trains: the one whose spans are taken."""
     works_untrained: Callable[[], bool] = _never

@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import haiprof
 from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
+from haiprof.in_job.collector_pauses import CollectorPauses
 from haiprof.in_job.dataloader_settings import described, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.imports import ImportWatch
 from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
 from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.settings import Settings
 from haiprof.in_job.spans import make_spans, pass_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
 from haiprof.run_format.schema import DATA_ITER, SAVE, SCALER
@@ -65,6 +67,13 @@ class Installer:
         self.roots = Registry(self._describe_root, patches.module_codes, recorder.lines)
         self.optimizers = Registry(describe_optimizer, patches.optimizer_code, recorder.lines)
         self._root_describer = RootDescriber()
+        self._pauses = CollectorPauses(recorder)
+        self._settings = Settings(
+            self.roots.living,
+            self.optimizers.living,
+            own_profiler=lambda: self.recorder.installed.must_stay(),
+            collected=lambda: (self._pauses.asked_count, self._pauses.asked_ns),
+        )
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
@@ -102,6 +111,7 @@ class Installer:
             uninstall=self.uninstall,
             restart_in_fork=self._restart,
             calibrate=self.calibrate,
+            settings_lines=self._settings_lines,
             training_thread=lambda: self.state.owner,
             works_untrained=self._works_untrained,
         )
@@ -117,8 +127,12 @@ class Installer:
     def _restart(self) -> None:
         """In a forked child, which names its own modules and optimizers."""
         self.state.restart()
+        self._settings.restart()
         self.roots.clear()
         self.optimizers.clear()
+
+    def _settings_lines(self, last: bool) -> list[dict[str, Any]]:
+        return self._settings.take_lines(self.state.steps_so_far(), last=last)
 
     # -- the parts ----------------------------------------------------------------------------
 
@@ -186,9 +200,14 @@ class Installer:
         self._replace(GradScaler, "step", patches.wrap_span(GradScaler.step, self.state, SCALER))
 
     def _gc(self) -> None:
-        callback = patches.gc_callback(self.state)
+        callback = self._pauses.on_collection
         gc.callbacks.append(callback)
-        self._undo.append(lambda: patches.uncollected(callback))
+
+        def undo() -> None:
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
+
+        self._undo.append(undo)
 
     def _saves(self) -> None:
         import torch

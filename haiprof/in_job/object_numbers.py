@@ -50,6 +50,12 @@ class Registry:
         self.entries[key] = entry
         return entry
 
+    def living(self) -> list[Any]:
+        """The objects of interest that still exist, in the order in which they came."""
+        pairs = list(self._references.items())
+        found = (reference() for key, reference in pairs if self.entries.get(key))
+        return [target for target in found if target is not None]
+
     def clear(self) -> None:
         """Forgets everything: a forked child names its own."""
         self.entries.clear()
@@ -70,8 +76,8 @@ class RootDescriber:
     def __call__(self, module: Any) -> dict[str, Any] | None:
         """The line of a module with parameters; None for one without."""
         try:
-            parameters = list(_own_or_plain(module, "parameters"))
-            module_count = sum(1 for _ in _own_or_plain(module, "modules"))
+            parameters = list(own_or_plain(module, "parameters"))
+            module_count = sum(1 for _ in own_or_plain(module, "modules"))
         except Exception:  # a module of its own kind: it is a root, and nothing is known of it
             parameters, module_count = [module], None
         if not parameters:
@@ -83,6 +89,8 @@ class RootDescriber:
             "module_count": module_count,
             "parameter_count": _parameter_count(parameters),
             "family": family,
+            "autocast": _autocast_dtype(),
+            "python_profiler": sys.getprofile() is not None,
         }
 
 
@@ -91,8 +99,21 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return {"type": "optimizer", "name": type(optimizer).__name__}
 
 
-def _own_or_plain(module: Any, name: str) -> Any:
-    """What Module's own method gives, whatever a subclass has made of that name."""
+def _autocast_dtype() -> str | None:
+    """What autocast makes of this thread's operators, by the first device; None where it is off."""
+    torch = sys.modules.get("torch")
+    is_enabled = getattr(torch, "is_autocast_enabled", None)
+    if torch is None or is_enabled is None:
+        return None
+    try:
+        names = [name for name in ("cuda", "cpu") if is_enabled(name)]
+        return str(torch.get_autocast_dtype(names[0])).removeprefix("torch.") if names else None
+    except (RuntimeError, TypeError, AttributeError):  # torch before 2.4 takes no device
+        return None
+
+
+def own_or_plain(module: Any, name: str) -> Any:
+    """What a method of Module itself gives, whatever a subclass has made of that name."""
     torch = sys.modules.get("torch")
     method = getattr(torch.nn.Module, name) if torch is not None else getattr(type(module), name)
     return method(module)

@@ -11,7 +11,6 @@ The wrappers obey four rules, measured in benchmarks/overhead.py and held by tes
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import threading
 import time
@@ -33,7 +32,6 @@ from haiprof.run_format.schema import (
     EVAL,
     FORWARD,
     FORWARD_EVAL,
-    GC,
     MARK,
     NOGRAD,
     OPTIMIZER,
@@ -42,7 +40,6 @@ from haiprof.run_format.schema import (
     TAG_MASK,
 )
 
-GC_PAUSE_MIN_NS = 200_000  # shorter pauses are part of normal allocation
 OWNER_SILENT_NS = 10_000_000_000  # another thread that trains takes over after this long
 CALIBRATION_CALLS = 41
 CALIBRATION_EVICT_BYTES = 1 << 20
@@ -527,28 +524,6 @@ def wrap_next(original: Callable[..., Any], state: State) -> Any:
     return __next__
 
 
-def gc_callback(state: State) -> Callable[[str, dict[str, int]], None]:
-    """Notes garbage collections that stop the interpreter for a while."""
-    put, recorder = state.recorder.spans.put, state.recorder
-    start = 0
-
-    def on_gc(phase: str, info: dict[str, int]) -> None:
-        nonlocal start
-        if not recorder.armed or recorder.closed:
-            return
-        try:
-            if phase == "start":
-                start = _now()
-                return
-            end = _now()
-            if end - start > GC_PAUSE_MIN_NS:
-                put(start, end, GC | info["generation"] << TAG_BITS)
-        except Exception as error:
-            recorder.fault("gc", error)
-
-    return on_gc
-
-
 def step_marker(state: State) -> Callable[[], None]:
     """What `haiprof.step()` calls: a step of the job has ended."""
     recorder, is_tracing = state.recorder, state.is_tracing
@@ -586,9 +561,3 @@ def _compiler_is_tracing() -> bool:
     """Inside AOT's tracing of a forward: its backward call is no backward pass of the job."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
-
-
-def uncollected(callback: Any) -> None:
-    """Takes our callback out of the garbage collector's list, wherever it stands now."""
-    if callback in gc.callbacks:
-        gc.callbacks.remove(callback)

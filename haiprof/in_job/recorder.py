@@ -268,6 +268,7 @@ class Recorder:
         self._note_start(files)
         for line in take_all(self.lines):
             files.note(line)
+        self._note_settings(files, last=False)
         records = take_all(self.device_records)
         files.write(kept, records if self._start_noted else [])
         if self._ring is not None:
@@ -340,12 +341,18 @@ class Recorder:
         if self._files is not None and not self.closed:
             self._files.note_cost(self._window.started_ns)
 
+    def _note_settings(self, files: RankFiles, *, last: bool) -> None:
+        for line in self.installed.settings_lines(last):
+            files.note(line)
+
     # -- ends ---------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
         if self.closed:
             return
         self._note_cost()
+        if self._files is not None:
+            self._note_settings(self._files, last=True)
         ended_ns = self._window.ended_ns or _now()
         self._close({"type": "record_end", "time_ns": ended_ns, "reason": reason})
 

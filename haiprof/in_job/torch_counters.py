@@ -17,25 +17,46 @@ class SideFacts:
 
     def __init__(self) -> None:
         self._compiled = 0
+        self._last: Any = None
 
     def compile_line(self) -> dict[str, Any] | None:
-        """`count` and `time_ns` of all compilations so far, where there was one since the last.
+        """What was compiled so far, where there was something since the last line.
 
-        Source: `torch._dynamo.utils.compilation_time_metrics`, seconds by name.
+        Source: `torch._dynamo.utils.compilation_time_metrics`, seconds by name, and
+        `get_compilation_metrics`, which also knows backward graphs and when each began.
+
+        Returns:
+            `count` and `spent_ns` of all compilations of frames so far, and `spans`: (Unix time in
+            us, length in us) of each compilation since the last line, of backward graphs too.
         """
         utils = sys.modules.get("torch._dynamo.utils")
         metrics = getattr(utils, "compilation_time_metrics", None)
         if not isinstance(metrics, Mapping):
             return None
         times = next((metrics[name] for name in _COMPILATIONS if name in metrics), ())
-        count = len(times)
-        if count <= self._compiled:
+        count, spans = len(times), self._new_spans(utils)
+        if count <= self._compiled and not spans:
             return None
         self._compiled = count
         spent = sum(list(times)[:count])
         return {
-            "type": "compile", "time_ns": _now(), "count": count, "spent_ns": int(spent * 1e9)
-        }  # fmt: skip
+            "type": "compile",
+            "time_ns": _now(),
+            "count": count,
+            "spent_ns": int(spent * 1e9),
+            "spans": spans,
+        }
+
+    def _new_spans(self, utils: Any) -> list[tuple[int, int]]:
+        """Of compilations since the last call; torch keeps the last 64."""
+        known = getattr(utils, "get_compilation_metrics", lambda: ())()
+        found = []
+        for metrics in reversed(known):
+            if metrics is self._last:
+                break
+            found.append(_span(metrics))
+        self._last = known[-1] if known else None
+        return [span for span in reversed(found) if span is not None]
 
     def allocator_line(self) -> dict[str, Any] | None:
         """Retries and failures of the CUDA allocator so far, where the job has started CUDA.
@@ -51,3 +72,15 @@ class SideFacts:
         return {
             "type": "allocator", "time_ns": _now(), "retry_count": found[0], "oom_count": found[1]
         }  # fmt: skip
+
+
+def _span(metrics: Any) -> tuple[int, int] | None:
+    """Begin and length in us; None where this torch does not tell (backward graphs of 2.5)."""
+    begin, length = (getattr(metrics, name, None) for name in ("start_time_us", "duration_us"))
+    if begin is None or length is None:  # torch 2.5
+        begin = getattr(metrics, "start_time", None)
+        length = getattr(metrics, "entire_frame_compile_time_s", None)
+        if begin is None or length is None:
+            return None
+        begin, length = begin * 1e6, length * 1e6
+    return int(begin), int(length)

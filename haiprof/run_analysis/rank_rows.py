@@ -56,7 +56,8 @@ def rank_rows(
     if between is not None:
         cut = cut_segments(rank, between)
         inside = rank_row(rank.files, cut)
-        row |= {name: inside[name] for name in ("step_count", "eval_ns", "nograd_ns")}
+        counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
+        row |= {name: inside[name] for name in counted}
     return RankRows(
         record_count=rank.record_count,
         wall_offset_ns=rank.wall_offset_ns,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from haiprof.run_analysis.compilations import compile_columns
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
 from haiprof.run_analysis.records import integer, number, text
 from haiprof.run_analysis.run_files import RankFiles
@@ -29,6 +30,8 @@ RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "step_count": pl.Int64,
     "eval_ns": pl.Int64,
     "nograd_ns": pl.Int64,
+    "compile_ns": pl.Int64,
+    "eval_compile_ns": pl.Int64,
     "unfinished_micro_step_count": pl.Int64,
     "record_start_ns": pl.Int64,
     "record_end_ns": pl.Int64,
@@ -49,6 +52,7 @@ def rank_frame(rows: Iterable[Mapping[str, object]]) -> pl.DataFrame:
         `rank`, `attempt`, `host`, `pid`, `local_rank`, `world_size`, `python`, `torch`, `device`,
         `gpu_uuid`, `step_count`, `eval_ns` (time in evaluations, between batches too),
         `nograd_ns` (calls of models without gradients in training steps: teachers, rollouts),
+        `compile_ns` (torch.compile at work), `eval_compile_ns` (of that, in evaluations),
         `unfinished_micro_step_count` (after the last step), `record_start_ns`, `record_end_ns`
         (Unix time), `recording_ended` (`time`, `exit`; null: killed, or still running),
         `cost_ns_per_step`, `cost_ratio` (haiprof's own time in the job, measured), `notes`.
@@ -67,6 +71,12 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         row["step_count"] = len(found.steps.start_ns)
         row["eval_ns"] = int((found.evaluation_end_ns - found.evaluation_start_ns).sum())
         row["nograd_ns"] = int(found.nested.self_ns[_is_nograd(found)].sum())
+        row |= compile_columns(
+            files,
+            found.evaluation_start_ns,
+            found.evaluation_end_ns,
+            wall_offset_ns=segments.wall_offset_ns,
+        )
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
     row.update(_recording(files, segments))
     row.update(_cost(files, segments))

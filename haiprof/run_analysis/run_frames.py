@@ -29,6 +29,7 @@ from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import Goodput, Start, find_starts, goodput
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
 from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
+from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns
 from haiprof.run_analysis.windows import Window, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
@@ -96,6 +97,10 @@ class RunFrames:
         """Collector pauses and checkpoint saves, in the columns of `phases()`."""
         frames = [rows.pauses for rows in self._rows.values()]
         return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+
+    def settings(self) -> dict[int, RankSettings]:
+        """What each rank was run with; see `haiprof.run_analysis.settings`."""
+        return read_settings(self.files)
 
     def loading(self) -> pl.DataFrame:
         """What starts of epochs cost each rank; columns in `haiprof.run_analysis.epochs`."""

@@ -124,6 +124,8 @@ def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     facts = [f"usual step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}{together}"]
     if verdict.evaluation_ns:
         facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
+    if verdict.compile_ns:
+        facts.append(f"{duration_text(verdict.compile_ns)} of compilation")
     facts += [
         f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
         for kind, e in verdict.events.items()

@@ -10,6 +10,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.run_analysis.records import number
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.show.figures.style import PHASES
 from haiprof.show.missing import missing_sources
 from haiprof.show.overview_series import counters_over_time, lasting_values, step_series
@@ -85,6 +86,8 @@ class OneRankSummary:
     phases: tuple[PhaseStat, ...]
     slowest: tuple[SlowStep, ...]
     events: tuple[EventStat, ...]
+    settings: RankSettings | None
+    """What it was run with; None where that was not recorded."""
     phase_series: tuple[Series, ...]
     counter_series: tuple[Series, ...]
     missing: Mapping[str, str]
@@ -127,6 +130,7 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         phases=tuple(_phase_stat(steps, phase, split) for phase in PHASES),
         slowest=slowest_steps(steps),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
+        settings=data.settings().get(rank),
         phase_series=_phase_series(steps, span) if span else (),
         counter_series=tuple(counters_over_time(counters, span)) if span else (),
         missing=missing_sources(data.run, manifest, counters),

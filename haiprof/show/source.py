@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import polars as pl
 
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_format.layout import RunPaths
 
 
@@ -31,6 +33,10 @@ class RunData(Protocol):
 
     def ranks(self) -> pl.DataFrame:
         """One row per rank and attempt."""
+        ...
+
+    def settings(self) -> Mapping[int, RankSettings]:
+        """What each rank was run with."""
         ...
 
     def windows(self) -> pl.DataFrame:

@@ -115,6 +115,8 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "step_count": "training steps",
             "eval_ns": "in evaluations",
             "nograd_ns": "calls of models without gradients in training steps",
+            "compile_ns": "torch.compile at work",
+            "eval_compile_ns": "of that, in evaluations",
             "unfinished_micro_step_count": "after the last step",
             "record_start_ns": "Unix time",
             "record_end_ns": "Unix time",

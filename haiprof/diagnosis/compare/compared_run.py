@@ -136,5 +136,5 @@ def _pauses(phases: pl.DataFrame) -> pl.DataFrame:
 def _evaluation_ratio(ranks: pl.DataFrame, steps: pl.DataFrame) -> float | None:
     if not steps.height or ranks["eval_ns"].null_count() == ranks.height:
         return None
-    evaluated = float(ranks["eval_ns"].sum())
+    evaluated = float(ranks["eval_ns"].sum()) - float(ranks["eval_compile_ns"].sum())
     return evaluated / max(evaluated + float(steps["step_ns"].sum()), 1.0)

@@ -52,6 +52,10 @@ def evaluation_heavy(facts: Facts) -> Judgement:
 
 
 def _compiled(facts: Facts, rank: int) -> float:
-    """All that torch.compile took on a rank."""
+    """What torch.compile took of a rank's evaluations; all that it took where none tells when."""
+    ranks = facts.ranks.filter(pl.col("rank") == rank).sort("attempt")
+    inside = ranks["eval_compile_ns"][-1] if ranks.height else None
+    if isinstance(inside, int):
+        return float(inside)
     spent = facts.told.compilations.filter(pl.col("rank") == rank)["spent_ns"].max()
     return float(spent) if isinstance(spent, int) else 0.0

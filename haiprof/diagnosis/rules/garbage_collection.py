@@ -9,6 +9,7 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
+    ASKED_MAIN_RATIO,
     DRIFT_PHASE_RATIO,
     MIN_STEPS,
     PAUSE_WARNING_RATIO,
@@ -36,9 +37,11 @@ def garbage_collection(facts: Facts) -> Judgement:
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
     once = (spent - longest) / max(whole, 1.0) < PAUSE_WARNING_RATIO
     other = float(facts.steps["other_host_ns"].sum())
+    asked = _asked_ratio(facts, whole) >= ASKED_MAIN_RATIO * share
     outside = ("outside_the_model",) if spent >= DRIFT_PHASE_RATIO * other else ()
     return Finding(
         rule=RULE,
+        cause="explicit" if asked else None,
         title=f"one garbage collection took {duration_text(longest)}, {ratio_text(share)} of the "
         "time recorded"
         if once
@@ -49,7 +52,10 @@ def garbage_collection(facts: Facts) -> Judgement:
             Evidence(name="pauses of 0.2 ms and more", value=float(pauses.height), unit="count"),
             Evidence(name="longest pause", value=longest, unit="ns"),
         ),
-        remedy="call gc.freeze() once the model and data are built; then gc.disable(), and "
+        remedy="take gc.collect() out of the loop, or call it every few hundred steps; it frees "
+        "nothing but reference cycles, and memory of the GPU only where such a cycle holds it"
+        if asked
+        else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes reference "
         "cycles in each step (closures, kept exceptions), and for gc.collect() in the loop",
         confidence=0.9,
@@ -64,3 +70,9 @@ def garbage_collection(facts: Facts) -> Judgement:
             "data_imbalance",
         ),
     )
+
+
+def _asked_ratio(facts: Facts, whole_ns: float) -> float:
+    """What gc.collect() took of the time in steps, of the rank that called it most."""
+    spent = [each.looks.collect_ns or 0 for each in facts.settings.values()]
+    return max(spent, default=0) / max(whole_ns, 1.0)

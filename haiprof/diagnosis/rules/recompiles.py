@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
+from haiprof.base.intervals import covered
 from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
@@ -29,7 +31,7 @@ def recompiles(facts: Facts) -> Judgement:
         return Abstention(rule=RULE, why="torch.compile was not used")
     begin, end = facts.window_ns
     found = [
-        _grown(rows, begin, end)
+        _grown(facts, rows, begin, end)
         for rows in lines.sort("rank", "time_ns").partition_by("rank", maintain_order=True)
     ]
     count, spent, covered, rank = max(found, key=lambda row: (row[1], -row[3]))
@@ -55,14 +57,19 @@ def recompiles(facts: Facts) -> Judgement:
     )
 
 
-def _grown(rows: pl.DataFrame, begin: int, end: int) -> tuple[int, int, int, int]:
+def _grown(facts: Facts, rows: pl.DataFrame, begin: int, end: int) -> tuple[int, int, int, int]:
     """(compilations, ns spent, ns covered, rank) from the first count in the window on.
 
-    A second of allowance at the end: the last count comes with the drain after the last step.
+    A second of allowance at the end: the last count comes with the drain after the last step. Where
+    the rank tells when it compiled, backward graphs count too, and a time counts once.
     """
     inside = rows.filter(pl.col("time_ns").is_between(begin, end + NS_PER_S))
     rank = int(rows["rank"][0])
     if inside.height < 2:
         return 0, 0, 1, rank
     count, spent = (int(inside[name][-1] - inside[name][0]) for name in ("count", "spent_ns"))
-    return count, spent, end - int(inside["time_ns"][0]), rank
+    first = int(inside["time_ns"][0])
+    compiling = facts.told.compiling.get(rank)
+    if compiling is not None and len(compiling.starts):
+        spent = int(covered(compiling, np.array([first]), np.array([end]))[0])
+    return count, spent, end - first, rank

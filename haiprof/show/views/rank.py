@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import MISSING, NS_PER_S, duration_text, ratio_text
+from haiprof.base.units import MISSING, NS_PER_S, duration_text, ratio_text, visible
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
+from haiprof.show.setting_rows import setting_rows
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseMark
 from haiprof.show.text import count_text, number_text
@@ -45,6 +48,8 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
         parts += [*_step_parts(summary)]
     if summary.events:
         parts.append(section("Besides the phases", _events(summary)))
+    if summary.settings is not None:
+        parts.append(section("Settings", _settings(summary.settings)))
     if summary.counter_series:
         parts.append(section("Counters", series_block(summary.counter_series, summary.span)))
     if summary.missing:
@@ -129,4 +134,13 @@ def _events(summary: OneRankSummary) -> RenderableType:
             duration_text(event.total_ns),
             duration_text(event.max_ns),
         )
+    return table
+
+
+def _settings(settings: RankSettings) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in setting_rows(settings):
+        table.add_row(name, Text(visible(text)))
     return table

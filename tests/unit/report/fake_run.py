@@ -14,6 +14,7 @@ from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.phases import PHASE_SCHEMA
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
@@ -47,6 +48,9 @@ class FakeRun:
 
     def ranks(self) -> pl.DataFrame:
         return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
+
+    def settings(self) -> dict[int, RankSettings]:
+        return {}
 
     def windows(self) -> pl.DataFrame:
         return pl.DataFrame(self.window_rows, schema=WINDOW_SCHEMA)

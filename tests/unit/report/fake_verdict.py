@@ -51,6 +51,7 @@ def fake_verdict(*findings: Finding) -> Verdict:
         abstained=(("ranks_uneven", "one rank"),),
         not_measured=(("GPU power", "NVML: not supported on this device"),),
         evaluation_ns=3 * NS_PER_S,
+        compile_ns=0,
         events={"gc": Events(count=12, total_ns=80 * NS_PER_MS, longest_ns=20 * NS_PER_MS)},
         cost=Cost(hook_ns_per_step=9_400.0, hook_ratio=0.000_05, agent_cpu_ratio=0.004),
         next_command="haiprof rank haiprof-logs/train-1 0",

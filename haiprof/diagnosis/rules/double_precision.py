@@ -1,0 +1,61 @@
+"""The model is trained in float64."""
+
+from __future__ import annotations
+
+from haiprof.base.units import ratio_text
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.setting_prices import (
+    PRICES,
+    STEP,
+    lost_ratio,
+    price_evidence,
+    touched_ratio,
+)
+from haiprof.diagnosis.thresholds import FLOAT64_RATIO, MIN_STEPS
+from haiprof.run_analysis.settings import RankSettings
+
+RULE = "double_precision"
+_GPU_RATIO = 0.5
+"""No GPU does more than half as many float64 operations as float32 ones, and most do 1/32 or 1/64
+(CUDA C++ Programming Guide, throughput of native arithmetic instructions); both move twice the
+bytes."""
+
+
+def double_precision(facts: Facts) -> Judgement:
+    """Fires where half of the parameters of what is trained are float64."""
+    if not facts.settings:
+        return Abstention(rule=RULE, why="no settings were recorded")
+    if facts.steps.height < MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
+    shares = {rank: _double_ratio(each) for rank, each in facts.settings.items()}
+    share = max(shares.values())
+    if share < FLOAT64_RATIO:
+        return None
+    price, busy = PRICES["float64"], max(facts.gpu_use.values(), default=None)
+    if not facts.uses_gpu:
+        lost: float | None = lost_ratio(facts, price)
+    else:
+        lost = None if busy is None else touched_ratio(facts, STEP) * busy * _GPU_RATIO
+    return Finding(
+        rule=RULE,
+        title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
+        evidence=(
+            Evidence(name="float64, of what is trained", value=share, unit="ratio"),
+            *(() if facts.uses_gpu else price_evidence(facts, price)),
+        ),
+        remedy="train in float32: model.float(), and no torch.set_default_dtype(torch.float64); "
+        "arrays of numpy are float64, so that batches made from them need .float()",
+        confidence=0.8,
+        severity="info",
+        lost_ratio=lost,
+        missing=("how busy the GPU is",) if lost is None else (),
+        explains=("forward_bound", "backward_bound", "optimizer_bound"),
+    )
+
+
+def _double_ratio(settings: RankSettings) -> float:
+    """Of the parameters of all models that have any to train."""
+    trained = [model.dtypes for model in settings.models if model.trainable_ratio]
+    whole = sum(sum(dtypes.values()) for dtypes in trained)
+    return sum(dtypes.get("float64", 0) for dtypes in trained) / whole if whole else 0.0

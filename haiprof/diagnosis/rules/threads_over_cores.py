@@ -1,0 +1,58 @@
+"""Operators are computed by more threads than the rank has cores."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.thresholds import MIN_STEPS, THREADS_PER_CORE
+from haiprof.run_analysis.settings import RankSettings
+
+RULE = "threads_over_cores"
+_UNKNOWN = "what it costs: it depends on what else wants the cores, and on how threads wait"
+
+
+def threads_over_cores(facts: Facts) -> Judgement:
+    """Fires where a rank on CPUs has twice as many threads per operator as cores or CPU quota.
+
+    The threads of an operator wait for the last one of them (OpenMP's barrier), which then stands
+    in line for a core.
+    """
+    if not facts.settings:
+        return Abstention(rule=RULE, why="no settings were recorded")
+    if facts.uses_gpu or facts.steps.height < MIN_STEPS:
+        return Abstention(rule=RULE, why="the ranks use a GPU, or there are too few steps")
+    found = {rank: _factor(each) for rank, each in facts.settings.items()}
+    rank = max(found, key=lambda r: (found[r], -r))
+    if found[rank] < THREADS_PER_CORE:
+        return None
+    settings = facts.settings[rank]
+    cores = settings.usable_cores or 1.0
+    limited = (settings.cpu_limit_cores or cores + 1) <= cores
+    where = "the CPU limit of its control group" if limited else "its CPU affinity"
+    return Finding(
+        rule=RULE,
+        title=f"{settings.operator_threads} threads per operator on {cores:g} cores",
+        evidence=(
+            Evidence(
+                name="threads per operator",
+                value=float(settings.operator_threads or 0),
+                unit="count",
+            ),
+            Evidence(name=f"cores, by {where}", value=cores, unit="cores"),
+        ),
+        remedy=f"OMP_NUM_THREADS={max(int(cores), 1)} or torch.set_num_threads"
+        + (": torch counts the machine's cores, and knows no limit" if limited else ""),
+        confidence=0.7,
+        severity="info",
+        missing=(_UNKNOWN,),
+        rank=rank if len(found) > 1 and sum(f >= THREADS_PER_CORE for f in found.values()) == 1
+        else None,
+        explains=("cpu_throttled",) if limited else ("too_few_cores", "shared_cores"),
+    )  # fmt: skip
+
+
+def _factor(settings: RankSettings) -> float:
+    cores = settings.usable_cores
+    return (settings.operator_threads or 0) / ceil(cores) if cores else 0.0

@@ -1,0 +1,67 @@
+"""What settings cost, measured, and what of the usual step each of them touches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from haiprof.diagnosis.finding import Evidence
+from haiprof.diagnosis.rule_inputs import Facts, usual_share
+
+MODEL = ("forward", "backward")
+STEP = (*MODEL, "optimizer")
+MEASURED = "benchmarks/results/settings_price.md"
+UNKNOWN = "what it costs here: its price is not measured on this kind of device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Time with a setting over time without it, of some phases, on CPUs."""
+
+    least: float
+    """Of the jobs that it was measured on the one that it slowed least: judged is by this."""
+    most: float
+    phases: tuple[str, ...]
+
+
+def touched_ratio(facts: Facts, phases: tuple[str, ...]) -> float:
+    """Share of the usual step in some phases."""
+    return min(sum(usual_share(facts, phase) or 0.0 for phase in phases), 1.0)
+
+
+def lost_ratio(facts: Facts, price: Price, *, on: float = 1.0) -> float:
+    """Of the usual step, what a setting costs at least.
+
+    Args:
+        facts: The run.
+        price: Of the setting.
+        on: Share of the time for which it is on.
+    """
+    return on * touched_ratio(facts, price.phases) * max(1 - 1 / price.least, 0.0)
+
+
+def price_evidence(facts: Facts, price: Price) -> tuple[Evidence, ...]:
+    """The price, and the share of the step that it is paid for."""
+    phases = " and ".join(price.phases) if len(price.phases) < 3 else "all phases of the model"
+    return (
+        Evidence(name=f"measured price, least ({MEASURED})", value=price.least, unit=""),
+        Evidence(name="measured price, most", value=price.most, unit=""),
+        Evidence(
+            name=f"{phases}, share of the step",
+            value=touched_ratio(facts, price.phases),
+            unit="ratio",
+        ),
+    )
+
+
+PRICES: Mapping[str, Price] = {
+    "anomaly": Price(least=1.17, most=7.20, phases=MODEL),
+    "profiler": Price(least=1.00, most=1.60, phases=MODEL),
+    "float64": Price(least=1.17, most=3.19, phases=STEP),
+    "tracemalloc": Price(least=1.01, most=1.31, phases=MODEL),
+    "deterministic": Price(least=1.00, most=1.02, phases=MODEL),
+    "mkldnn_convolutions": Price(least=2.07, most=2.07, phases=MODEL),
+    "find_unused_parameters": Price(least=1.06, most=1.36, phases=MODEL),
+    "distributed_detail": Price(least=1.0, most=1.0, phases=MODEL),
+}
+"""Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""

@@ -1,0 +1,225 @@
+"""Settings of this process that change how fast it is: read once, and looked at again each second.
+
+All of it is read on the drain thread: nothing is imported for it, no tensor's values are read, and
+what belongs to one thread alone (autocast, Python's own profilers) stands in the line `root`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from haiprof.in_job.control_group import cpu_limit_cores, memory_limit_bytes
+from haiprof.in_job.object_settings import model_settings, optimizer_settings
+from haiprof.run_format.secrets import mask_text
+from haiprof.run_format.setting_lines import SEEN, SETTINGS
+
+SETTLED_STEPS = 3
+"""So many optimizer steps, and what is set once has been set."""
+SEEN_EVERY_LOOKS = 10
+_OBJECT_LIMIT = 8
+_now = time.perf_counter_ns
+
+
+class Settings:
+    """The line `settings`, and the counts of what is switched on and off.
+
+    Args:
+        models: The modules that were called outermost, as far as they live.
+        optimizers: The optimizers that have stepped, as far as they live.
+        own_profiler: Whether a profiler that is on may be haiprof's own.
+        collected: Calls of gc.collect() so far, and ns in them.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Iterable[Any]],
+        optimizers: Callable[[], Iterable[Any]],
+        *,
+        own_profiler: Callable[[], bool],
+        collected: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._own_profiler = own_profiler
+        self._collected = collected
+        self._is_over = False
+        self.restart()
+
+    def restart(self) -> None:
+        """In a forked child, which has settings of its own."""
+        self._counts = dict.fromkeys(("look", "anomaly", "profiler", "no_sync"), 0)
+        self._is_noted = False
+
+    def take_lines(self, step: int, *, last: bool) -> list[dict[str, Any]]:
+        """Looks at what is on, and gives what is to be written now; nothing more after an error.
+
+        Args:
+            step: Optimizer steps so far.
+            last: The recording ends: whatever is known is written.
+        """
+        if self._is_over:
+            return []
+        try:
+            return list(self._due_lines(step, last=last))
+        except Exception as error:
+            self._is_over = True
+            reason = mask_text(f"{type(error).__name__}: {error}")
+            return [{"type": "settings_failed", "time_ns": _now(), "reason": reason}]
+
+    def _due_lines(self, step: int, *, last: bool) -> Iterator[dict[str, Any]]:
+        if not self._is_noted and (last or step >= SETTLED_STEPS):
+            self._is_noted = True
+            yield self.line()
+        if last or self._counts["look"] % SEEN_EVERY_LOOKS == SEEN_EVERY_LOOKS - 1:
+            yield self.seen_line()
+        if not last:
+            self.look()
+
+    def line(self) -> dict[str, Any]:
+        """All of `run_format.setting_lines.SETTINGS_FIELDS`; what fails is named in `problems`."""
+        began, problems = _now(), []
+
+        def read(name: str, function: Callable[[], Any]) -> Any:
+            try:
+                return function()
+            except Exception as error:  # the job may change it meanwhile; another torch has none
+                problems.append(mask_text(f"{name}: {type(error).__name__}: {error}")[:200])
+                return None
+
+        parts = {
+            "flags": {name: read(name, flag) for name, flag in _FLAGS.items()},
+            "gc": read("gc", _collector),
+            "cores": read("cores", lambda: len(os.sched_getaffinity(os.getpid()))),
+            "cpu_limit_cores": read("cpu_limit_cores", cpu_limit_cores),
+            "memory_limit_bytes": read("memory_limit_bytes", memory_limit_bytes),
+            "models": [
+                read("model", lambda m=model: model_settings(m))  # type: ignore[misc]
+                for model in list(self._models())[:_OBJECT_LIMIT]
+            ],
+            "optimizers": [
+                read("optimizer", lambda o=optimizer: optimizer_settings(o))  # type: ignore[misc]
+                for optimizer in list(self._optimizers())[:_OBJECT_LIMIT]
+            ],
+        }
+        parts["flags"]["profiler"] = self._profiles()
+        cost_ns = _now() - began
+        return {
+            "type": SETTINGS, "time_ns": began, "cost_ns": cost_ns, **parts, "problems": problems
+        }  # fmt: skip
+
+    def look(self) -> None:
+        """Counts what is on now: some microseconds, of flags that all threads share."""
+        counts = self._counts
+        counts["look"] += 1
+        counts["anomaly"] += _flag("is_anomaly_enabled")() is True
+        counts["profiler"] += self._profiles()
+        counts["no_sync"] += any(_is_unsynchronised(model) for model in self._models())
+
+    def seen_line(self) -> dict[str, Any]:
+        """The counts so far; see `run_format.setting_lines.SEEN_FIELDS`."""
+        count, spent_ns = self._collected()
+        return {
+            "type": SEEN,
+            "time_ns": _now(),
+            **{f"{name}_count": count for name, count in self._counts.items()},
+            "collect_count": count,
+            "collect_ns": spent_ns,
+        }
+
+    def _profiles(self) -> bool:
+        """torch.profiler and torch.autograd.profiler say so in the same place."""
+        module = sys.modules.get("torch.autograd.profiler")
+        return getattr(module, "_is_profiler_enabled", False) is True and not self._own_profiler()
+
+
+def _is_unsynchronised(model: Any) -> bool:
+    """Whether a DistributedDataParallel, also within what torch.compile returns, is in no_sync."""
+    inner = (vars(model).get("_modules") or {}).get("_orig_mod", model)
+    return vars(inner).get("require_backward_grad_sync") is False
+
+
+def _flag(name: str) -> Callable[[], Any]:
+    """A function of torch, or of a module in it that the job has loaded."""
+    module, _, function = f"torch.{name}".rpartition(".")
+
+    def read() -> Any:
+        found = getattr(sys.modules.get(module), function, None)
+        return found() if found is not None else None
+
+    return read
+
+
+def _default_dtype() -> str:
+    return str(_flag("get_default_dtype")()).removeprefix("torch.")
+
+
+def _tf32_matmul() -> str | None:
+    """Asked where no warning comes from: `allow_tf32` complains of jobs that use the newer name."""
+    getter = getattr(sys.modules.get("torch._C"), "_get_fp32_precision_getter", None)
+    if getter is None:
+        return {True: "tf32", False: "ieee"}.get(_flag("_C._get_cublas_allow_tf32")())
+    return str(getter("cuda", "matmul"))
+
+
+def _precision() -> str | None:
+    try:
+        return str(_flag("_C._get_float32_matmul_precision")())
+    except RuntimeError:  # set by backend: `tf32_matmul` tells
+        return None
+
+
+def _backend() -> str | None:
+    return str(_flag("distributed.get_backend")()) if _is_distributed() else None
+
+
+def _debug_level() -> str | None:
+    level = _flag("distributed.get_debug_level")() if _is_distributed() else None
+    return getattr(level, "name", None)
+
+
+def _is_distributed() -> bool:
+    module: Any = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
+
+
+def _fills() -> bool | None:
+    module = sys.modules.get("torch.utils.deterministic")
+    return getattr(module, "fill_uninitialized_memory", None)
+
+
+def _traces_memory() -> bool:
+    module: Any = sys.modules.get("tracemalloc")
+    return module is not None and bool(module.is_tracing())
+
+
+def _collector() -> Mapping[str, Any]:
+    return {
+        "enabled": gc.isenabled(),
+        "thresholds": list(gc.get_threshold()),
+        "frozen_count": gc.get_freeze_count(),
+    }
+
+
+_FLAGS: Mapping[str, Callable[[], Any]] = {
+    "anomaly": _flag("is_anomaly_enabled"),
+    "deterministic": _flag("are_deterministic_algorithms_enabled"),
+    "deterministic_fill": _fills,
+    "cudnn_enabled": _flag("_C._get_cudnn_enabled"),
+    "cudnn_benchmark": _flag("_C._get_cudnn_benchmark"),
+    "cudnn_deterministic": _flag("_C._get_cudnn_deterministic"),
+    "mkldnn": _flag("_C._get_mkldnn_enabled"),
+    "matmul_precision": _precision,
+    "tf32_matmul": _tf32_matmul,
+    "default_dtype": _default_dtype,
+    "interop_threads": _flag("get_num_interop_threads"),
+    "tracemalloc": _traces_memory,
+    "developer_mode": lambda: sys.flags.dev_mode,
+    "backend": _backend,
+    "distributed_debug": _debug_level,
+}
+"""Every switch but `profiler`, by its name in `run_format.setting_lines.FLAGS`."""

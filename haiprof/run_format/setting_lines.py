@@ -1,0 +1,75 @@
+"""Recorded settings on disk: what each field of the lines `settings` and `settings_seen` means."""
+
+from __future__ import annotations
+
+SETTINGS, SEEN = "settings", "settings_seen"
+"""What a line of a rank's events.jsonl is, in its field `type`: once per process, and counts."""
+
+SETTINGS_FIELDS = {
+    "time_ns": "CLOCK_MONOTONIC ns at which they were read",
+    "cost_ns": "what reading them took",
+    "flags": "by name: switches of the process, null where this torch does not tell",
+    "gc": "of Python's collector: enabled, thresholds, frozen_count",
+    "cores": "CPUs that the main thread may run on",
+    "cpu_limit_cores": "tightest CPU limit of the process's control group and those above it",
+    "memory_limit_bytes": "the same of memory",
+    "models": "of each module that was called outermost, see MODEL_FIELDS",
+    "optimizers": "of each optimizer that has stepped, see OPTIMIZER_FIELDS",
+    "problems": "what could not be read, and why",
+}
+"""The fields of the line `settings`."""
+
+FLAGS = {
+    "anomaly": "torch.autograd.set_detect_anomaly",
+    "deterministic": "torch.use_deterministic_algorithms",
+    "deterministic_fill": "torch.utils.deterministic.fill_uninitialized_memory",
+    "cudnn_enabled": "torch.backends.cudnn.enabled",
+    "cudnn_benchmark": "torch.backends.cudnn.benchmark",
+    "cudnn_deterministic": "torch.backends.cudnn.deterministic",
+    "mkldnn": "torch.backends.mkldnn.enabled",
+    "matmul_precision": "torch.get_float32_matmul_precision",
+    "tf32_matmul": "torch.backends.cuda.matmul.fp32_precision: tf32, ieee or none",
+    "default_dtype": "torch.get_default_dtype",
+    "interop_threads": "torch.get_num_interop_threads",
+    "profiler": "a profiler of the job's own that is on: torch.profiler or torch.autograd.profiler",
+    "tracemalloc": "tracemalloc records where memory was allocated",
+    "developer_mode": "python -X dev",
+    "backend": "torch.distributed.get_backend",
+    "distributed_debug": "torch.distributed.get_debug_level: OFF, INFO or DETAIL",
+}
+"""Switches by their name in `flags`, and where they are set."""
+
+MODEL_FIELDS = {
+    "name": "class of the module",
+    "tensor_count": "parameters, each a tensor",
+    "parameter_count": "numbers in them; null where their tensors are of a kind of their own",
+    "trainable_count": "of those, in tensors that require gradients",
+    "dtypes": "numbers by dtype",
+    "devices": "kinds of devices that parameters are on",
+    "layers": "modules without modules inside by class, the eight most frequent",
+    "complete": "false where it has so many parts that not all were counted",
+    "ddp": "of DistributedDataParallel: find_unused_parameters, static_graph, bucket_bytes, "
+    "broadcast_buffers, gradient_as_bucket_view",
+    "fsdp_unit_count": "modules whose parameters FSDP gathers together",
+}
+OPTIMIZER_FIELDS = {
+    "name": "class of the optimizer",
+    "group_count": "parameter groups",
+    "tensor_count": "parameters, each a tensor",
+    "foreach": "as it was given, of the first group; null: torch decides",
+    "fused": "the same",
+    "capturable": "the same",
+    "differentiable": "the same",
+    "dtypes": "tensors by dtype",
+    "devices": "tensors by kind of device",
+}
+SEEN_FIELDS = {
+    "time_ns": "CLOCK_MONOTONIC ns",
+    "look_count": "looks so far, one a second",
+    "anomaly_count": "looks at which anomaly detection was on",
+    "profiler_count": "looks at which a profiler of the job's own was on",
+    "no_sync_count": "looks at which a DistributedDataParallel was in no_sync",
+    "collect_count": "calls of gc.collect() by the job so far",
+    "collect_ns": "time in them",
+}
+"""The fields of the line `settings_seen`; counts of the whole recording."""

@@ -1,0 +1,247 @@
+"""What real jobs were run with is recorded once per rank, and judged; usual settings are silent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.diagnosis.engine import diagnose
+from haiprof.run_analysis.settings import RankSettings
+from haiprof.run_format.setting_lines import (
+    FLAGS,
+    MODEL_FIELDS,
+    OPTIMIZER_FIELDS,
+    SEEN_FIELDS,
+    SETTINGS_FIELDS,
+)
+from tests.conftest import Once
+from tests.process.jobs import PYTHON, TORCHRUN, Job, rank_events, run_job, succeeded
+
+pytestmark = pytest.mark.slow
+RULES = {
+    "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
+    "deterministic_mode", "mkldnn_off", "optimizer_loop", "ddp_arguments", "threads_over_cores",
+    "settings_differ",
+}  # fmt: skip
+COMMON = """
+import contextlib, gc, os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+
+def build(width=64, depth=6):
+    return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())])
+
+def batches(count):
+    for _ in range(count):
+        yield torch.randn(32, 64)
+"""
+PLAIN = """
+model = build(512)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(150):
+    optimizer.zero_grad()
+    model(torch.randn(64, 512)).square().mean().backward()
+    optimizer.step()
+"""
+COSTLY = """
+torch.set_default_dtype(torch.float64)
+torch.autograd.set_detect_anomaly(True)
+torch.use_deterministic_algorithms(True)
+model = build()
+model[0].requires_grad_(False)
+optimizer = torch.optim.AdamW(
+    [{"params": model[2:6].parameters()}, {"params": model[6:].parameters()}], foreach=False)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    for x in batches(10):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    gc.collect()
+print("loss", float(loss))
+"""
+PARALLEL = """
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+torch.use_deterministic_algorithms(rank == 1)
+model = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True, bucket_cap_mb=3)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+unsynchronised = sys.argv[1] == "no_sync"
+for step in range(60):
+    optimizer.zero_grad()
+    for micro, x in enumerate(batches(4)):
+        inside = model.no_sync() if unsynchronised and micro < 3 else contextlib.nullcontext()
+        with inside:
+            loss = model(x).square().mean()
+            time.sleep(0.02)  # in no phase of the step, but inside no_sync
+            loss.backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+COMPILED = """
+def slowly(module, inputs):
+    time.sleep(2)
+    return module.forward
+
+model = build()
+fast = torch.compile(model, backend=slowly)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(TensorDataset(torch.randn(256, 64)), batch_size=32)
+for epoch in range(20):
+    model.train()
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+    if epoch == 5:
+        model.eval()
+        with torch.no_grad():
+            for (x,) in loader:
+                fast(x)
+"""
+Run = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def run(once: Once) -> Run:
+    def start(script: str, *arguments: str, ranks: int = 1, haiprof: bool = True) -> Job:
+        def make(folder: Path) -> Job:
+            folder.mkdir()
+            (folder / "job.py").write_text(COMMON + script)
+            launcher = list(TORCHRUN) if ranks > 1 else [PYTHON]
+            command = [*launcher, str(folder / "job.py"), *arguments]
+            options = ("--quiet",) if haiprof else ()
+            job = run_job(
+                command, folder=folder / "run", haiprof=haiprof, options=options,
+                extra_environment={"NCCL_API_TOKEN": "s3cr3t0123456789abcdef"},
+            )  # fmt: skip
+            return succeeded(job)
+
+        job: Job = once(("settings", script, arguments, haiprof), make)
+        return job
+
+    return start
+
+
+def only(job: Job) -> RankSettings:
+    (settings,) = job.analyzer().settings().values()
+    return settings
+
+
+def slugs(job: Job) -> set[str]:
+    return {finding.rule for finding in diagnose(job.analyzer()).findings}
+
+
+def test_line_has_every_documented_field_once(run: Run) -> None:
+    (line,) = rank_events(run(COSTLY), "settings")
+    assert line.keys() - {"type"} == SETTINGS_FIELDS.keys()
+    assert line["flags"].keys() == FLAGS.keys()
+    assert line["models"][0].keys() == MODEL_FIELDS.keys()
+    assert line["optimizers"][0].keys() == OPTIMIZER_FIELDS.keys()
+    assert line["problems"] == []
+    for seen in rank_events(run(COSTLY), "settings_seen"):
+        assert seen.keys() - {"type"} == SEEN_FIELDS.keys()
+
+
+def test_model_and_optimizer_are_described(run: Run) -> None:
+    settings = only(run(COSTLY))
+    (model,), (optimizer,) = settings.models, settings.optimizers
+    assert (model.name, model.tensor_count, model.dtypes) == ("Sequential", 12, {"float64": 24960})
+    assert model.trainable_ratio == pytest.approx(5 / 6)
+    assert model.layers == {"Linear": 6, "ReLU": 6}
+    assert (optimizer.name, optimizer.tensor_count, optimizer.foreach) == ("AdamW", 10, False)
+
+
+def test_switches_are_recorded(run: Run) -> None:
+    settings = only(run(COSTLY))
+    flags = settings.flags
+    assert (flags["anomaly"], flags["deterministic"], flags["mkldnn"]) == (True, True, True)
+    assert (flags["default_dtype"], flags["profiler"]) == ("float64", False)
+    assert settings.autocast is None
+    assert settings.cores
+    assert settings.operator_threads == 1
+    assert settings.on_ratio("anomaly") == 1.0
+    assert settings.looks.collect_count
+
+
+def test_costly_settings_are_findings(run: Run) -> None:
+    assert slugs(run(COSTLY)) & RULES == {"anomaly_detection", "double_precision"}
+
+
+def test_job_computes_the_same_beside_the_reading(run: Run) -> None:
+    """`loss` of an equal number of steps differs by no bit: here only that nothing is printed."""
+    job = run(COSTLY)
+    assert job.stdout.startswith("loss ")
+    assert "Error" not in job.stderr
+
+
+def test_credentials_in_variables_are_masked(run: Run) -> None:
+    assert only(run(COSTLY)).variables["NCCL_API_TOKEN"] != "s3cr3t0123456789abcdef"
+
+
+def test_usual_settings_are_silent(run: Run) -> None:
+    job = run(PLAIN)
+    assert slugs(job) & RULES == set()
+    assert only(job).looks.collect_count == 0, "the collector's own are none of the job's"
+
+
+def test_short_job_has_its_settings_too(run: Run) -> None:
+    assert only(run(PLAIN)).models[0].parameter_count == 6 * (512 * 512 + 512)
+
+
+def test_accumulation_without_no_sync_is_told(run: Run) -> None:
+    job = run(PARALLEL, "sync", ranks=2)
+    settings = job.analyzer().settings()
+    assert settings.keys() == {0, 1}
+    ddp = settings[0].models[0].ddp
+    assert ddp is not None
+    assert (ddp["find_unused_parameters"], ddp["bucket_bytes"]) == (True, 3 << 20)
+    assert settings[0].looks.no_sync_count == 0
+    assert settings[0].flags["backend"] == "gloo"
+
+
+def test_no_sync_is_seen(run: Run) -> None:
+    job = run(PARALLEL, "no_sync", ranks=2)
+    assert job.analyzer().settings()[0].looks.no_sync_count
+    causes = {f.cause for f in diagnose(job.analyzer()).findings if f.rule == "ddp_arguments"}
+    assert causes <= {"find_unused_parameters"}
+
+
+def test_rank_with_other_settings_is_named(run: Run) -> None:
+    findings = diagnose(run(PARALLEL, "no_sync", ranks=2).analyzer()).findings
+    (found,) = [f for f in findings if f.rule == "settings_differ"]
+    assert "use_deterministic_algorithms" in found.title
+    assert found.severity == "info"
+
+
+def test_evaluation_that_compiles_is_no_evaluation(run: Run) -> None:
+    job = run(COMPILED)
+    assert "evaluation_heavy" not in slugs(job)
+    row = job.analyzer().ranks().row(0, named=True)
+    assert row["eval_ns"] >= row["eval_compile_ns"] >= 2_000_000_000
+    assert row["compile_ns"] == row["eval_compile_ns"]
+    verdict = diagnose(job.analyzer())
+    assert verdict.evaluation_ns == row["eval_ns"] - row["eval_compile_ns"]
+
+
+def test_rank_view_shows_settings(run: Run) -> None:
+    import subprocess
+
+    log_dir = run(COSTLY).log_dir
+    command: list[Any] = [PYTHON, "-m", "haiprof", "rank", log_dir, "0"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "24960 parameters" in shown
+    assert "foreach=False" in shown
+    assert "anomaly detection, deterministic algorithms" in shown
+    found = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    assert json.loads(found)["settings"]["flags"]["default_dtype"] == "float64"
