@@ -50,6 +50,11 @@ class Registry:
         self.entries[key] = entry
         return entry
 
+    def living(self) -> list[Any]:
+        """Those of interest that still live."""
+        found = [(key, reference()) for key, reference in list(self._references.items())]
+        return [each for key, each in found if each is not None and self.entries.get(key)]
+
     def clear(self) -> None:
         """Forgets everything: a forked child names its own."""
         self.entries.clear()

@@ -58,6 +58,7 @@ class State(Gate):
         "device",
         "find_device",
         "idle",
+        "inputs",
         "is_tracing",
         "loading",
         "optimizer_count",
@@ -94,6 +95,8 @@ class State(Gate):
         self.slow = True
         """Whether a span needs more than two times: until the recorder is armed, with a GPU, and
         while a trace window is planned."""
+        self.inputs: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Is told what a root module is called with in training, where memory is watched."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""
@@ -103,6 +106,7 @@ class State(Gate):
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
+            self.inputs = None
             self.optimizer_count = self.steps_before = 0
             if self.watch is not None:
                 self.watch.forked()
@@ -179,7 +183,7 @@ class State(Gate):
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
         self.idle = self.busy = CLOSED
         self.loading = True
-        self.device = self.watch = None
+        self.device = self.watch = self.inputs = None
         self.begin = self._begin
 
     def takes_over(self, now_ns: int) -> bool:
@@ -236,6 +240,8 @@ def wrap_module_call(
                 if codes is None:
                     codes = roots.add(self)
                 if codes and _ident() == state.owner:
+                    if state.inputs is not None and is_grad_enabled():
+                        state.inputs(args, kwargs)
                     found = codes[is_grad_enabled()][self.training]
                     if state.slow:
                         mark = state.begin(found & TAG_MASK, self)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from haiprof.run_analysis.deaths import Death
 
 _KEPT_NAME = "list"
-_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "flight", "control")
+_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
 """What the entry of a run is made from."""
 
 
