@@ -1,7 +1,8 @@
 """GPU memory from step to step: what a step begins with, the peak, and the largest batch so far.
 
 All of it is read on the training thread where a step begins, never from the device: the caching
-allocator's own counts, once a second, later every ten. On a torch without CUDA nothing of it runs.
+allocator's own counts, at each of the first steps, then once a second, later every ten. On a torch
+without CUDA nothing of it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ HISTORY_RATIO = 0.9
 HISTORY_ENTRIES = 20_000
 """Allocations and releases that are kept, of some hundred bytes each."""
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
-_OFTEN_COUNT = 64
+_FIRST_COUNT, _OFTEN_COUNT = 16, 80
+"""So many readings of every step, and then of one a second."""
 _TENSOR_LIMIT = 8
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -58,9 +60,9 @@ class GpuMemory:
         self.step = 0
         self.largest: Batch | None = None
         """That went through; of training alone."""
-        self._largest_count = 0  # numbers in its tensors
-        self._trying = False  # the step under way has a larger one
-        self._start_bytes = 0
+        self._count = self._largest_count = 0  # numbers in the tensors of a batch
+        self._trying = False  # the step under way has a larger one than any before
+        self._start_bytes: int | None = None  # of the step under way, where it was read
         self._read_ns = self._read_count = 0
         if history == "on":
             self._record_history()
@@ -76,21 +78,22 @@ class GpuMemory:
         shapes, count = input_shapes(args, kwargs, self._torch.Tensor)
         now = _now()
         larger = count > self._largest_count
-        due = now - self._read_ns >= (_OFTEN_NS if self._read_count < _OFTEN_COUNT else _SELDOM_NS)
+        pause_ns = _OFTEN_NS if self._read_count < _OFTEN_COUNT else _SELDOM_NS
+        due = self._read_count < _FIRST_COUNT or now - self._read_ns >= pause_ns
         if self._trying or larger or due:
-            self._read(now, step, larger=larger, due=due)
-        if larger:
-            self._largest_count = count
-        self._trying = larger
+            self._read(now, step, due=due)
+        else:
+            self._start_bytes = None
+        self._largest_count = max(count, self._largest_count)
+        self._trying, self._count = larger, count
         self.batch, self.step = shapes, step
 
-    def _read(self, now_ns: int, step: int, *, larger: bool, due: bool) -> None:
+    def _read(self, now_ns: int, step: int, *, due: bool) -> None:
         stats = self.stats()
         allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
-        if self._trying:  # the step before went through
-            self.largest = Batch(self.batch, self.step, self._start_bytes, peak)
-        if larger:
-            self._start_bytes = allocated
+        if self._start_bytes is not None and self._count >= self._largest_count:
+            self.largest = Batch(self.batch, self.step, self._start_bytes, peak)  # it went through
+        self._start_bytes = allocated
         if not due:
             return
         self._read_ns, self._read_count = now_ns, self._read_count + 1
