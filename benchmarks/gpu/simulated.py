@@ -197,6 +197,9 @@ def install(torch: Any) -> None:
     cuda.memory._snapshot = ALLOCATOR.snapshot
     cuda.memory._dump_snapshot = _dump_snapshot
     synthetic.install(torch)
+    for call, _ in list(cuda._queued_calls):  # as torch.cuda does when it starts the device
+        with contextlib.suppress(Exception):
+            call()
 
 
 def allocate(size_bytes: int) -> object:

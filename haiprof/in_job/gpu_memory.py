@@ -50,9 +50,8 @@ class GpuMemory:
 
     def __init__(self, torch: Any, lines: list[dict[str, Any]], *, history: str) -> None:
         self._torch, self._lines, self._history = torch, lines, history
-        self.device = int(torch.cuda.current_device())
-        self.limit_bytes = _limit_bytes(torch.cuda, self.device)
-        self._history_bytes = HISTORY_RATIO * self.limit_bytes
+        self.device: int | None = None
+        self.limit_bytes = 0
         self.recorded = False
         """Whether the allocator's history is recorded, by us."""
         self.batch: Shapes = ()
@@ -64,7 +63,10 @@ class GpuMemory:
         self._trying = False  # the step under way has a larger one than any before
         self._start_bytes: int | None = None  # of the step under way, where it was read
         self._read_ns = self._read_count = 0
-        if history == "on":
+
+    def start_history(self) -> None:
+        """Where it is asked for from the start: once the job has started CUDA."""
+        if self._history == "on" and not self.recorded:
             self._record_history()
 
     def begin_step(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -75,6 +77,9 @@ class GpuMemory:
             args: It is called with.
             kwargs: The same by name.
         """
+        if self.device is None:  # only here: by now the job has chosen its device
+            self.device = int(self._torch.cuda.current_device())
+            self.limit_bytes = _limit_bytes(self._torch.cuda, self.device)
         shapes, count = input_shapes(args, kwargs, self._torch.Tensor)
         now = _now()
         larger = count > self._largest_count
@@ -89,7 +94,7 @@ class GpuMemory:
         self.batch, self.step = shapes, step
 
     def _read(self, now_ns: int, step: int, *, due: bool) -> None:
-        stats = self.stats()
+        stats = self._torch.cuda.memory_stats(self.device)
         allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
         if self._start_bytes is not None and self._count >= self._largest_count:
             self.largest = Batch(self.batch, self.step, self._start_bytes, peak)  # it went through
@@ -108,13 +113,9 @@ class GpuMemory:
                 "limit_bytes": self.limit_bytes,
             }
         )
-        if self._history == "auto" and not self.recorded and peak >= self._history_bytes:
+        full = self.limit_bytes and peak >= HISTORY_RATIO * self.limit_bytes
+        if full and self._history == "auto" and not self.recorded:
             self._record_history()
-
-    def stats(self) -> Mapping[str, int]:
-        """`torch.cuda.memory_stats` of this process's device."""
-        found: Mapping[str, int] = self._torch.cuda.memory_stats(self.device)
-        return found
 
     def largest_json(self) -> dict[str, Any] | None:
         """The largest batch that went through, as plain JSON values."""

@@ -92,6 +92,11 @@ class Installer:
                 )
         for own in _OWN_WORK:
             _skip_frame(own, below=True)
+        with contextlib.suppress(AttributeError, ImportError):  # at once where CUDA has started
+            import torch.cuda
+
+            lazy_call: Any = torch.cuda._lazy_call  # which has no types
+            lazy_call(self._cuda_started)
         self.recorder.installed = replace(
             self.recorder.installed,
             uninstall=self.uninstall,
@@ -270,16 +275,21 @@ class Installer:
 
     def _find_device(self) -> DeviceTimer | None:
         timer = DeviceTimer.where_started(self.recorder.device_records)
-        if timer is not None and not self._watches_memory:
-            self._watches_memory = True
-            try:
-                self._watch_memory()
-            except Exception as error:
-                self._lose_memory(error)
+        if timer is not None:
+            self._cuda_started()
         return timer
 
+    def _cuda_started(self) -> None:
+        """Torch calls this while it starts CUDA; an error of ours would become the job's."""
+        if self._watches_memory or self.recorder.closed:
+            return
+        self._watches_memory = True
+        try:
+            self._watch_memory()
+        except Exception as error:
+            self._lose_memory(error)
+
     def _watch_memory(self) -> None:
-        """Once the job has started CUDA, on the training thread."""
         import torch
 
         recorder, state = self.recorder, self.state
@@ -306,6 +316,7 @@ class Installer:
             optimizers=self.optimizers.living,
             is_foreign=is_foreign,
         ).watch()
+        memory.start_history()
 
     def _lose_memory(self, error: Exception) -> None:
         """Memory is not watched any more; the rest of the hook goes on."""

@@ -100,7 +100,8 @@ class OutOfMemory:
         entry: dict[str, Any] = {
             "wall_ns": time.time_ns(), "device": device, "requested_bytes": requested,
             "limit_bytes": limit, "device_free_bytes": free,
-            "step": self._describe().get("step"), "batch": self._memory.batch,
+            "step": self._describe().get("step") if self._memory.batch else None,
+            "batch": self._memory.batch,
             "largest": self._memory.largest_json(),
         }  # fmt: skip
         for name, part in (
