@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 
@@ -36,6 +37,8 @@ class Told:
     """`rank`, `time_ns` (Unix time), `count`, `spent_ns`: cumulative, at most one row a second."""
     allocator: Mapping[int, tuple[int, int, int]]
     """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
+    gpu_memory: Mapping[int, GpuMemorySeries]
+    """What the GPU's allocator held where steps began."""
 
 
 def told(files: RunFiles) -> Told:
@@ -52,6 +55,7 @@ def told(files: RunFiles) -> Told:
         operator_threads={n: count for n, count in threads.items() if count is not None},
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
         allocator={number: counts for number, counts in counted.items() if counts is not None},
+        gpu_memory=gpu_memory_series(files),
     )
 
 

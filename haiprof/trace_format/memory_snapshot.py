@@ -17,7 +17,7 @@ from haiprof.run_format.unpack import read_text
 from haiprof.trace_format.plain_pickle import read_plain_pickle
 
 SIZE_LIMIT_BYTES = 1 << 29
-_ITEM_LIMIT = 20_000_000
+_ITEM_LIMIT = 3_000_000
 """Segments, blocks, entries and frames together: a list may stand in a pickle many times."""
 _FRAMES = 64
 _TEXT_CHARS = 400

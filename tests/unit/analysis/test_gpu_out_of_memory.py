@@ -45,8 +45,9 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "run")
 
 
-def failed(job: Job, rank: int = 1, **changes: object) -> None:
+def failed(job: Job, **changes: object) -> None:
     """A rank that notes an allocation, and dies of torch's error."""
+    rank = 1
     content = {"host": job.host(rank), "pid": job.pid(rank), "count": 1,
                "failed": [{**FAILED, **changes}]}  # fmt: skip
     job.run.memory.mkdir(exist_ok=True)
