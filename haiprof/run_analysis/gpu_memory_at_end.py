@@ -28,6 +28,10 @@ class GpuMemoryAtEnd:
     failed: GpuOutOfMemory
     reasons: tuple[str, ...]
     """Why there was no more, as far as it is known; each follows from numbers."""
+    fragmented: bool | None
+    """Whether the request would have fitted into what was free, were that in one piece."""
+    fits_ratio: float | None
+    """How much of the batch would have fitted, by the largest one before; None: not known."""
     growth_bytes_per_step: float | None
     """Of what is allocated where steps begin; None where it did not grow steadily."""
     by_line: tuple[tuple[str | None, int], ...]
@@ -98,6 +102,8 @@ def _of_rank(
         rank=rank,
         failed=failed,
         reasons=tuple(_reasons(failed, growth)),
+        fragmented=failed.fragmented,
+        fits_ratio=failed.fits_ratio,
         growth_bytes_per_step=growth,
         by_line=by_line,
         snapshot=path,

@@ -332,7 +332,7 @@ def test_gpu_memory_limit(
     if said and "grows" in said:
         left = {e.name: e.value for e in found[0].evidence}
         steps = (80 - (10 + 390 / 8 + 5)) * 8
-        assert left["steps until its limit, if it goes on so"] == pytest.approx(steps, rel=0.05)
+        assert left["steps until then, if it goes on so"] == pytest.approx(steps, rel=0.05)
 
 
 def test_memory_creep_abstains_without_samples(root: Path) -> None:
