@@ -87,7 +87,7 @@ class Allocator:
                 self.failures += 1
                 self._note("oom", size, 0, device_free=self.device_free)
                 for observer in self.observers:
-                    observer(0, size, self.limit_bytes, self.device_free)
+                    observer(0, _segment_bytes(size, small), self.limit_bytes, self.device_free)
                 return None
         block = block or self._find(size, small)
         assert block is not None
@@ -126,9 +126,7 @@ class Allocator:
 
     def _grow(self, size: int, small: bool) -> bool:
         """Takes a segment; whether there was room."""
-        wanted = -(-size // (2 * MIB)) * 2 * MIB
-        if size < _OWN_SEGMENT:
-            wanted = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        wanted = _segment_bytes(size, small)
         if wanted > self.device_free or self.reserved + wanted > self.limit_bytes:
             return False
         self._note("segment_alloc", wanted, self._next)
@@ -209,3 +207,10 @@ class Allocator:
                 found.append({**place, "name": code.co_name})
             frame = frame.f_back
         return found
+
+
+def _segment_bytes(size: int, small: bool) -> int:
+    """What the device is asked for: `get_allocation_size`."""
+    if size < _OWN_SEGMENT:
+        return _SMALL_SEGMENT if small else _LARGE_SEGMENT
+    return -(-size // (2 * MIB)) * 2 * MIB

@@ -41,7 +41,7 @@ _STATS = {
     "inactive_split_bytes": "inactive_split_bytes.all.current",
     "retry_count": "num_alloc_retries",
 }  # fmt: skip
-_SMALL_BYTES = 1 << 20  # kSmallSize, c10/cuda/CUDACachingAllocator.cpp: from a pool of its own
+_SMALL_BYTES = 2 << 20  # kSmallBuffer, c10/core/AllocatorConfig.h: a segment of the small pool
 _MODULE_FILE, _OPTIMIZER_FILE = "/torch/nn/modules/module.py", "/torch/optim/optimizer.py"
 
 _observed = False
@@ -91,7 +91,14 @@ class OutOfMemory:
             _observed = True
 
     def note(self, device: int, requested: int, limit: int, free: int) -> None:
-        """One allocation failed: all in bytes, as torch's observers are told."""
+        """One allocation failed.
+
+        Args:
+            device: Its number.
+            requested: Bytes that the device was asked for: the tensor's, rounded to a segment.
+            limit: Bytes that the process may take.
+            free: Bytes that the device had left.
+        """
         self._count += 1
         now = time.perf_counter_ns()
         if self._count > _MANY and now - self._last_ns < _MANY_APART_NS:
@@ -197,6 +204,8 @@ class OutOfMemory:
         """
         if self._memory.history_is_the_jobs():
             raise ValueError("the job records the allocator's history itself, of any length")
+        if self._torch.cuda.is_current_stream_capturing():
+            raise ValueError("a CUDA graph is captured, whose memory is a pool of its own")
         stream = self._torch._C._cuda_getCurrentRawStream(device)
         pool = "small" if requested <= _SMALL_BYTES else "large"
         free: list[int] = []
