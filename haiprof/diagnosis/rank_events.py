@@ -9,6 +9,8 @@ from typing import Any
 import polars as pl
 
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
+from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
+from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 
@@ -39,6 +41,8 @@ class Told:
     """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
     gpu_memory: Mapping[int, GpuMemorySeries]
     """What the GPU's allocator held where steps began."""
+    caught: Mapping[int, GpuOutOfMemory]
+    """The last allocation that failed, of ranks that did not die of one."""
 
 
 def told(files: RunFiles) -> Told:
@@ -56,6 +60,7 @@ def told(files: RunFiles) -> Told:
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
         allocator={number: counts for number, counts in counted.items() if counts is not None},
         gpu_memory=gpu_memory_series(files),
+        caught=caught_failures(files),
     )
 
 

@@ -188,6 +188,18 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
     return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
 
 
+def caught_failures(files: RunFiles) -> dict[int, GpuOutOfMemory]:
+    """The last allocation on its GPU that failed, of each rank that did not die of one."""
+    if not files.paths.out_of_memory_files():
+        return {}
+    return {
+        end.rank: end.gpu_memory
+        for end in process_ends(files)
+        if end.rank is not None and not end.helper
+        and end.gpu_memory is not None and not end.ran_out_of_gpu_memory
+    }  # fmt: skip
+
+
 def arrived_signals(files: RunFiles) -> list[Arrived]:
     """Signals that came to launchers, in order of time."""
     found = []

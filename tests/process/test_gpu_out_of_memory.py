@@ -121,6 +121,9 @@ def test_caught_failure_ends_nothing_and_is_kept(tmp_path: Path) -> None:
     assert (job.returncode, job.stdout) == (0, "done\n")
     found = verdict(job)
     assert found.death is None
+    (caught,) = [f for f in found.findings if f.rule == "gpu_memory_limit"]
+    assert caught.title.startswith("rank 0 ran out of GPU memory in forward, in Net at step 30")
+    assert caught.title.endswith("it went on")
     assert len(list((job.analyzer().run.root / "memory").glob("*.json"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""The GPU's memory is nearly full, or grows from step to step until it will be."""
+"""The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import GPU_MEMORY_FULL_RATIO
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
+from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
 
 RULE = "gpu_memory_limit"
 
 
 def gpu_memory_limit(facts: Facts) -> Judgement:
-    """Fires where what steps begin with grows steadily; a note where the peak is near the limit."""
+    """Fires where an allocation failed and was caught, or what steps begin with grows steadily.
+
+    A note where the peak is near the limit.
+    """
+    caught = {rank: failed for rank, failed in facts.told.caught.items() if rank in facts.world}
+    if caught:
+        rank = max(caught, key=lambda r: (caught[r].count, -r))
+        return _caught(rank, caught[rank])
     counted = {
         rank: series
         for rank, series in facts.told.gpu_memory.items()
@@ -27,6 +35,28 @@ def gpu_memory_limit(facts: Facts) -> Judgement:
     rank = max(counted, key=lambda r: (_full_ratio(counted[r]), -r))
     return (
         _full(rank, counted[rank]) if _full_ratio(counted[rank]) >= GPU_MEMORY_FULL_RATIO else None
+    )
+
+
+def _caught(rank: int, failed: GpuOutOfMemory) -> Finding:
+    sizes = {
+        "asked for": failed.requested_bytes,
+        "allocated": failed.allocated_bytes,
+        "reserved by the allocator": failed.reserved_bytes,
+        "limit": failed.limit_bytes,
+    }
+    known = {name: float(size) for name, size in sizes.items() if size is not None}
+    return Finding(
+        rule=RULE,
+        severity="warning",
+        title=f"rank {rank} ran {failed.text}; it went on",
+        evidence=(
+            Evidence(name="allocations that failed", value=float(failed.count), unit="count"),
+            *(Evidence(name=name, value=size, unit="bytes") for name, size in known.items()),
+        ),
+        remedy=failed.remedy,
+        confidence=0.9,
+        rank=rank,
     )
 
 
