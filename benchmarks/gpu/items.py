@@ -655,6 +655,12 @@ ITEMS = (
                 equals=True,
                 source="torch.cuda.memory._record_memory_history",
             ),
+            must(
+                "read_without_executing",
+                "haiprof reads from the file what torch told",
+                equals=True,
+                source="torch.cuda.memory._snapshot",
+            ),
         ),
     ),
     Item(
@@ -666,11 +672,23 @@ ITEMS = (
             _status(1),
             must("traceback_is_torchs_own", "the traceback is torch's", equals=True, source=STATUS),
             must("steps_recorded", "its steps are recorded", equals=True, source=OWN),
-            goal(
+            must(
                 "explained",
                 "the verdict names it",
                 equals=True,
                 source="wants.md 3: OOM autopsy without code",
+            ),
+            must(
+                "counted",
+                "asked for, limit, allocated, reserved, largest free piece are known",
+                equals=True,
+                source="torch._C._cuda_attach_out_of_memory_observer, memory_stats",
+            ),
+            must(
+                "named_by_line",
+                "the lines of the job that hold memory are named",
+                equals=True,
+                source="the snapshot, with --memory-history on",
             ),
         ),
     ),

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.gpu import synthetic
+from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 
 UUID = "00000000-0000-0000-0000-000000000000"  # as the first GPU of tests/nvml_stub has it
 TOTAL_BYTES = 80 << 30
@@ -151,14 +152,10 @@ class _State:
         self.stream = self.default
         self.streams = [self.default]
         self.capturing: SimulatedGraph | None = None
-        self.limit_bytes = TOTAL_BYTES
-        self.taken_bytes = 0
-        self.history: list[dict[str, object]] | None = None
-        self.history_limit = 0
-        self.out_of_memory_count = 0
 
 
 _STATE = _State()
+ALLOCATOR = Allocator(TOTAL_BYTES)
 
 
 def install(torch: Any) -> None:
@@ -179,85 +176,64 @@ def install(torch: Any) -> None:
         "default_stream": lambda *_: _STATE.default, "synchronize": _synchronize,
         "is_current_stream_capturing": lambda: _STATE.capturing is not None,
         "CUDAGraph": SimulatedGraph, "graph": _graph, "_sleep": _sleep, "empty_cache": lambda: None,
-        "memory_stats": _memory_stats, "memory_allocated": lambda *_: _STATE.taken_bytes,
-        "max_memory_allocated": lambda *_: _STATE.taken_bytes,
+        "memory_stats": lambda *_: ALLOCATOR.stats(),
+        "memory_allocated": lambda *_: ALLOCATOR.allocated,
+        "max_memory_allocated": lambda *_: ALLOCATOR.peak,
+        "memory_snapshot": lambda *_: ALLOCATOR.segment_list(),
         "reset_peak_memory_stats": lambda *_: None,
-        "mem_get_info": lambda *_: (TOTAL_BYTES - _STATE.taken_bytes, TOTAL_BYTES),
+        "mem_get_info": lambda *_: (ALLOCATOR.device_free, TOTAL_BYTES),
         "set_per_process_memory_fraction": _limit, "set_rng_state": lambda *_: None,
+        "get_per_process_memory_fraction": lambda *_: ALLOCATOR.limit_bytes / TOTAL_BYTES,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     }  # fmt: skip
     for name, function in replaced.items():
         setattr(cuda, name, function)
-    torch._C._cuda_getDevice = lambda: 0  # what a build without CUDA has not, and Dynamo asks
-    cuda.memory._record_memory_history = _record_history
-    cuda.memory._snapshot = _snapshot
+    # What a build without CUDA has not; the first one Dynamo asks.
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda _: 0
+    torch._C._cuda_isHistoryEnabled = lambda: ALLOCATOR.history is not None
+    torch._C._cuda_attach_out_of_memory_observer = ALLOCATOR.observers.append
+    cuda.memory._record_memory_history = ALLOCATOR.record_history
+    cuda.memory._snapshot = ALLOCATOR.snapshot
     cuda.memory._dump_snapshot = _dump_snapshot
     synthetic.install(torch)
+    for call, _ in list(cuda._queued_calls):  # as torch.cuda does when it starts the device
+        with contextlib.suppress(Exception):
+            call()
 
 
 def allocate(size_bytes: int) -> object:
-    """Takes memory of the device: noted in its history, refused beyond its limit."""
+    """Takes memory of the device; refused beyond its limit, in torch's words."""
     import torch
 
-    if _STATE.taken_bytes + size_bytes > _STATE.limit_bytes:
-        _STATE.out_of_memory_count += 1
-        _note("oom", size_bytes)
+    block = ALLOCATOR.malloc(size_bytes)
+    if block is None:
+        gib = 1 << 30
         raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {size_bytes / 2**20:.2f} MiB. GPU 0 has a total"
-            f" capacity of {TOTAL_BYTES / 2**30:.2f} GiB (simulated)"
+            f"CUDA out of memory. Tried to allocate {size_bytes / MIB:.2f} MiB. GPU 0 has a total"
+            f" capacity of {TOTAL_BYTES / gib:.2f} GiB of which {ALLOCATOR.device_free / gib:.2f} "
+            "GiB is free. (simulated)"
         )
-    _note("alloc", size_bytes)
-    block = _Block(size_bytes)
-    _STATE.taken_bytes += size_bytes
-    return block
+    return _Memory(block)
 
 
-class _Block:
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
+class _Memory:
+    """Memory of the device, given back when nothing refers to it any more."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
 
     def __del__(self) -> None:
-        _STATE.taken_bytes -= self._size_bytes
-        _note("free_completed", self._size_bytes)
-
-
-def _note(action: str, size_bytes: int) -> None:
-    if _STATE.history is None:
-        return
-    if len(_STATE.history) >= _STATE.history_limit:
-        del _STATE.history[: len(_STATE.history) // 2 + 1]
-    entry = {
-        "action": action,
-        "size": size_bytes,
-        "addr": 0,
-        "stream": 0,
-        "time_us": _now() // 1000,
-    }
-    _STATE.history.append({**entry, "frames": []})
-
-
-def _record_history(
-    enabled: str | None = "all", *, max_entries: int = 1 << 31, **_: object
-) -> None:
-    _STATE.history = None if enabled is None else []
-    _STATE.history_limit = max_entries
-
-
-def _snapshot(*_: object) -> dict[str, object]:
-    return {"segments": [], "device_traces": [list(_STATE.history or [])]}
+        ALLOCATOR.free(self._block)
 
 
 def _dump_snapshot(filename: str | os.PathLike[str] = "dump_snapshot.pickle") -> None:
     with open(filename, "wb") as file:
-        pickle.dump(_snapshot(), file)
-
-
-def _memory_stats(*_: object) -> dict[str, int]:
-    return {"num_alloc_retries": _STATE.out_of_memory_count, "num_ooms": _STATE.out_of_memory_count}
+        pickle.dump(ALLOCATOR.snapshot(), file)
 
 
 def _limit(share: float, *_: object) -> None:
-    _STATE.limit_bytes = int(share * TOTAL_BYTES)
+    ALLOCATOR.limit_bytes = int(share * TOTAL_BYTES)
 
 
 def _new_stream(*_: object, **__: object) -> SimulatedStream:

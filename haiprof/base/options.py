@@ -24,6 +24,7 @@ RECORDERS = (*USUAL_RECORDERS, "perf")
 RECORDER_GROUPS = {"all": USUAL_RECORDERS, "basic": ("phases", "host", "process")}
 SHARES = {"nobody": 0o700, "group": 0o750, "all": 0o755}
 """Who may read a run beside its owner, as the mode of its directory."""
+MEMORY_HISTORY = ("off", "auto", "on")
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
 MIN_STACKS_INTERVAL_S = 0.01
@@ -82,6 +83,9 @@ class Options(TraceOptions, ReactOptions):
     """Samples per second in a burst."""
     burst_time_s: float = 5.0
     """Length of a burst in seconds."""
+    memory_history: str = "auto"
+    """History of the CUDA allocator, for its snapshot where memory runs out: `off`, `on` from the
+    start, `auto` once nine tenths of the GPU's memory were allocated."""
     tensorboard: bool = False
     """Live scalars for TensorBoard beside the run."""
     reach: str = ""
@@ -111,6 +115,10 @@ class Options(TraceOptions, ReactOptions):
                 raise UsageError(f"interval.{recorder} must be {least} s or more")
         if self.share not in SHARES:
             raise UsageError(f"share {self.share!r}: expected {', '.join(SHARES)}")
+        if self.memory_history not in MEMORY_HISTORY:
+            raise UsageError(
+                f"memory-history {self.memory_history!r}: expected {', '.join(MEMORY_HISTORY)}"
+            )
         self._check_burst()
         if not 0 <= self.prometheus_port <= _PORT_LIMIT:
             raise UsageError(f"prometheus-port must be 1 to {_PORT_LIMIT}, or 0 for none")
@@ -160,6 +168,7 @@ class Options(TraceOptions, ReactOptions):
             "burst": self.burst,
             "burst_hz": self.burst_hz,
             "burst_time": self.burst_time_s,
+            "memory_history": self.memory_history,
             "tensorboard": self.tensorboard,
             "reach": self.reach,
             "reach_token": None if self.reach_token is None else str(self.reach_token),
@@ -301,6 +310,9 @@ OPTIONS = (
                f"samples per second of a burst (default: {Options.burst_hz})"),
     OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
                f"length of a burst (default: {Options.burst_time_s:g})"),
+    OptionSpec("memory-history", "memory_history", str, "HAIPROF_MEMORY_HISTORY", "WHEN",
+               "history of the CUDA allocator, for its snapshot where memory runs out: off, on, or "
+               f"auto, from nine tenths of the GPU on (default: {Options.memory_history})"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
                "write live scalars for TensorBoard beside the run"),
     OptionSpec("reach", "reach", _address, "HAIPROF_REACH", "HOST:PORT",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
@@ -12,7 +14,9 @@ def memory_timeline(
 ) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
-    From traces that were recorded with profile_memory=True.
+    From traces that were recorded with profile_memory=True. Of a snapshot of the CUDA allocator
+    (torch.cuda.memory, a pickle, of which nothing is executed): what is in use by line, and what
+    is free in how large pieces. Of torch.profiler's own memory timeline: memory by category.
 
     For example:
 
@@ -20,12 +24,40 @@ def memory_timeline(
 
       haiprof memory-timeline traces/ --rank 3
 
+      haiprof memory-timeline snapshot.pickle
+
       haiprof memory-timeline trace.json --json | jq '.at_peak[0]'
     """
+    output = Output(json=as_json)
+    if _show_file(traces, output):
+        return
     from haiprof.show.views.memory_timeline import memory_answers, memory_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
 
-    output = Output(json=as_json)
     with ReadProgress(quiet=as_json):
         answers = memory_answers(TraceQuestions(traces, window=window), rank)
     output.show(lambda _: memory_view(answers), answers.as_json())
+
+
+def _show_file(path: Path, output: Output) -> bool:
+    """Shows a file that is no trace; False where it is one."""
+    from haiprof.trace_analysis.memory_file import is_memory_timeline
+    from haiprof.trace_format.memory_snapshot import is_pickle
+
+    if is_pickle(path):
+        from haiprof.show.views.memory_snapshot import snapshot_answers, snapshot_view
+
+        snapshot = snapshot_answers(path)
+        output.show(lambda _: snapshot_view(snapshot), snapshot.as_json())
+        return True
+    if is_memory_timeline(path):
+        from haiprof.show.views.memory_categories import (
+            category_answers,
+            category_json,
+            category_view,
+        )
+
+        timeline = category_answers(path)
+        output.show(lambda _: category_view(timeline), category_json(timeline))
+        return True
+    return False

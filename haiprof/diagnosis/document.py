@@ -19,6 +19,8 @@ FIELDS = {
     "name": "the job's name",
     "headline": "one line: the first finding, that there is none, or why nothing is known",
     "death": "why the job died: rank, cause, how, line, the others; null where it has not",
+    "memory_at_end": "memory of the ranks that the death began with, where it may be the reason",
+    "gpu_memory_at_end": "GPU memory of the same ranks, where it ran out: docs/deaths.md",
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",
     "goodput": "share of the run's wall time in steps that counted; null where nothing died",
     "step_ns": "usual training step after warm-up, traced ones left out; null without steps",

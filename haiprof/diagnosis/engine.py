@@ -62,6 +62,7 @@ def diagnose(
         headline=death.headline if death else _headline(analyzer, facts, findings, len(checked)),
         death=death,
         memory_at_end=analyzer.memory_at_end() if death else (),
+        gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
         split=split,

@@ -10,6 +10,9 @@ import polars as pl
 
 from haiprof.base.intervals import Intervals
 from haiprof.run_analysis.compilations import compile_intervals
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
+from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
+from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 
@@ -40,6 +43,10 @@ class Told:
     """When torch.compile worked, in Unix ns; ranks that do not tell are left out."""
     allocator: Mapping[int, tuple[int, int, int]]
     """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
+    gpu_memory: Mapping[int, GpuMemorySeries]
+    """What the GPU's allocator held where steps began."""
+    caught: Mapping[int, GpuOutOfMemory]
+    """The last allocation that failed, of ranks that did not die of one."""
 
 
 def told(files: RunFiles) -> Told:
@@ -58,6 +65,8 @@ def told(files: RunFiles) -> Told:
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
         compiling={n: intervals for n, intervals in compiling.items() if intervals is not None},
         allocator={number: counts for number, counts in counted.items() if counts is not None},
+        gpu_memory=gpu_memory_series(files),
+        caught=caught_failures(files),
     )
 
 

@@ -266,6 +266,9 @@ documented default for killing is 60 % (systemd oomd.conf, DefaultMemoryPressure
 the time is TraceML's share for a warning."""
 AVAILABLE_RATIO = 0.10
 """Free memory below which earlyoom begins to act by default (its README, -m 10)."""
+GPU_MEMORY_FULL_RATIO = 0.95
+"""Peak of what is allocated, of what the process may take: the rest is what fragments and what
+libraries take beside the allocator. Own choice."""
 ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
 

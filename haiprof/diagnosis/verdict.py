@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Finding
 from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd
 from haiprof.run_analysis.restarts import Goodput, Start
 
@@ -75,6 +76,8 @@ class Verdict:
     """Why the job died; null where it has not."""
     memory_at_end: tuple[MemoryAtEnd, ...] = ()
     """Memory of the ranks that the death began with, where it may be the reason."""
+    gpu_memory_at_end: tuple[GpuMemoryAtEnd, ...] = ()
+    """GPU memory of the same ranks, where it ran out."""
     starts: tuple[Start, ...] = ()
     """Each start of the job's ranks, and why it ended; empty where the only one did not die."""
     goodput: Goodput | None = None

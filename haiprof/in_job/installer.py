@@ -17,13 +17,15 @@ from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collector_pauses import CollectorPauses
 from haiprof.in_job.dataloader_settings import described, wrap_iter
 from haiprof.in_job.device import DeviceTimer
+from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
 from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
-from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.out_of_memory import OutOfMemory
+from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import Settings
 from haiprof.in_job.spans import make_spans, pass_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
-from haiprof.run_format.schema import DATA_ITER, SAVE, SCALER
+from haiprof.run_format.schema import BACKWARD, DATA_ITER, FORWARD, SAVE, SCALER
 
 _LATE_SAVES = (
     ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
@@ -50,6 +52,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     Recorder.fault,
     Recorder.arm,
     DeviceTimer.begin,
+    GpuMemory.begin_step,
     patches._compiler_is_tracing,
     described,
 )
@@ -74,6 +77,7 @@ class Installer:
             own_profiler=lambda: self.recorder.installed.must_stay(),
             collected=lambda: (self._pauses.asked_count, self._pauses.asked_ns),
         )
+        self._watches_memory = False
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
@@ -106,6 +110,11 @@ class Installer:
                 )
         for own in _OWN_WORK:
             _skip_frame(own, below=True)
+        with contextlib.suppress(AttributeError, ImportError):  # at once where CUDA has started
+            import torch.cuda
+
+            lazy_call: Any = torch.cuda._lazy_call  # which has no types
+            lazy_call(self._cuda_started)
         self.recorder.installed = replace(
             self.recorder.installed,
             uninstall=self.uninstall,
@@ -330,7 +339,64 @@ class Installer:
         return self._root_describer(module)
 
     def _find_device(self) -> DeviceTimer | None:
-        return DeviceTimer.where_started(self.recorder.device_records)
+        timer = DeviceTimer.where_started(self.recorder.device_records)
+        if timer is not None:
+            self._cuda_started()
+        return timer
+
+    def _cuda_started(self) -> None:
+        """Torch calls this while it starts CUDA; an error of ours would become the job's."""
+        if self._watches_memory or self.recorder.closed:
+            return
+        self._watches_memory = True
+        try:
+            self._watch_memory()
+        except Exception as error:
+            self._lose_memory(error)
+
+    def _watch_memory(self) -> None:
+        import torch
+
+        recorder, state = self.recorder, self.state
+        memory = GpuMemory(torch, recorder.lines, history=recorder.memory_history)
+        begin_step, steps = memory.begin_step, state.steps_so_far
+
+        def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            try:
+                begin_step(steps(), args, kwargs)
+            except Exception as error:
+                state.inputs = None
+                self._lose_memory(error)
+
+        _skip_frame(inputs, below=True)
+        state.inputs = inputs
+        OutOfMemory(
+            torch,
+            recorder.run,
+            memory,
+            describe=recorder.describe,
+            phase=self._phase,
+            training_thread=lambda: state.owner,
+            modules=self.roots.living,
+            optimizers=self.optimizers.living,
+            is_foreign=is_foreign,
+        ).watch()
+        memory.start_history()
+
+    def _lose_memory(self, error: Exception) -> None:
+        """Memory is not watched any more; the rest of the hook goes on."""
+        if is_foreign(error):
+            raise error
+        reason = f"{type(error).__name__}: {error}"
+        self.recorder.lines.append({"type": "gpu_memory_failed", "reason": reason})
+
+    def _phase(self) -> str | None:
+        """What the training thread does, or has the autograd engine's threads do."""
+        if self.state.busy == BACKWARD:
+            return "backward"
+        if self.state.busy != FORWARD or patches._ident() != self.state.owner:
+            return None
+        return "forward" if self.is_grad_enabled() else "evaluation"
 
     def calibrate(self) -> tuple[float, float]:
         """What one span and one passed-on module call cost here, in ns: wrappers around nothing."""

@@ -61,6 +61,7 @@ class State(Gate):
         "device",
         "find_device",
         "idle",
+        "inputs",
         "inside",
         "is_tracing",
         "loading",
@@ -109,6 +110,8 @@ class State(Gate):
         """Called at the first backward pass or optimizer step."""
         self.inside: frozenset[CodeType] = frozenset()
         """Code that runs within a span: where hooks put in late must not begin."""
+        self.inputs: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Is told what a root module is called with in training, where memory is watched."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""
@@ -118,6 +121,7 @@ class State(Gate):
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
+            self.inputs = None
             self.optimizer_count = self.steps_before = 0
             self.repeats, self.stepped = Repeats(), False
             if self.watch is not None:
@@ -240,7 +244,7 @@ class State(Gate):
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
         self.idle = self.busy = CLOSED
         self.loading = True
-        self.device = self.watch = None
+        self.device = self.watch = self.inputs = None
         self.begin = self._begin
 
     def takes_over(self, now_ns: int) -> bool:
@@ -297,6 +301,8 @@ def wrap_module_call(
                 if codes is None and (state.idle == 0 or state.begins_here()):
                     codes = roots.add(self)
                 if codes and _ident() == state.owner:
+                    if state.inputs is not None and is_grad_enabled():
+                        state.inputs(args, kwargs)
                     found = codes[is_grad_enabled()][self.training]
                     if state.slow:
                         mark = state.begin(found & TAG_MASK, self)

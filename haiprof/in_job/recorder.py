@@ -58,12 +58,20 @@ class Recorder:
     """
 
     def __init__(
-        self, run: RunPaths, *, time_s: float, warmup_s: float, stacks_hz: float = 0.0
+        self,
+        run: RunPaths,
+        *,
+        time_s: float,
+        warmup_s: float,
+        stacks_hz: float = 0.0,
+        memory_history: str = "off",
     ) -> None:
         self.run = run
         self.spans = make_spans()
         self.stacks_hz = stacks_hz
         """Samples of the training thread's stack per second; 0 takes none."""
+        self.memory_history = memory_history
+        """Whether the CUDA allocator's history is recorded: `off`, `auto` or `on`."""
         self.lines: list[dict[str, Any]] = []
         self.device_records: list[bytes] = []
         self.phases: dict[str, str] = {}
@@ -88,7 +96,7 @@ class Recorder:
         self._was_forked = False
         self._last_line: Mapping[str, Any] | None = None
         self._facts: dict[str, Any] = {}
-        self._uncaught = Uncaught(run, self._describe)
+        self._uncaught = Uncaught(run, self.describe)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self.finish)
 
@@ -101,6 +109,7 @@ class Recorder:
             time_s=float(config["time"]),
             warmup_s=float(config["warmup"]),
             stacks_hz=stack_rate(config),
+            memory_history=str(config.get("memory_history", "off")),
         )
 
     @property
@@ -112,7 +121,8 @@ class Recorder:
         """Has exceptions that nobody catches written down, from now to the end of the process."""
         self._uncaught.watch()
 
-    def _describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """How far this process is, for what it leaves when it fails."""
         return {
             "attempt": self.attempt,
             "armed": self.armed,

@@ -19,6 +19,7 @@ from haiprof.run_analysis.end_causes import (
     waited,
     what_happened,
 )
+from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.last_collectives import LastCollective, behind, last_collectives
 from haiprof.run_analysis.last_line import last_line
 from haiprof.run_analysis.last_moments import last_moments
@@ -535,8 +536,16 @@ class _Case:
             step=self._step(ranks[0]) if ranks else None,
             fates=fates,
             clock=self._clock(),
-            remedy=_REMEDIES.get(cause, _REMEDIES["unknown"]),
+            remedy=self._remedy(cause, end),
         )
+
+    def _remedy(self, cause: str, end: ProcessEnd | None) -> str:
+        if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
+            return _REMEDIES.get(cause, _REMEDIES["unknown"])
+        series = gpu_memory_series(self.evidence.files).get(-1 if end.rank is None else end.rank)
+        if series is not None and growth_per_step(series) is not None:
+            return LEAK_REMEDY
+        return end.gpu_memory.remedy
 
     def _seen_at(self, ranks: Sequence[int], died: int | None) -> str | None:
         """The last line that was sampled of the first rank, and how long before its end."""

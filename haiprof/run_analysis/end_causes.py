@@ -75,6 +75,8 @@ def accused_ranks(error: Error | None) -> tuple[int, ...]:
 def kind_of(end: ProcessEnd) -> str:
     """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
     error = end.error
+    if end.ran_out_of_gpu_memory:
+        return "out_of_memory"
     if error is not None and error.type != "SystemExit":
         said = f"{error.type}: {error.message}"
         if _SHARED_MEMORY.search(said) or "Bus error" in said:
@@ -95,6 +97,8 @@ def kind_of(end: ProcessEnd) -> str:
 def what_happened(end: ProcessEnd) -> str:
     """The end of one process, for people."""
     error = end.error
+    if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
+        return end.gpu_memory.text
     if error is not None and error.type != "SystemExit":
         inner = inner_error(error)
         place = inner[1] or error.place

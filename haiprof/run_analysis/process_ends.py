@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.gpu_out_of_memory import (
+    GpuOutOfMemory,
+    failed_allocations,
+    said_by_torch,
+)
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 from haiprof.run_format.reader import read_json
@@ -15,6 +20,8 @@ from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame,
 _UNCAUGHT_LIMIT = 1 << 20
 _ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
 _FIELD_CHARS = 8_000
+_SAME_FAILURE_NS = 60_000_000_000
+"""An allocation that failed longer before an exception was another one, which the job caught."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,8 @@ class ProcessEnd:
     shm: Mapping[str, Any] | None = None
     """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
     uncaught: tuple[Uncaught, ...] = ()
+    gpu_memory: GpuOutOfMemory | None = None
+    """The last allocation on its GPU that failed, whether it died of that or not."""
     step: int | None = None
     world_size: int | None = None
     """As the process itself knew it when it failed."""
@@ -99,6 +108,12 @@ class ProcessEnd:
     def failure(self) -> Uncaught | None:
         """The exception that ended it; None where none did."""
         return next((each for each in self.uncaught if each.how != "thread"), None)
+
+    @property
+    def ran_out_of_gpu_memory(self) -> bool:
+        """Whether the exception that ended it, or one that led to it, says so."""
+        errors = self.failure.errors if self.failure is not None else ()
+        return any(said_by_torch(error.message) is not None for error in errors)
 
     @property
     def error(self) -> Error | None:
@@ -161,13 +176,28 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
         _take_report(found, rank)
     for host, content in _uncaught_contents(files):
         _take_uncaught(found, host, content)
+    for host, pid, failed in failed_allocations(files.paths):
+        found.setdefault((host, pid), _Draft()).facts["gpu_memory"] = failed
     for node in files.nodes:
         for line in (*node.of_type("process_end"), *node.of_type("job_end")):
             _take_end(found, node.host, line)
     ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_kept(draft.facts))
             for (host, pid), draft in found.items()]  # fmt: skip
+    ends = [_with_said(end) for end in ends]
     ends = _place_generations([_without_helpers(end, ends) for end in ends])
     return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
+
+
+def caught_failures(files: RunFiles) -> dict[int, GpuOutOfMemory]:
+    """The last allocation on its GPU that failed, of each rank that did not die of one."""
+    if not files.paths.out_of_memory_files():
+        return {}
+    return {
+        end.rank: end.gpu_memory
+        for end in process_ends(files)
+        if end.rank is not None and not end.helper
+        and end.gpu_memory is not None and not end.ran_out_of_gpu_memory
+    }  # fmt: skip
 
 
 def arrived_signals(files: RunFiles) -> list[Arrived]:
@@ -299,6 +329,23 @@ def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
     if not facts.get("known_generation"):
         kept["generation"] = -1
     return kept
+
+
+def _with_said(end: ProcessEnd) -> ProcessEnd:
+    """What torch's own text tells of GPU memory, where the process itself noted less or nothing."""
+    if end.failure is None:
+        return end
+    for error in end.failure.errors:
+        said = said_by_torch(error.message)
+        if said is None:
+            continue
+        noted, raised_ns = end.gpu_memory, end.failure.wall_ns or 0
+        if noted is None or raised_ns - (noted.wall_ns or raised_ns) > _SAME_FAILURE_NS:
+            return replace(end, gpu_memory=replace(said, line=error.line, step=end.step))
+        unknown = [f.name for f in fields(noted) if getattr(noted, f.name) is None]
+        filled = {name: getattr(said, name) for name in unknown}
+        return replace(end, gpu_memory=replace(noted, **filled))
+    return end
 
 
 def _without_helpers(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:

@@ -19,6 +19,7 @@ from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
 from haiprof.run_analysis.epochs import loading_frame
+from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd, gpu_memory_at_end
 from haiprof.run_analysis.lateness import arrivals, collective_frame, host_clocks, lateness
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
@@ -156,6 +157,11 @@ class RunFrames:
         """Memory of the ranks that the job's death began with."""
         death = next((death for death in self._deaths if death.final), None)
         return memory_at_end(self.files, death, self._evidence.ends)
+
+    def gpu_memory_at_end(self) -> tuple[GpuMemoryAtEnd, ...]:
+        """GPU memory of the same ranks, where it ran out."""
+        death = next((death for death in self._deaths if death.final), None)
+        return gpu_memory_at_end(self.files, death, self._evidence.ends)
 
     def starts(self) -> list[Start]:
         """Each start of the job's ranks: the first one, and restarts."""

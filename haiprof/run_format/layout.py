@@ -213,12 +213,24 @@ class RunPaths:
 
     def uncaught_files(self) -> list[Path]:
         """Those that exist."""
-        try:
-            with os.scandir(self.uncaught) as entries:
-                names = sorted(entry.name for entry in entries)
-        except OSError:
-            return []
-        return [self.uncaught / name for name in names if name.endswith(".json")]
+        return _json_files(self.uncaught)
+
+    @property
+    def memory(self) -> Path:
+        """What GPU memory held in processes that ran out of it, and the allocator's snapshots."""
+        return self.root / "memory"
+
+    def out_of_memory_file(self, host: str, pid: int) -> Path:
+        """Allocations that failed in one process."""
+        return self.memory / f"{host}-{pid}.json"
+
+    def memory_snapshot(self, host: str, pid: int) -> Path:
+        """The allocator's snapshot of one process, as torch.cuda.memory writes it."""
+        return self.memory / f"{host}-{pid}.pickle"
+
+    def out_of_memory_files(self) -> list[Path]:
+        """Those that exist."""
+        return _json_files(self.memory)
 
     @property
     def report(self) -> Path:
@@ -339,6 +351,15 @@ def _subfolders(folder: Path) -> list[str]:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
+
+
+def _json_files(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+    except OSError:
+        return []
+    return [folder / name for name in names if name.endswith(".json")]
 
 
 def _is_number(name: str) -> bool:

@@ -90,12 +90,20 @@ def _facts(verdict: Verdict) -> Iterator[str]:
     assert death is not None
     if death.died_ns:
         yield f"at {moment_text(death.died_ns)} · order: {death.clock}"
-    yield from (each.text for each in verdict.memory_at_end)
+    yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
     goodput = verdict.goodput
     if goodput is not None and goodput.ratio is not None:
         lost = f", {duration_text(goodput.lost_ns)} of steps lost" if goodput.lost_ns else ""
         yield f"goodput {ratio_text(goodput.ratio)} of {duration_text(goodput.wall_ns)}{lost}"
+
+
+def memory_lines(verdict: Verdict) -> Iterator[str]:
+    """Memory of the ranks that it began with, where that may be the reason: GPU's, then host's."""
+    for each in verdict.gpu_memory_at_end:
+        yield from map(printable, each.texts)
+    if not verdict.gpu_memory_at_end:
+        yield from (each.text for each in verdict.memory_at_end)
 
 
 def start_lines(starts: Sequence[Start]) -> Iterator[str]:

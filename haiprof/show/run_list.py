@@ -24,7 +24,7 @@ from haiprof.show.run_header import ENDED, manifest_or_none, run_header
 from haiprof.show.text import moment_text
 
 _KEPT_NAME = "list"
-_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "flight", "control")
+_SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
 """What the entry of a run is made from."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ ACTIONS = ("preexisting", "create", "increment_version", "destroy")
 
 TEXT_LIMIT_BYTES = 1 << 30
 _FILE_SCHEMA = {"time": pl.Int64, "action": pl.Int64, "bytes": pl.Int64, "category": pl.Int64}
+_BEGIN = re.compile(rb"\s*\[\s*\[\s*[-\d]")
 _HINT = "export_memory_timeline writes such a file when its name ends in .raw.json.gz"
 
 
@@ -28,8 +32,9 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     """What each category of tensors holds over time.
 
     Args:
-        path: A `*.raw.json.gz` (or the same unpacked) of `prof.export_memory_timeline(path,
-            device)`: a list of [time in ns, action, change in bytes, category]. It holds one
+        path: What `prof.export_memory_timeline(path, device)` wrote, packed or not. `*.raw.json.gz`
+            is a list of [time in ns, action, change in bytes, category]; `*.json` and `*.json.gz`
+            are [times in us, sizes by category], whose first size is always 0. It holds one
             device, and does not say which.
 
     Returns:
@@ -40,14 +45,17 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
 
         Source: HTA MemoryAnalysis, torch's MemoryProfileTimeline. HTA keeps a row for every
         change of time in the file's order and draws it; this is the frame, by time. Torch's
-        memory snapshots (`_dump_snapshot`) are pickles, which can run code when they are read:
-        they are not read here.
+        memory snapshots are another format: `trace_format.memory_snapshot`.
 
     Raises:
         TraceFormatError: It is not such a file.
     """
+    path = Path(path)
+    rows = _json(path)
+    if _is_coalesced(rows):
+        return _levels(rows, path)
     known = pl.col("time") >= 0
-    changes = _changes(Path(path))
+    changes = _changes(rows, path)
     first = changes.filter(known)["time"].min()
     if first is None:
         raise TraceFormatError(f"{path}: no event in it has a time", hint=_HINT)
@@ -67,9 +75,49 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     )
 
 
-def _changes(path: Path) -> pl.DataFrame:
+def is_memory_timeline(path: Path) -> bool:
+    """Whether a file is one of these and no trace, by its first characters."""
+    if not path.is_file():  # a pipe would block
+        return False
+    try:
+        with open(path, "rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            head = (gzip.GzipFile(fileobj=raw) if packed else raw).read(64)
+    except (OSError, EOFError, zlib.error):  # reading it as a trace gives the reason
+        return False
+    return bool(_BEGIN.match(head))
+
+
+def _is_coalesced(rows: Any) -> bool:  # noqa: ANN401 - whatever the file holds
+    """Whether it is [times, sizes]: then the second list holds lists."""
+    return (
+        isinstance(rows, list) and len(rows) == 2
+        and all(isinstance(part, list) and part for part in rows) and isinstance(rows[1][0], list)
+    )  # fmt: skip
+
+
+def _levels(rows: list[list[Any]], path: Path) -> pl.DataFrame:
+    times, sizes = rows
+    width = len(CATEGORIES) + 1
+    good = len(times) == len(sizes) and all(
+        isinstance(row, list) and len(row) == width
+        and all(type(size) is int and abs(size) < 1 << 58 for size in row)
+        for row in sizes
+    ) and all(type(time) is int and abs(time) < 1 << 52 for time in times)  # fmt: skip
+    if not good:
+        raise TraceFormatError(f"{path}: not [times, sizes by category]", hint=_HINT)
+    columns = {
+        f"{name}_bytes": [row[at + 1] for row in sizes] for at, name in enumerate(CATEGORIES)
+    }
+    frame = pl.DataFrame({"ts_ns": times, **columns}, schema_overrides={"ts_ns": pl.Int64})
+    frame = frame.with_columns(pl.col("ts_ns") * 1000).sort("ts_ns", maintain_order=True)
+    last = frame.group_by("ts_ns", maintain_order=True).last()
+    return last.with_columns(total_bytes=pl.sum_horizontal(pl.exclude("ts_ns")))
+
+
+def _changes(rows: Any, path: Path) -> pl.DataFrame:  # noqa: ANN401 - whatever the file holds
     """The file's rows."""
-    rows = _json(path)
     if not isinstance(rows, list) or not rows:
         raise TraceFormatError(f"{path}: not a list of memory events", hint=_HINT)
     good = (

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import polars as pl
@@ -17,6 +14,7 @@ import polars as pl
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_format.execution.records import JsonError
+from haiprof.trace_format.plain_pickle import read_plain_pickle
 
 SIZE_LIMIT_BYTES = 1 << 28
 """Of the unpacked text: a ring of 100,000 entries is 50 MB."""
@@ -98,26 +96,6 @@ def read_flight(path: Path) -> Flight:
     return Flight(wall_ns=dump.wall_ns, groups=dump.groups, entries=entries)
 
 
-class _NoObjects(pickle.Unpickler):
-    """Reads numbers, text, lists and dictionaries, and makes nothing else of a file's bytes."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuses whatever a file names.
-
-        Raises:
-            pickle.UnpicklingError: Always.
-        """
-        raise pickle.UnpicklingError(f"it names {module}.{name}: no dump of PyTorch's")
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        """Refuses it.
-
-        Raises:
-            pickle.UnpicklingError: Always.
-        """
-        raise pickle.UnpicklingError("it refers to objects outside: no dump of PyTorch's")
-
-
 def read_torch_dump(path: Path) -> pl.DataFrame:
     """Reads a dump as PyTorch's own watchdog writes it: a pickle of plain values, or JSON.
 
@@ -131,7 +109,7 @@ def read_torch_dump(path: Path) -> pl.DataFrame:
         if path.stat().st_size > TORCH_DUMP_LIMIT_BYTES:
             raise OverflowError("it is larger than 64 MB")
         content = path.read_bytes()
-        found = json.loads(content) if content[:1] == b"{" else _NoObjects(BytesIO(content)).load()
+        found = json.loads(content) if content[:1] == b"{" else read_plain_pickle(content)
         entries = found.get("entries", []) if isinstance(found, dict) else None
         return _frame(msgspec.convert(entries, type=list[_Entry], strict=False))
     except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type

@@ -50,6 +50,8 @@ TARGETS = (
            run=trace_readers.read_flight_dump, seeds=trace_readers.flight_seeds),
     Target(name="memory", reads="a memory timeline of torch.profiler",
            run=trace_readers.read_memory_file, seeds=trace_readers.memory_seeds),
+    Target(name="snapshot", reads="a snapshot of the CUDA allocator (a pickle)",
+           run=trace_readers.read_snapshot, seeds=trace_readers.snapshot_seeds),
     Target(name="answers", reads="a summary: kept answers (Arrow IPC)",
            run=trace_readers.read_answers, seeds=trace_readers.answer_seeds),
     Target(name="operations", reads="a table of operations (Parquet), replayed",

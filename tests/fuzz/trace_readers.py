@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from unittest import mock
 import numpy as np
 import polars as pl
 
+from benchmarks.gpu.simulated_allocator import MIB, Allocator
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.trace_analysis import report_cache
@@ -33,6 +35,7 @@ from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.native import NativeColumns
 from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES
 from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
 from haiprof.trace_format.merge.inputs import trace_input
 from haiprof.trace_format.merge.rewrite import RankEvents
 from tests.fuzz.scratch import folder, put
@@ -245,7 +248,28 @@ def memory_seeds() -> list[bytes]:
     """Changes of several categories."""
     rows = [[-1, 1, 1024, 0], [10, 2, 512, 4], [10, 3, -512, 5], [20, 4, 256, 7]]
     text = json.dumps(rows).encode()
-    return [text, gzip.compress(text, mtime=0)]
+    levels = json.dumps([[1, 2], [[0, 8, 0, 0, 0, 0, 0, 0, 4], [0, *[2] * 8]]]).encode()
+    return [text, gzip.compress(text, mtime=0), levels]
+
+
+def read_snapshot(data: bytes) -> object:
+    """What `torch.cuda.memory._dump_snapshot` writes."""
+    found = read_memory_snapshot(put("snapshot.pickle", data))
+    return held_by_line(found).height > 1, found.events.height > 1, len(found.stacks) > 1
+
+
+@cache
+def snapshot_seeds() -> list[bytes]:
+    """Of two lines, one from before the history, and an allocation that failed."""
+    allocator = Allocator(32 * MIB)
+    allocator.malloc(4 * MIB)
+    allocator.record_history()
+    kept = [allocator.malloc(size) for size in (2 * MIB, 600, 14 * MIB)]
+    assert kept[0] is not None
+    allocator.free(kept[0])
+    allocator.malloc(30 * MIB)
+    content = allocator.snapshot()
+    return [pickle.dumps(content, protocol=protocol) for protocol in (2, 4)]
 
 
 def read_answers(data: bytes) -> object:

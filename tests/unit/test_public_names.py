@@ -102,6 +102,7 @@ def test_launch_options_are_frozen() -> None:
         ("burst", "HAIPROF_BURST"),
         ("burst-hz", "HAIPROF_BURST_HZ"),
         ("burst-time", "HAIPROF_BURST_TIME"),
+        ("memory-history", "HAIPROF_MEMORY_HISTORY"),
         ("tensorboard", "HAIPROF_TENSORBOARD"),
         ("reach", "HAIPROF_REACH"),
         ("reach-token", "HAIPROF_REACH_TOKEN"),

@@ -24,6 +24,7 @@ from haiprof.diagnosis.rules.exposed_communication import exposed_communication
 from haiprof.diagnosis.rules.first_batch import first_batch
 from haiprof.diagnosis.rules.forward_bound import forward_bound
 from haiprof.diagnosis.rules.garbage_collection import garbage_collection
+from haiprof.diagnosis.rules.gpu_memory_limit import gpu_memory_limit
 from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
 from haiprof.diagnosis.rules.host_bound import host_bound
 from haiprof.diagnosis.rules.jitter import jitter
@@ -78,6 +79,7 @@ RULES: tuple[Callable[[Facts], Judgement], ...] = (
     busy_neighbours,
     memory_creep,
     memory_pressure,
+    gpu_memory_limit,
     allocator_retries,
     numa_placement,
     anomaly_detection,

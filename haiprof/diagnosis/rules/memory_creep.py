@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.arrays import Floats
 from haiprof.base.statistics.trend import growth_p_value
-from haiprof.base.units import bytes_text, ratio_text
+from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import (
@@ -18,16 +18,18 @@ from haiprof.diagnosis.thresholds import (
     TREND_MIN_POINTS,
     TREND_P_VALUE,
 )
+from haiprof.run_analysis.gpu_memory import LEAK_REMEDY
 
 RULE = "memory_creep"
-_METRICS = {"memory_rss_bytes": "host memory", "memory_used_bytes": "GPU memory"}
+SOON_NS = 24 * 3600 * NS_PER_S
+"""A limit that is so near is said in the title."""
+GPU_METRIC = "memory_used_bytes"
+_METRICS = {"memory_rss_bytes": "host memory", GPU_METRIC: "GPU memory"}
 _REMEDIES = {
     "memory_rss_bytes": "look for what is kept from each step: losses added up without .item() or "
     ".detach() (they hold the whole graph), lists of outputs or metrics, a dataset that caches "
     "samples in each worker (copy on write)",
-    "memory_used_bytes": "look for tensors on the GPU that are kept from each step: losses and "
-    "outputs in lists without .detach().cpu(), hooks that store activations, growing sequence "
-    "lengths",
+    GPU_METRIC: LEAK_REMEDY,
 }
 
 
@@ -47,6 +49,8 @@ class _Growth:
 def memory_creep(facts: Facts) -> Judgement:
     """Fires where memory grows by a tenth, beyond chance, and still does at the end."""
     series = facts.counted.points.filter(pl.col("metric").is_in(list(_METRICS)))
+    counted = list(facts.told.gpu_memory)  # by its allocator: `gpu_memory_limit` judges that
+    series = series.filter((pl.col("metric") != GPU_METRIC) | ~pl.col("rank").is_in(counted))
     long = [
         (int(str(rank)), str(metric), rows["value"].to_numpy())
         for (rank, metric), rows in series.group_by("rank", "metric", maintain_order=True)
@@ -109,12 +113,14 @@ def _growth(facts: Facts, rank: int, metric: str, values: Floats) -> _Growth:
 
 def _finding(worst: _Growth, count: int, until_limit_ns: float | None) -> Finding:
     what = _METRICS[worst.metric]
+    soon = until_limit_ns is not None and until_limit_ns < SOON_NS
+    at_limit = f"; its limit is {duration_text(until_limit_ns)} away" if soon else ""
     until = Evidence(name="until its limit, if it goes on so", value=until_limit_ns, unit="ns")
     return Finding(
         rule=RULE,
         severity="warning",
         title=f"{what} grows by {bytes_text(round(worst.per_step_bytes))} per step on rank "
-        f"{worst.rank}, {ratio_text(worst.share)} so far",
+        f"{worst.rank}, {ratio_text(worst.share)} so far{at_limit}",
         evidence=(
             Evidence(name="at the beginning", value=worst.first_bytes, unit="bytes"),
             Evidence(name="at the end", value=worst.last_bytes, unit="bytes"),

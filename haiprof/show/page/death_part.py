@@ -10,7 +10,7 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.last_seconds import RankTimeline, last_seconds, time_range
 from haiprof.run_analysis.run_files import RunFiles
-from haiprof.show.death_block import WORDS, grouped_fates, start_lines
+from haiprof.show.death_block import WORDS, grouped_fates, memory_lines, start_lines
 from haiprof.show.page.tables import PageTable, text_table
 from haiprof.show.text import moment_text, printable
 
@@ -71,7 +71,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
         line=printable(death.line or ""),
         source=printable(death.source or ""),
         remedy=death.remedy,
-        facts=(*facts, *(m.text for m in verdict.memory_at_end), *start_lines(verdict.starts)),
+        facts=(*facts, *memory_lines(verdict), *start_lines(verdict.starts)),
         fates=text_table("", head, rows, left=head),
         traceback=tuple(map(printable, death.traceback[-_FRAMES:])),
         rows=lanes,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.errors import MissingDataError
 from haiprof.base.units import bytes_text, duration_text
 from haiprof.show.figures.style import SKY
 from haiprof.show.sparkline import Sparkline
@@ -29,8 +28,6 @@ _OPERATORS = (
     ("name", "operator"), ("allocation_count", "allocations"), ("allocated_bytes", "allocated"),
     ("freed_bytes", "freed"), ("increase_bytes", "increase"), ("kept_bytes", "kept"),
 )  # fmt: skip
-_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
-"""How a pickle of each protocol begins."""
 _OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 
 
@@ -61,9 +58,8 @@ def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
 
     Raises:
         MissingDataError: No memory event was recorded, or there is no such rank.
-        TraceFormatError: It is no trace, or a snapshot of PyTorch's memory.
+        TraceFormatError: It is no trace.
     """
-    _no_snapshot(analysis.path)
     if rank is not None and rank not in analysis.files:
         raise MissingDataError(f"{analysis.path}: no trace of rank {rank}")
     own = pl.lit(True) if rank is None else pl.col("rank") == rank
@@ -80,24 +76,6 @@ def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
         by_operator=analysis.memory_by_operator().filter(own),
         missing=missing,
     )
-
-
-def _no_snapshot(path: Path) -> None:
-    """Refuses snapshots (`torch.cuda.memory._dump_snapshot`): pickles, whose code would run."""
-    if not path.is_file():  # a pipe would block
-        return
-    try:
-        with open(path, "rb") as file:
-            is_pickle = file.read(2) in _PICKLES
-    except OSError:  # reading it as a trace gives the reason
-        return
-    if is_pickle:
-        raise TraceFormatError(
-            f"{path}: a pickle, as PyTorch's memory snapshots are; it could run code, so it is not "
-            "read",
-            hint="pytorch.org/memory_viz shows it within the browser; for this command record a "
-            "trace: haiprof --trace --trace-memory train.py, or profile_memory=True",
-        )
 
 
 def memory_view(answers: MemoryAnswers) -> RenderableType:

@@ -163,15 +163,14 @@ class Hostile:
 
 
 @pytest.mark.parametrize("name", ["snapshot.pickle", "snapshot.json"])
-def test_memory_snapshot_is_refused_and_never_run(
+def test_pickle_that_runs_code_is_refused_and_never_run(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     path.write_bytes(pickle.dumps({"segments": [Hostile(tmp_path / "ran")]}))
     assert main(["memory-timeline", str(path)]) == 4
     err = capsys.readouterr().err
-    assert "a pickle" in err
-    assert "memory_viz" in err
+    assert "no pickle of plain values" in err
     assert not (tmp_path / "ran").exists()
 
 

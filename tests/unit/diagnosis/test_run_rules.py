@@ -303,6 +303,36 @@ def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> 
     assert until is not None
     assert last is not None
     assert until / NS_PER_S == pytest.approx((2e9 - last) / 2e7, rel=0.1)
+    assert "its limit is " in creep.title
+
+
+@pytest.mark.parametrize(
+    ("held_gib", "peak_gib", "said"),
+    [
+        (lambda step: 40.0, 60.0, None),
+        (lambda step: 40.0, 77.0, "nearly full on rank 0: 96 %"),
+        (lambda step: 10.0 if step < 1 else 40.0, 60.0, None),  # the optimizer's state
+        (lambda step: 10 + min(step, 120) / 4, 60.0, None),  # a cache that fills
+        (lambda step: 10 + step / 8, 0.0, "GPU memory grows by 128 MiB per step on rank 0"),
+        (lambda step: 40 + step / 400, 0.0, None),  # too little
+    ],
+)
+def test_gpu_memory_limit(
+    root: Path, held_gib: Callable[[int], float], peak_gib: float, said: str | None
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    for step in range(0, 400, 10):
+        held = held_gib(step)
+        sizes = {"allocated": held, "peak": max(peak_gib, held + 5), "reserved": 70, "limit": 80}
+        note(root, 0, type="gpu_memory", time_ns=START_NS + step * NS_PER_S // 100, step=step,
+             **{f"{name}_bytes": int(size * 2**30) for name, size in sizes.items()})  # fmt: skip
+    found = [f for f in judged(root).findings if f.rule == "gpu_memory_limit"]
+    assert [said in f.title for f in found if said] == [True] * (said is not None)
+    assert len(found) == (said is not None)
+    if said and "grows" in said:
+        left = {e.name: e.value for e in found[0].evidence}
+        steps = (80 - (10 + 390 / 8 + 5)) * 8
+        assert left["steps until then, if it goes on so"] == pytest.approx(steps, rel=0.05)
 
 
 def test_memory_creep_abstains_without_samples(root: Path) -> None:

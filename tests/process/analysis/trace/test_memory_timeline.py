@@ -27,6 +27,7 @@ def test_category_file_agrees_with_torch(tmp_path: Path) -> None:
     for path in (raw, sizes):
         with pytest.warns(FutureWarning):
             profiler.export_memory_timeline(str(path), device="cpu")
+    coalesced = memory_by_category(sizes)
     times, by_time = json.loads(sizes.read_text())
     theirs = {time: row[1:] for time, row in zip(times, by_time, strict=True)}  # us, last wins
     found = memory_by_category(raw)
@@ -35,5 +36,8 @@ def test_category_file_agrees_with_torch(tmp_path: Path) -> None:
     ours = found.group_by("us", maintain_order=True).last()
     columns = [f"{name}_bytes" for name in CATEGORIES]
     assert ours.select("us", *columns).rows() == [(us, *row) for us, row in theirs.items()]
+    assert coalesced.select(pl.col("ts_ns") // 1000, *columns).rows() == [
+        (us, *row) for us, row in sorted(theirs.items())
+    ]
     assert found["parameter_bytes"][-1] == 4 * (64 * 64 + 64)
     assert (found["total_bytes"] == found.select(pl.sum_horizontal(columns)).to_series()).all()

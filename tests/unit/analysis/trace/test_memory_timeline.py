@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.cli import main
 from haiprof.trace_analysis.memory_file import memory_by_category
 from haiprof.trace_analysis.memory_timeline import (
     memory_allocations,
@@ -202,10 +203,25 @@ def test_old_real_trace_adds_up() -> None:
 
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b"[[1,2,3]]", b"[[1,2,3,9]]", b'[["a",1,2,3]]', b"[[-1,1,2,3]]",
-                b"[" * 100_000, b"\x1f\x8bbroken"]
+                b"[" * 100_000, b"\x1f\x8bbroken",
+                b"[[1],[[0,1]]]", b"[[1,2],[[0,1,1,1,1,1,1,1,1]]]",
+                b'[["a"],[[0,1,1,1,1,1,1,1,1]]]']
 )  # fmt: skip
 def test_category_file_of_another_kind_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.raw.json.gz"
     path.write_bytes(content)
     with pytest.raises(TraceFormatError):
         memory_by_category(path)
+
+
+def test_command_shows_categories_of_either_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.raw.json").write_text("[[-1,1,1048576,0],[9000,2,3145728,4],[10000,4,8,4]]")
+    levels = [[0, 1 << 20, *[0] * 7], [0, 1 << 20, 0, 0, 0, 3 << 20, 0, 0, 0]]
+    (tmp_path / "x.json").write_text(json.dumps([[8, 9], levels]))
+    for name in ("x.raw.json", "x.json"):
+        assert main(["memory-timeline", str(tmp_path / name)]) == 0
+        said = capsys.readouterr().out
+        assert "4.00 MiB at the peak" in said
+        assert "activation" in said

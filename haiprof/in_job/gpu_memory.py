@@ -1,0 +1,190 @@
+"""GPU memory from step to step: what a step begins with, the peak, and the largest batch so far.
+
+All of it is read on the training thread where a step begins, never from the device: the caching
+allocator's own counts, at each of the first steps, then once a second, later every ten. On a torch
+without CUDA nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+HISTORY_RATIO = 0.9
+"""Share of its limit that the peak must reach before `auto` records the allocator's history."""
+HISTORY_ENTRIES = 20_000
+"""Allocations and releases that are kept, of some hundred bytes each."""
+_OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
+_FIRST_COUNT, _OFTEN_COUNT = 16, 80
+"""So many readings of every step, and then of one a second."""
+_TENSOR_LIMIT = 8
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors that a root module was called with."""
+_now = time.perf_counter_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The largest batch that went through, and what it took."""
+
+    shapes: Shapes
+    step: int
+    start_bytes: int
+    """Allocated where its step began."""
+    peak_bytes: int
+    """The highest so far when its step was over, since the job's start or its own reset."""
+
+
+class GpuMemory:
+    """Counts of this process's own device.
+
+    Args:
+        torch: The module, or a fake that has `Tensor` and of `cuda` what is called here.
+        lines: Takes `gpu_memory` lines for events.jsonl.
+        history: `off`, `auto` or `on`: whether the allocator's history is recorded.
+    """
+
+    def __init__(self, torch: Any, lines: list[dict[str, Any]], *, history: str) -> None:
+        self._torch, self._lines, self._history = torch, lines, history
+        self.device: int | None = None
+        self.limit_bytes = 0
+        self.recorded = False
+        """Whether the allocator's history is recorded, by us."""
+        self.batch: Shapes = ()
+        """Of the step under way."""
+        self.step = 0
+        self.largest: Batch | None = None
+        """That went through; of training alone."""
+        self._count = self._largest_count = 0  # numbers in the tensors of a batch
+        self._trying = False  # the step under way has a larger one than any before
+        self._start_bytes: int | None = None  # of the step under way, where it was read
+        self._read_ns = self._read_count = 0
+
+    def start_history(self) -> None:
+        """Where it is asked for from the start: once the job has started CUDA."""
+        if self._history == "on" and not self.recorded:
+            self._record_history()
+
+    def begin_step(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A root module is called for training.
+
+        Args:
+            step: Optimizer steps so far.
+            args: It is called with.
+            kwargs: The same by name.
+        """
+        if self.device is None:  # only here: by now the job has chosen its device
+            self.device = int(self._torch.cuda.current_device())
+            self.limit_bytes = _limit_bytes(self._torch.cuda, self.device)
+        shapes, count = input_shapes(args, kwargs, self._torch.Tensor)
+        now = _now()
+        larger = count > self._largest_count
+        pause_ns = _OFTEN_NS if self._read_count < _OFTEN_COUNT else _SELDOM_NS
+        due = self._read_count < _FIRST_COUNT or now - self._read_ns >= pause_ns
+        if self._trying or larger or due:
+            self._read(now, step, due=due)
+        else:
+            self._start_bytes = None
+        self._largest_count = max(count, self._largest_count)
+        self._trying, self._count = larger, count
+        self.batch, self.step = shapes, step
+
+    def _read(self, now_ns: int, step: int, *, due: bool) -> None:
+        stats = self._torch.cuda.memory_stats(self.device)
+        allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
+        if self._start_bytes is not None and self._count >= self._largest_count:
+            self.largest = Batch(self.batch, self.step, self._start_bytes, peak)  # it went through
+        self._start_bytes = allocated
+        if not due:
+            return
+        self._read_ns, self._read_count = now_ns, self._read_count + 1
+        self._lines.append(
+            {
+                "type": "gpu_memory",
+                "time_ns": now_ns,
+                "step": step,
+                "allocated_bytes": allocated,
+                "peak_bytes": peak,
+                "reserved_bytes": stats["reserved_bytes.all.current"],
+                "limit_bytes": self.limit_bytes,
+            }
+        )
+        full = self.limit_bytes and peak >= HISTORY_RATIO * self.limit_bytes
+        if full and self._history == "auto" and not self.recorded:
+            self._record_history()
+
+    def largest_json(self) -> dict[str, Any] | None:
+        """The largest batch that went through, as plain JSON values."""
+        return None if self.largest is None else asdict(self.largest)
+
+    def history_is_the_jobs(self) -> bool:
+        """Whether the job records the allocator's history itself: it may be of any length."""
+        enabled = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)
+        return not self.recorded and enabled is not None and bool(enabled())
+
+    def _record_history(self) -> None:
+        """Begins, unless the job has; one that the job begins later takes the place of ours.
+
+        Stacks of Python alone, and of allocations alone: the rest costs more (PyTorch tells 2 us
+        for each stack).
+        """
+        line = {"type": "memory_history", "time_ns": _now(), "step": self.step}
+        if self.history_is_the_jobs():
+            self._history = "off"
+            self._lines.append({**line, "state": "left", "reason": "the job records it itself"})
+            return
+        self.recorded = True
+        try:
+            self._torch.cuda.memory._record_memory_history(
+                "all", context="alloc", stacks="python", max_entries=HISTORY_ENTRIES
+            )
+        except Exception as error:
+            self.recorded, self._history = False, "off"
+            reason = f"{type(error).__name__}: {error}"
+            self._lines.append({**line, "state": "failed", "reason": reason})
+            return
+        self._lines.append({**line, "state": "recorded", "entries": HISTORY_ENTRIES})
+
+
+def input_shapes(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type
+) -> tuple[Shapes, int]:
+    """Shapes of the tensors among a call's arguments, and how many numbers are in them.
+
+    Args:
+        args: The arguments; lists, tuples and dictionaries are looked into once.
+        kwargs: The same by name.
+        tensor: torch.Tensor.
+    """
+    shapes: list[tuple[int, ...]] = []
+    count = 0
+    for value in _values(args, kwargs):
+        if isinstance(value, tensor) and not getattr(value, "is_nested", False):
+            shapes.append(tuple(value.shape))  # type: ignore[attr-defined]
+            count += value.numel()  # type: ignore[attr-defined]
+            if len(shapes) == _TENSOR_LIMIT:
+                break
+    return tuple(shapes), count
+
+
+def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Mapping):
+            yield from list(value.values())[:_TENSOR_LIMIT]
+        elif isinstance(value, list | tuple):
+            yield from value[:_TENSOR_LIMIT]
+        else:
+            yield value
+
+
+def _limit_bytes(cuda: Any, device: int) -> int:
+    """What the job may take of its device; torch tells a smaller share from 2.7 on."""
+    total = int(cuda.get_device_properties(device).total_memory)
+    share = 1.0
+    with contextlib.suppress(Exception):
+        share = float(cuda.get_per_process_memory_fraction(device))
+    return int(total * share)

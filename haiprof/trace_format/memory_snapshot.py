@@ -1,0 +1,213 @@
+"""Snapshots of the CUDA caching allocator (`torch.cuda.memory._dump_snapshot`), as frames.
+
+They are pickles. Nothing in them is executed: `plain_pickle` reads numbers, text and containers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
+from haiprof.run_format.unpack import read_text
+from haiprof.trace_format.plain_pickle import read_plain_pickle
+
+SIZE_LIMIT_BYTES = 1 << 29
+_ITEM_LIMIT = 3_000_000
+"""Segments, blocks, entries and frames together: a list may stand in a pickle many times."""
+_FRAMES = 64
+_TEXT_CHARS = 400
+_INTEGER_LIMIT, _SIZE_LIMIT = 1 << 62, 1 << 48
+PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+"""How a pickle of each protocol begins."""
+
+SEGMENT_SCHEMA = {
+    "device": pl.Int64, "address": pl.Int64, "size_bytes": pl.Int64, "allocated_bytes": pl.Int64,
+    "stream": pl.Int64, "kind": pl.String, "private": pl.Boolean,
+}  # fmt: skip
+BLOCK_SCHEMA = {
+    "device": pl.Int64, "address": pl.Int64, "size_bytes": pl.Int64, "requested_bytes": pl.Int64,
+    "state": pl.String, "stack": pl.Int64,
+}  # fmt: skip
+EVENT_SCHEMA = {
+    "device": pl.Int64, "action": pl.String, "address": pl.Int64, "size_bytes": pl.Int64,
+    "time_ns": pl.Int64, "device_free_bytes": pl.Int64, "stack": pl.Int64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """The allocator of one process at one time."""
+
+    segments: pl.DataFrame
+    """What it took from the device: SEGMENT_SCHEMA; `kind` is `small` or `large`, `private` one of
+    a pool of its own, as CUDA graphs have them."""
+    blocks: pl.DataFrame
+    """What the segments are divided into: BLOCK_SCHEMA; `state` as torch names it; `stack` is a
+    place in `stacks`, null where no history was recorded when the block was allocated."""
+    events: pl.DataFrame
+    """Its history, oldest first: EVENT_SCHEMA; `time_ns` is Unix time, null before torch 2.3."""
+    stacks: tuple[tuple[Frame, ...], ...]
+    """Python frames, innermost last, at most 64 of each."""
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is one, by its first bytes; False for what is no plain file."""
+    if not path.is_file():  # a pipe would block
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) in PICKLES
+    except OSError:
+        return False
+
+
+def read_memory_snapshot(path: Path) -> MemorySnapshot:
+    """Reads a snapshot.
+
+    Source: torch/cuda/memory.py, `_snapshot`, which describes the form.
+
+    Raises:
+        TraceFormatError: It cannot be read, is too large, or holds something else.
+    """
+    try:
+        found = read_plain_pickle(read_text(path, limit_bytes=SIZE_LIMIT_BYTES))
+    except (OSError, TraceFormatError) as error:
+        text = str(error).removeprefix(f"{path}: ")
+        raise TraceFormatError(f"{path}: no snapshot of PyTorch's memory: {text}") from None
+    if isinstance(found, list):  # torch.cuda.memory_snapshot(): the segments alone
+        found = {"segments": found}
+    if not isinstance(found, dict) or not isinstance(found.get("segments"), list):
+        raise TraceFormatError(f"{path}: no snapshot of PyTorch's memory: it has no segments")
+    return _Parser(path).parse(found)
+
+
+class _Parser:
+    """One file's content, which may hold anything.
+
+    Args:
+        path: For errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left = _ITEM_LIMIT
+        self._stacks: list[tuple[Frame, ...]] = []
+        self._places: dict[int, int] = {}  # by the list's id: torch shares stacks
+        self._held: list[object] = []
+
+    def parse(self, found: Mapping[str, object]) -> MemorySnapshot:
+        segments: list[tuple[object, ...]] = []
+        blocks: list[tuple[object, ...]] = []
+        for segment in self._items(found.get("segments")):
+            device, at = _integer(segment.get("device")) or 0, _integer(segment.get("address"))
+            pool = segment.get("segment_pool_id")
+            segments.append(
+                (device, at, self._size(segment, "total_size"),
+                 self._size(segment, "allocated_size"), _integer(segment.get("stream")),
+                 _text(segment.get("segment_type")),
+                 isinstance(pool, tuple | list) and any(part != 0 for part in pool[:2]))
+            )  # fmt: skip
+            for block in self._items(segment.get("blocks")):
+                size, own = self._size(block, "size"), _integer(block.get("address"))
+                blocks.append((device, own if own is not None else at, size,
+                               _integer(block.get("requested_size")), _text(block.get("state")),
+                               self._stack(block)))  # fmt: skip
+                at = None if at is None else at + size
+        events = list(self._events(found.get("device_traces")))
+        return MemorySnapshot(
+            segments=pl.DataFrame(segments, schema=SEGMENT_SCHEMA, orient="row"),
+            blocks=pl.DataFrame(blocks, schema=BLOCK_SCHEMA, orient="row"),
+            events=pl.DataFrame(events, schema=EVENT_SCHEMA, orient="row"),
+            stacks=tuple(self._stacks),
+        )
+
+    def _events(self, traces: object) -> Iterator[tuple[object, ...]]:
+        for device, trace in enumerate(traces if isinstance(traces, list) else ()):
+            for entry in self._items(trace):
+                time_us = _integer(entry.get("time_us"))
+                yield (device, _text(entry.get("action")), _integer(entry.get("addr")),
+                       self._size(entry, "size"),
+                       None if time_us is None else _integer(time_us * 1000),
+                       _integer(entry.get("device_free")), self._stack(entry))  # fmt: skip
+
+    def _items(self, content: object) -> Iterator[Mapping[str, object]]:
+        for item in content if isinstance(content, list) else ():
+            self._take(1)
+            if not isinstance(item, dict):
+                kind = type(item).__name__  # never its repr: it may be one of endless nesting
+                raise TraceFormatError(f"{self._path}: no snapshot of PyTorch's memory: a {kind}")
+            yield item
+
+    def _take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise TraceFormatError(f"{self._path}: more than {_ITEM_LIMIT:,} segments and blocks")
+
+    def _size(self, item: Mapping[str, object], name: str) -> int:
+        size = _integer(item.get(name, 0))
+        if size is None or not 0 <= size < _SIZE_LIMIT:
+            raise TraceFormatError(f"{self._path}: {name} of a block is no number of bytes")
+        return size
+
+    def _stack(self, item: Mapping[str, object]) -> int | None:
+        frames = item.get("frames")
+        if not isinstance(frames, list) or not frames:
+            return None
+        if id(frames) not in self._places:
+            self._held.append(frames)  # an id is one as long as its object lives
+            self._take(len(frames[:_FRAMES]))
+            # Torch writes the innermost first.
+            kept = [frame for each in frames[:_FRAMES] if (frame := _frame(each)) is not None]
+            self._places[id(frames)] = len(self._stacks)
+            self._stacks.append(tuple(reversed(kept)))
+        return self._places[id(frames)]
+
+
+def held_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Memory in use by the line of the job's own code that allocated it.
+
+    Args:
+        snapshot: As it was read.
+
+    Returns:
+        One row per device and line, most first: `device`; `line` (`train.py:88 in step`), null for
+        blocks that were allocated before a history was recorded; `file` of that line;
+        `block_count`; `size_bytes`.
+    """
+    own = [own_frame(stack) for stack in snapshot.stacks]
+    names = pl.DataFrame(
+        {
+            "stack": range(len(own)),
+            "line": [None if frame is None else frame_text(frame) for frame in own],
+            "file": [None if frame is None else frame[0] for frame in own],
+        },
+        schema={"stack": pl.Int64, "line": pl.String, "file": pl.String},
+    )
+    used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
+    return (
+        used.join(names, on="stack", how="left")
+        .group_by("device", "line", "file")
+        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
+        .sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
+    )
+
+
+def _frame(content: object) -> Frame | None:
+    if not isinstance(content, dict):
+        return None
+    file, line = _text(content.get("filename")), _integer(content.get("line"))
+    name = _text(content.get("name"))
+    return None if file is None or line is None or name is None else (file, line, name)
+
+
+def _integer(value: object) -> int | None:
+    return value if type(value) is int and abs(value) < _INTEGER_LIMIT else None
+
+
+def _text(value: object) -> str | None:
+    return value[:_TEXT_CHARS] if isinstance(value, str) else None

@@ -1,0 +1,168 @@
+"""Snapshots of the CUDA allocator: read as torch writes them, and never executed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
+from haiprof.base.errors import TraceFormatError
+from haiprof.cli import main
+from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.plain_pickle import read_plain_pickle
+
+
+def take(allocator: Allocator, size: int) -> Block:
+    block = allocator.malloc(size)
+    assert block is not None
+    return block
+
+
+@pytest.fixture
+def allocator() -> Allocator:
+    """Something from before its history; then blocks of two lines, a free one, and a refusal."""
+    found = Allocator(64 * MIB)
+    take(found, 4 * MIB)
+    found.record_history(max_entries=100)
+    for _ in range(3):
+        take(found, 2 * MIB)
+    gone = take(found, 12 * MIB)
+    take(found, 300)
+    found.free(gone)
+    assert found.malloc(60 * MIB) is None
+    return found
+
+
+def write(path: Path, content: object, protocol: int = 4) -> Path:
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    return path
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_snapshot_is_read_in_every_protocol(
+    tmp_path: Path, allocator: Allocator, protocol: int
+) -> None:
+    content = allocator.snapshot()
+    found = read_memory_snapshot(write(tmp_path / "s.pickle", content, protocol))
+    assert found.segments["size_bytes"].sum() == allocator.reserved
+    assert found.segments["allocated_bytes"].sum() == allocator.allocated
+    blocks = [block for segment in content["segments"] for block in segment["blocks"]]
+    assert found.blocks["address"].to_list() == [block["address"] for block in blocks]
+    assert found.blocks["state"].to_list() == [block["state"] for block in blocks]
+    assert found.events["action"].to_list()[-1] == "oom"
+    assert found.events["device_free_bytes"].drop_nulls().to_list() == [allocator.device_free]
+    innermost = found.stacks[found.blocks["stack"].drop_nulls()[0]][-1]
+    assert (innermost[0], innermost[2]) == (__file__, "take")
+
+
+def test_segments_alone_are_a_snapshot_too(tmp_path: Path, allocator: Allocator) -> None:
+    found = read_memory_snapshot(write(tmp_path / "s.pickle", allocator.segment_list()))
+    assert found.segments.height == len(allocator.segments)
+    assert found.events.is_empty()
+
+
+def test_memory_is_told_by_line_and_what_is_older_apart(
+    tmp_path: Path, allocator: Allocator
+) -> None:
+    held = held_by_line(read_memory_snapshot(write(tmp_path / "s.pickle", allocator.snapshot())))
+    assert held["size_bytes"].sum() == allocator.allocated
+    assert held.filter(held["line"].is_null())["size_bytes"].to_list() == [4 * MIB]
+    (line,) = held["line"].drop_nulls()
+    assert line.startswith("test_memory_snapshot.py:")
+
+
+def test_command_shows_lines_pieces_and_the_refusal(
+    tmp_path: Path, allocator: Allocator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "s.pickle", allocator.snapshot())
+    assert main(["memory-timeline", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "test_memory_snapshot.py" in said
+    assert "(before the history began)" in said
+    assert "60.0 MiB" in said
+
+
+# -- what is no snapshot ---------------------------------------------------------------------------
+
+
+class Runs:
+    """Makes a folder in whoever reads its pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_nothing_in_a_pickle_is_executed(tmp_path: Path, protocol: int) -> None:
+    for content in (Runs(tmp_path / "ran"), {"segments": [Runs(tmp_path / "ran")]}, OSError, 1j):
+        path = write(tmp_path / "s.pickle", content, protocol)
+        with pytest.raises(TraceFormatError, match=r"not one of plain values|no segments"):
+            read_memory_snapshot(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04Nr\xff\xff\xff\xff",  # a place in the memo: 32 GiB, were that an array
+        b"\x80\x04\x8a\xff",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",  # bytearray of 1 TiB
+        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b".",
+        b"\x80\x04(((((",
+        b"\x80\x04]]a",
+        b"\x80\x04\x82\x01.",  # the extension registry
+        b"\x80\x04P1\n.",
+        b"",
+    ],
+)
+def test_hostile_bytes_are_an_error_and_take_no_memory(content: bytes) -> None:
+    with pytest.raises(TraceFormatError):
+        read_plain_pickle(content)
+
+
+def test_lists_that_hold_each_other_end(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(60):  # 2 to the power of 60 leaves, a hundred objects
+        deep = [deep, deep]
+    itself: list[Any] = []
+    itself.append(itself)
+    blocks: list[Any] = [{"size": 1, "state": "inactive", "frames": deep}] * 6000
+    wide = [{"device": 0, "total_size": 1, "blocks": blocks}] * 6000
+    for content in ({"segments": deep}, {"segments": itself}, {"segments": wide}):
+        with pytest.raises(TraceFormatError):
+            read_memory_snapshot(write(tmp_path / "s.pickle", content))
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        {"total_size": -1}, {"total_size": 1 << 60}, {"total_size": "1"},
+        {"blocks": [{"size": None}]}, {"blocks": [7]},
+    ],
+)  # fmt: skip
+def test_sizes_that_are_none_are_an_error(tmp_path: Path, segment: dict[str, object]) -> None:
+    with pytest.raises(TraceFormatError):
+        read_memory_snapshot(write(tmp_path / "s.pickle", {"segments": [segment]}))
+
+
+def test_odd_fields_are_missing_and_no_error(tmp_path: Path) -> None:
+    segment = {"device": "x", "address": 1 << 70, "segment_pool_id": [None], "stream": 1.5,
+               "blocks": [{"size": 8, "frames": [{"line": "x"}, 3], "state": 5}, {}]}  # fmt: skip
+    found = read_memory_snapshot(write(tmp_path / "s.pickle", {"segments": [segment]}))
+    assert found.segments["address"].to_list() == [None]
+    assert found.stacks == ((),)
+    assert held_by_line(found).is_empty()
+
+
+def test_value_that_pickle_itself_reads_is_the_same(allocator: Allocator) -> None:
+    content = pickle.dumps(allocator.snapshot())
+    assert read_plain_pickle(content) == pickle.load(io.BytesIO(content))
