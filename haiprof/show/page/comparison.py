@@ -38,6 +38,8 @@ class ComparisonSection:
     figure: go.Figure | None = None
     data: Mapping[str, Any] | None = None
     """As `haiprof compare --json`."""
+    other: RunFrames | None = None
+    """The run that it is compared with."""
 
 
 def comparison_section(
@@ -83,4 +85,5 @@ def _part(found: Comparison, why: str) -> ComparisonSection:
         notes=tuple(map(printable, (*caveats(found), *around, *no_kernels, *found.unknown))),
         figure=comparison_picture(found, title=""),
         data=compare_data(found, chosen=why),
+        other=found.before.analyzer,
     )

@@ -21,6 +21,7 @@ from haiprof.show.figures.late_ranks import late_ranks_figure
 from haiprof.show.figures.over_time import over_time_figure
 from haiprof.show.figures.rank_map import PARTS, heat_style
 from haiprof.show.figures.style import FONT, PHASE_COLORS
+from haiprof.show.flame import RunFlames, line_table, run_flames
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.comparison import ComparisonSection, comparison_section
 from haiprof.show.page.counter_data import counter_data
@@ -54,6 +55,8 @@ class PageContent:
     """Why there is none."""
     snapshots: PageTable | None
     environment: PageTable
+    flames: RunFlames
+    lines: PageTable
     comparison: ComparisonSection | None
     """With the run that was asked for."""
     not_measured: tuple[tuple[str, str], ...]
@@ -82,7 +85,8 @@ def page_content(
     steps, late = analyzer.steps(), analyzer.lateness()
     judged = _judged(steps)
     windows, no_windows = parts.trace_files(analyzer.run)
-    compared = baseline and comparison_section(analyzer, baseline, read_traces=read_traces)
+    compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
+    flames = run_flames(analyzer, compared.other if compared else None)
     return PageContent(
         header=summary.run,
         verdict=verdict,
@@ -102,8 +106,10 @@ def page_content(
             analyzer.run, analyzer.files.manifest, analyzer.ranks()
         ),
         not_measured=tuple(by_reason(summary.missing)),
-        comparison=compared or None,
-        data=_data(analyzer, summary, late, compared or None),
+        flames=flames,
+        lines=line_table(flames.graph),
+        comparison=compared,
+        data={**_data(analyzer, summary, late, compared), "flame": flames.graph.as_json()},
     )
 
 

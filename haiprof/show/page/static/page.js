@@ -481,7 +481,9 @@
   async function start() {
     try {
       if (!globalThis.DecompressionStream) throw new Error("figures need a browser of 2023 or newer");
-      [data] = await Promise.all([loadData(), loadPlotly()]);
+      data = await loadData();
+      for (const place of document.querySelectorAll("[data-flame]")) drawFlame(place, data.flame);
+      if (byId("plotly")) await loadPlotly();
       listen();
       for (const place of document.querySelectorAll("figure.plot")) {
         place.style.minHeight = `${height(place)}px`;
@@ -489,7 +491,8 @@
         watch(place, () => how(place));
       }
       if (byId("chooser")) showRank();
-      fillPanels(document.querySelector('[data-panels="all"]'));
+      const panels = document.querySelector('[data-panels="all"]');
+      if (panels) fillPanels(panels);
       document.documentElement.dataset.ready = "1";
     } catch (error) {
       byId("problem").hidden = false;
