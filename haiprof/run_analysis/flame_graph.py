@@ -11,6 +11,7 @@ import polars as pl
 
 from haiprof.base.arrays import Floats, Ints
 from haiprof.base.code_places import code_name
+from haiprof.base.units import visible
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_frame import STEP_PHASES
@@ -43,7 +44,8 @@ class FlameFrame:
     name: str
     """Its function; a phase has its own name."""
     place: str
-    """`data.py:14` of the user's code, the module of a library's, empty for a phase."""
+    """`data.py:14` of the user's code, of two runs the file alone; the module of a library's; empty
+    for a phase."""
     kind: str
     """`phase`, `user` or `library`."""
 
@@ -87,12 +89,14 @@ class FlameGraph:
         """Plain values: what a page draws."""
         return {
             "in_step": list(IN_STEP),
-            "frames": [[frame.name, frame.place, frame.kind] for frame in self.frames],
+            "frames": [
+                [visible(frame.name), visible(frame.place), frame.kind] for frame in self.frames
+            ],
             "parents": [node.parent for node in self.nodes],
             "places": [node.frame for node in self.nodes],
             "series": [
                 {
-                    "run": one.run, "rank": one.rank, "step_count": one.step_count,
+                    "run": visible(one.run), "rank": one.rank, "step_count": one.step_count,
                     "sample_count": one.sample_count, "sample_ns": one.sample_ns,
                     "nodes": list(one.self_ns),
                     "self_ns": [round(ns) for ns in one.self_ns.values()],
@@ -266,8 +270,9 @@ def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:
         found = FlameFrame(name=frame.function + name, place=module, kind="library")
         return grower.frame(found, key=module)
     file = own_path(frame.file, folder)
-    found = FlameFrame(name=frame.function, place=f"{file}:{frame.line}", kind="user")
-    return grower.frame(found, key=f"{file}:{frame.line}" if grower.by_line else file)
+    place_text = f"{file}:{frame.line}" if grower.by_line else file
+    found = FlameFrame(name=frame.function, place=place_text, kind="user")
+    return grower.frame(found, key=place_text)
 
 
 def own_path(file: str, folder: str) -> str:

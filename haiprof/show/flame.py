@@ -19,7 +19,7 @@ from haiprof.run_analysis.flame_graph import (
 )
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.page.tables import PageTable, text_table
-from haiprof.show.split import settled
+from haiprof.show.split import counted_steps
 from haiprof.show.text import count_text, printable, share_text
 
 RANK_LIMIT = 16
@@ -41,6 +41,8 @@ class RunFlames:
     run: str
     """Its name."""
     graph: FlameGraph
+    lines: PageTable
+    """The run's own lines by their time."""
     missing: str
     """Why there is none; empty where there is."""
     notes: tuple[str, ...]
@@ -73,9 +75,10 @@ def run_flames(analyzer: RunFrames, other: RunFrames | None = None) -> RunFlames
         sources += [beside] if len(beside.samples.stack) else []
         notes += [] if len(beside.samples.stack) else [f"{beside.run}: no stacks were sampled"]
     graph = flame_graph(sources)
+    own = graph if len(sources) == 1 else flame_graph(sources[:1])
     missing = "" if any(not one.run for one in graph.series) else _why_none(found)
     return RunFlames(
-        run=analyzer.run.root.name, graph=graph, missing=missing,
+        run=analyzer.run.root.name, graph=graph, lines=line_table(own), missing=missing,
         notes=tuple(map(printable, notes)),
     )  # fmt: skip
 
@@ -92,8 +95,7 @@ def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
 
 def flame_source(analyzer: RunFrames, *, run: str = "") -> tuple[FlameSource, list[str]]:
     """The samples of a run in its steps that count, and what was left out of it."""
-    frames = analyzer.steps().partition_by("rank", "attempt", maintain_order=True)
-    steps = pl.concat([analyzer.steps().clear(), *map(settled, frames)])
+    steps = counted_steps(analyzer.steps())
     chosen, count = _chosen_ranks(steps)
     try:
         folder = analyzer.manifest().cwd
@@ -134,8 +136,10 @@ def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:
     order = sorted(times, key=lambda key: (-times[key], key))
     rows = [
         (
-            frame.place, frame.name, PHASE_TITLES.get(phase, phase), duration_text(times[key]),
-            share_text(times[key], step_ns) if phase in IN_STEP else "", _most(calls[key]),
+            printable(frame.place), printable(frame.name), PHASE_TITLES.get(phase, phase),
+            duration_text(times[key]),
+            share_text(times[key], step_ns) if phase in IN_STEP else "",
+            printable(_most(calls[key])),
         )
         for key in order[:limit]
         for phase, frame in [(key[0], graph.frames[key[1]])]

@@ -20,8 +20,8 @@ from haiprof.show import text
 from haiprof.show.card import cost_text
 from haiprof.show.figures.html_file import write_text
 from haiprof.show.figures.style import PHASES
-from haiprof.show.flame import RunFlames, line_table, other_run, run_flames
-from haiprof.show.page.content import PageContent
+from haiprof.show.flame import RunFlames, other_run, run_flames
+from haiprof.show.page.content import PageContent, page_content
 from haiprof.show.page.death_part import MARKS
 from haiprof.show.page.packed_numbers import json_for_script, squeezed
 from haiprof.show.page.run_sections import file_size
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 STATIC = Path(__file__).parent / "static"
+_OVERVIEW = ("verdict", "death", "overview", "ranks", "phases", "counters", "collectives")
+_RANK = ("rank", "lines", "ranks", "phases")
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 14, 60, 220, 720
 # Plotly sets styles on its elements; scripts are those of the page, by their hash.
 _POLICY = (
@@ -83,14 +85,17 @@ def write_report(
     return write_text(path, report_html(content, only=only), below=below)
 
 
-def report_html(content: PageContent, *, only: Collection[str] | None = None) -> str:
+def report_html(
+    content: PageContent, *, only: Collection[str] | None = None, rank: int | None = None
+) -> str:
     """The page with plotly, its own script and all numbers inside; it needs no network.
 
     Args:
         content: Of the page.
         only: Ids of the sections to show; None shows all.
+        rank: Which rank is shown first; None takes the lowest.
     """
-    return _rendered(content, only=only, **_inside(content.data, with_plotly=True))
+    return _rendered(content, only=only, rank=rank, **_inside(content.data, with_plotly=True))
 
 
 def lines_html(flames: RunFlames, header: RunHeader) -> str:
@@ -100,7 +105,6 @@ def lines_html(flames: RunFlames, header: RunHeader) -> str:
         header=header,
         sections=[("lines", "Lines of your code")],
         flames=flames,
-        table=line_table(flames.graph),
         version=__version__,
         **_inside(data, with_plotly=False),
     )
@@ -121,6 +125,26 @@ def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = 
     flames = run_flames(analyzer, other_run(analyzer, baseline) if baseline else None)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     return write_text(path, lines_html(flames, header))
+
+
+def write_overview_page(analyzer: RunFrames, path: Path) -> Path:
+    """Writes the sections of the page about the whole job; returns the path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = page_content(analyzer, read_traces=False)
+    return write_report(content, path, only=_OVERVIEW)
+
+
+def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
+    """Writes the sections of the page that begin with one rank; returns the path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = page_content(analyzer, read_traces=False)
+    return write_text(path, report_html(content, only=_RANK, rank=rank))
 
 
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
@@ -182,6 +206,7 @@ def _rendered(
     *,
     link: Link = lambda _: "",
     only: Collection[str] | None = None,
+    rank: int | None = None,
     **parts: Any,  # noqa: ANN401
 ) -> str:
     sections = [one for one in _sections(content) if only is None or one[0] in only]
@@ -195,6 +220,7 @@ def _rendered(
     return _template("page.html").render(
         c=content,
         header=content.header,
+        chosen_rank=rank,
         windows=windows,
         sections=sections,
         shown={name for name, _ in sections},
@@ -227,6 +253,7 @@ def _template(name: str) -> Template:
         value_text=text.value_text,
         moment_text=text.moment_text,
         count_text=text.count_text,
+        steps_text=text.steps_text,
         duration_text=duration_text,
         bytes_text=bytes_text,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, NS_PER_S, duration_text, ratio_text
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
+from haiprof.show.series import Series
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseMark
 from haiprof.show.text import count_text, number_text
@@ -44,7 +45,7 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.events:
         parts.append(section("Besides the phases", _events(summary)))
     if summary.counter_series:
-        parts.append(section("Counters", series_block(summary.counter_series, summary.span)))
+        parts.append(section("Counters", _over_time(summary, summary.counter_series)))
     if summary.missing:
         parts.append(missing_block(summary.missing))
     of_run = [note for note in summary.notes if not note.startswith("rank ")]
@@ -72,8 +73,12 @@ def _identity(summary: OneRankSummary) -> Text:
 def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
     yield section("Middle step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
     yield section("Phases", _phases(summary))
-    yield section("Over time", series_block(summary.phase_series, summary.span))
+    yield section("Over time", _over_time(summary, summary.phase_series))
     yield section("Slowest steps", _slowest(summary))
+
+
+def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
+    return series_block(series, summary.window, begin=summary.span)
 
 
 def _steps_line(summary: OneRankSummary) -> str:

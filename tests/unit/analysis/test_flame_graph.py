@@ -9,7 +9,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_analysis.flame_graph import IN_STEP, FlameGraph, inclusive_ns
-from haiprof.show.flame import line_table, run_flames
+from haiprof.show.flame import run_flames
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 
@@ -95,7 +95,7 @@ def test_small_frames_count_as_their_callers_own_time(tmp_path: Path) -> None:
 
 def test_table_names_lines_with_what_they_call(tmp_path: Path) -> None:
     run = record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN, LOAD, OPEN), (MAIN, LOAD)]})
-    table = line_table(run_flames(run).graph)
+    table = run_flames(run).lines
     assert table.head[0] == "line"
     places = {row[:3]: row for row in table.rows}
     row = places["/home/me/data.py:12", "load_image", "forward"]
