@@ -16,6 +16,7 @@ from haiprof.show.page.content import page_content
 from haiprof.show.page.render import write_report
 
 if TYPE_CHECKING:
+    from haiprof.api.run_flame_graph import RunFlameGraph
     from haiprof.diagnosis.finding import Finding
 
 
@@ -94,6 +95,24 @@ class Analyzer(RunFrames):
 
         _, columns = describe_run_table(frame)
         return pl.DataFrame([asdict(column) for column in columns])
+
+    def flame_graph(self, baseline: str | Path | None = None) -> RunFlameGraph:
+        """Lines of user code and what they call, by their time per step; drawn in a notebook.
+
+        Args:
+            baseline: Another run beside it: a directory, or `last-good`.
+
+        Raises:
+            RunNotFoundError: There is no such run.
+            RunFormatError: It is of another version, or nothing in it can be read.
+        """
+        from haiprof.api.run_flame_graph import RunFlameGraph
+        from haiprof.show.flame import other_run, run_flames
+        from haiprof.show.run_header import manifest_or_none, run_header
+
+        other = None if baseline is None else other_run(self, str(baseline))
+        header = run_header(self.run, manifest_or_none(self.run))
+        return RunFlameGraph(flames=run_flames(self, other), header=header)
 
     def show_overview(self) -> None:
         """The whole job: a figure in a notebook, tables in a terminal."""

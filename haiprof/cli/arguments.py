@@ -42,7 +42,7 @@ HtmlFile = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Write the interactive picture into one self-contained HTML file.",
+        help="Write this as a part of the report page, into one self-contained HTML file.",
         show_default=False,
     ),
 ]

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson, RunDir
+from haiprof.cli.arguments import AsJson, HtmlFile, RunDir
 from haiprof.cli.output import Output
+from haiprof.cli.report import Baseline
 from haiprof.cli.target import open_target
 
 OneRank = Annotated[
@@ -49,16 +50,17 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a file that is the
 
 def lines(
     directory: RunDir = None, rank: OneRank = None, phase: OnePhase = None,
-    speedscope: SpeedscopeFile = None, collapsed: CollapsedFile = None, force: Force = False,
-    as_json: AsJson = False,
+    html: HtmlFile = None, baseline: Baseline = None, speedscope: SpeedscopeFile = None,
+    collapsed: CollapsedFile = None, force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Show which lines of your code take the time, by rank and phase, as they were sampled.
 
     haiprof looks at the training thread's Python stack 20 times a second (less often later), and
     at those of DataLoader workers. `itself` is the share of samples in which a line was the
     innermost one of your code: it ran, or a library that it called. `with what it calls` counts
-    all samples that have the line anywhere. Libraries are not listed; --speedscope and
-    --collapsed have them.
+    all samples that have the line anywhere. Libraries are not listed; --html draws them as a flame
+    graph by rank and phase, with --baseline also against another run; --speedscope and --collapsed
+    have all stacks.
 
     For example:
 
@@ -68,13 +70,16 @@ def lines(
 
       haiprof lines --rank 3 --phase other        rank 3, outside the model
 
-      haiprof lines --speedscope stacks.json      to look at as a flame graph
+      haiprof lines --html lines.html             a flame graph, in one file
+
+      haiprof lines --speedscope stacks.json      for speedscope
 
       haiprof lines --json | jq '.lines[0]'
     """
     from haiprof.run_analysis import stack_export
     from haiprof.run_analysis.code_samples import CODE_PHASES
     from haiprof.run_analysis.lines import line_frame
+    from haiprof.show.page.render import write_lines_page
     from haiprof.show.views.lines import lines_view
 
     if phase is not None and phase not in CODE_PHASES:
@@ -90,6 +95,10 @@ def lines(
     if collapsed is not None:
         _write(collapsed, stack_export.collapsed(samples), force)
         output.hint(f"wrote {collapsed}")
+    if html is not None:
+        output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")
+    elif baseline is not None:
+        raise UsageError("--baseline: is drawn beside the run, with --html FILE")
     found = line_frame(samples)
     data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(samples.notes)}
     output.show(lambda _: lines_view(found, samples.notes), data)

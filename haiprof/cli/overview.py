@@ -29,7 +29,7 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
-        from haiprof.show.figures.html_file import write_overview_page
+        from haiprof.show.page.render import write_overview_page
 
         output.hint(f"wrote {write_overview_page(analyzer, html)}")
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())

@@ -51,7 +51,7 @@ def rank(
     output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)
     if html is not None:
-        from haiprof.show.figures.html_file import write_rank_page
+        from haiprof.show.page.render import write_rank_page
 
         output.hint(f"wrote {write_rank_page(analyzer, chosen, html)}")
     output.show(lambda _: rank_view(summary), summary.as_json())

@@ -201,6 +201,13 @@ COMPARE_WAIT_RATIO = 0.50
 """Waiting for a core is named where it makes this share of the difference. Own choice."""
 COMPARE_MAX_RANKS = 32
 """Of more ranks only those that changed most are named with an interval. Own choice."""
+COMPARE_LINE_RATIO = 0.005
+"""A function that takes less of a step in both runs is not compared: twenty samples a second do not
+tell it from nothing in some minutes. Own choice."""
+COMPARE_LINE_SAMPLES = 8
+"""Samples of a function in both runs together, from which on it is compared. Own choice."""
+COMPARE_LINE_RANKS = 8
+"""Of more ranks about so many are looked at: their code is the same. Own choice."""
 
 BACKWARD_FORWARD_RATIO = 6.0
 """Backward to forward: three times the usual 2 (see FORWARD_BACKWARD_RATIO), as the forward's bound

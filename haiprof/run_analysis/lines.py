@@ -144,8 +144,8 @@ def function_times(
     total = float(weight.sum())
     if not total:
         return []
-    inner = _innermost_stack(tree)
-    functions, number = _functions(tree)
+    inner = innermost_stack(tree)
+    functions, number = functions_of(tree)
     of_sample = number[tree.place[inner[samples.stack]]]
     own = np.bincount(of_sample + 1, weights=weight, minlength=len(functions) + 1)[1:]
     beyond: Floats = own.astype(np.float64)
@@ -182,7 +182,7 @@ def _weights(samples: CodeSamples) -> Floats:
     return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
 
 
-def _functions(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
+def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
     """Functions as (file, name), and the number of each frame's; -1 for no frame, as the last."""
     known: dict[tuple[str, str], int] = {}
     keys = [(frame.file, _COMPREHENSION.sub("", frame.function)) for frame in tree.frames]
@@ -248,7 +248,7 @@ def _library_path(tree: CodeTree, inner: Ints, stack: int) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def _innermost_stack(tree: CodeTree) -> Ints:
+def innermost_stack(tree: CodeTree) -> Ints:
     """Per stack: the part of it that ends in its innermost user frame; 0 where it has none."""
     library = np.append(tree.library, False)
     found = np.arange(len(tree.place))
@@ -261,7 +261,7 @@ def _innermost_stack(tree: CodeTree) -> Ints:
 
 def _innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
-    frames: Ints = tree.place[_innermost_stack(tree)]
+    frames: Ints = tree.place[innermost_stack(tree)]
     return frames
 
 

@@ -90,9 +90,16 @@ class RunFrames:
         most = self._steps["rank"].value_counts()["count"].max()
         return most if isinstance(most, int) else 0
 
-    def phases(self) -> pl.DataFrame:
-        """One row per span; columns in `haiprof.run_analysis.phases`."""
-        return self._phases
+    def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
+        """One row per span; columns in `haiprof.run_analysis.phases`.
+
+        Args:
+            ranks: Only of these; None takes all.
+        """
+        if ranks is None:
+            return self._phases
+        frames = [phase_frame(rank) for rank in self._segments(ranks)]
+        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
 
     def pauses(self) -> pl.DataFrame:
         """Collector pauses and checkpoint saves, in the columns of `phases()`."""

@@ -17,7 +17,14 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseName
-from haiprof.show.text import count_text, fine_ratio_text, printable, share_text, value_text
+from haiprof.show.text import (
+    count_text,
+    fine_ratio_text,
+    printable,
+    share_text,
+    steps_text,
+    value_text,
+)
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.finding import Finding
@@ -118,10 +125,8 @@ def _headline(verdict: Verdict) -> Text:
 def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     yield SplitBar(verdict.split)
     yield _split_numbers(verdict.split, width)
-    ranks = count_text(len(verdict.ranks), "rank")
-    steps = count_text(verdict.step_count, "step")
-    together = " together" if len(verdict.ranks) > 1 else ""
-    facts = [f"usual step {duration_text(verdict.step_ns)}", f"{steps} of {ranks}{together}"]
+    counts = steps_text(verdict.step_count, len(verdict.ranks))
+    facts = [f"usual step {duration_text(verdict.step_ns)}", counts]
     if verdict.evaluation_ns:
         facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
     if verdict.compile_ns:

@@ -17,7 +17,7 @@ from haiprof.show.overview_series import counters_over_time, lasting_values, ste
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.source import RunData
-from haiprof.show.split import phase_split, settled
+from haiprof.show.split import counted_samples, counted_time, phase_split, settled
 from haiprof.show.summary import rank_steps
 
 SLOWEST_COUNT = 5
@@ -27,7 +27,7 @@ EVENT_PHASES = ("gc", "save", "eval", "dataloader_iter", "nograd_forward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStat:
-    """One phase over all steps of the rank; times on the host clock unless named otherwise."""
+    """One phase over the steps that count; times on the host clock unless named otherwise."""
 
     phase: str
     median_ns: float | None
@@ -40,7 +40,7 @@ class PhaseStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStep:
-    """One of the slowest steps."""
+    """One of the slowest steps that count."""
 
     step: int
     start_ns: int
@@ -69,6 +69,8 @@ class OneRankSummary:
 
     run: RunHeader
     span: TimeRange | None
+    window: TimeRange | None
+    """The time axis of the series: while the steps ran that count, warm and not traced."""
     rank: int
     attempt: int
     other_attempts: tuple[int, ...]
@@ -112,9 +114,13 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
     manifest = manifest_or_none(data.run)
     span = time_range(steps, counters)
     split = phase_split(steps)
+    counted = settled(steps)
+    samples = counted_samples(counters, counted, ranks)
+    window = counted_time(counted, span)
     return OneRankSummary(
         run=run_header(data.run, manifest),
         span=span,
+        window=window,
         rank=rank,
         attempt=attempt,
         other_attempts=tuple(
@@ -122,17 +128,17 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=steps.height,
-        median_step_ns=number(settled(steps)["step_ns"].median()),
+        median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
         boundary=_most_common(steps["boundary"]),
         confidence=number(steps["confidence"].mean()),
         skipped_step_count=int(steps["skipped"].sum() or 0),
-        phases=tuple(_phase_stat(steps, phase, split) for phase in PHASES),
-        slowest=slowest_steps(steps),
+        phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
+        slowest=slowest_steps(counted),
         events=event_stats(rank_steps(data.phases(), rank, attempt)),
         settings=data.settings().get(rank),
-        phase_series=_phase_series(steps, span) if span else (),
-        counter_series=tuple(counters_over_time(counters, span)) if span else (),
+        phase_series=_phase_series(counted, window) if window else (),
+        counter_series=tuple(counters_over_time(samples, window)) if window else (),
         missing=missing_sources(data.run, manifest, counters),
         notes=tuple(data.notes()),
     )
@@ -149,13 +155,12 @@ def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
     """The slowest steps, slowest first, each with the phase that exceeds its median most.
 
     Args:
-        steps: The steps of one rank.
+        steps: The steps of one rank that count.
     """
-    usual = settled(steps)
-    median = number(usual["step_ns"].median())
+    median = number(steps["step_ns"].median())
     if not median:
         return ()
-    medians = {phase: number(usual[f"{phase}_host_ns"].median()) for phase in PHASES}
+    medians = {phase: number(steps[f"{phase}_host_ns"].median()) for phase in PHASES}
     rows = steps.sort("step_ns", descending=True).head(SLOWEST_COUNT).iter_rows(named=True)
     return tuple(_slow_step(row, median, medians) for row in rows)
 

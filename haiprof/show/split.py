@@ -1,15 +1,48 @@
-"""The split of the usual step by phase: parts that add up, the same as in the verdict."""
+"""What every view counts: the steps that the verdict judges, their time, and their split."""
 
 from __future__ import annotations
 
 import polars as pl
 
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
+from haiprof.run_analysis.training_time import host_windows, training_spans
+from haiprof.show.metrics import training_window
+from haiprof.show.series import TimeRange, time_range
 
 
 def settled(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of one attempt of one rank that count, as in the verdict: warm and not traced."""
     return judged_steps(steps.sort("step"))
+
+
+def counted_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of all ranks and attempts that count: warm and not traced."""
+    frames = steps.partition_by("rank", "attempt", maintain_order=True)
+    return pl.concat([steps.clear(), *map(settled, frames)])
+
+
+def counted_samples(
+    counters: pl.DataFrame, counted: pl.DataFrame, ranks: pl.DataFrame
+) -> pl.DataFrame:
+    """Samples of counters while the steps that count ran: not of start-up, nor of a process's end.
+
+    Args:
+        counters: `Analyzer.counters()`.
+        counted: From `counted_steps`.
+        ranks: `Analyzer.ranks()`.
+    """
+    spans = training_spans(counted.partition_by("rank", "attempt", maintain_order=True))
+    return training_window(counters, host_windows(spans, ranks))
+
+
+def counted_time(counted: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
+    """From the begin of the first step that counts to the end of the last one.
+
+    Args:
+        counted: From `counted_steps`.
+        whole: Of the run, where no step counts.
+    """
+    return time_range(counted, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:

@@ -11,7 +11,6 @@ import polars as pl
 from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import untrained_boundary
-from haiprof.run_analysis.training_time import host_windows, training_spans
 from haiprof.show import metrics as m
 from haiprof.show.figures.style import PHASES
 from haiprof.show.missing import missing_sources
@@ -19,7 +18,13 @@ from haiprof.show.overview_series import overview_series
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, time_range
 from haiprof.show.source import RunData
-from haiprof.show.split import phase_split, settled
+from haiprof.show.split import (
+    counted_samples,
+    counted_steps,
+    counted_time,
+    phase_split,
+    settled,
+)
 from haiprof.show.text import moment_text
 
 Split = Mapping[str, float | None]
@@ -89,7 +94,9 @@ class OverviewSummary:
 
     run: RunHeader
     span: TimeRange | None
-    """The time axis of the series; None where nothing was sampled."""
+    """From the first to the last sample or step; None where nothing was sampled."""
+    window: TimeRange | None
+    """The time axis of the series: while the steps ran that count, warm and not traced."""
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
     gpus: tuple[GpuSummary, ...]
@@ -120,13 +127,16 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
     steps, counters, ranks = data.steps(), data.counters(), data.ranks()
     by_rank = steps.partition_by("rank", "attempt", as_dict=True)
     manifest = manifest_or_none(data.run)
-    spans = training_spans(settled(part) for part in by_rank.values())
-    stats = m.metric_stats(m.training_window(counters, host_windows(spans, ranks)))
+    counted = counted_steps(steps)
+    samples = counted_samples(counters, counted, ranks)
+    stats = m.metric_stats(samples)
     span = time_range(steps, counters)
     marked_by = untrained_boundary(steps)
+    window = counted_time(counted, span)
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,
+        window=window,
         ranks=tuple(
             _rank_summary(row, by_rank.get((row["rank"], row["attempt"]), steps.clear()), stats)
             for row in ranks.iter_rows(named=True)
@@ -140,7 +150,7 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
             _gpu_summary(owner, values) for owner, values in _sorted(stats) if owner[0] == m.GPU
         ),
         missing=missing_sources(data.run, manifest, counters),
-        series=tuple(overview_series(steps, counters, span)) if span and with_series else (),
+        series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),

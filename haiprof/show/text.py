@@ -76,6 +76,22 @@ def moment_text(wall_ns: int | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_ns / NS_PER_S))
 
 
+def steps_text(step_count: int, rank_count: int) -> str:
+    """`"2 ranks · 200 steps each"`; where they differ, `"2 ranks · 401 steps together"`.
+
+    Args:
+        step_count: Of all ranks, of the last attempt of each.
+        rank_count: How many ranks there are.
+    """
+    ranks = count_text(rank_count, "rank")
+    if rank_count < 2:
+        return f"{ranks} · {count_text(step_count, 'step')}"
+    each, rest = divmod(step_count, rank_count)
+    if rest or not each:
+        return f"{ranks} · {count_text(step_count, 'step')} together"
+    return f"{ranks} · {count_text(each, 'step')} each"
+
+
 def count_text(count: int, noun: str) -> str:
     """`"1 rank"`, `"2 ranks"`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -223,11 +222,8 @@ def test_pages_and_pictures_of_a_run_turn_no_text_around(tmp_path: Path) -> None
     assert main(["verdict", str(root), "--svg", str(pages["verdict"])]) == 0
     for kind, path in pages.items():
         page = path.read_text()
-        own = page[page.rfind('<div id="') :] if kind in ("overview", "rank") else page
-        assert "no" in own
-        assert not [mark for mark in ("\u202e", "\x9b", "\u2066") if mark in own], kind
-        if kind in ("overview", "rank"):
-            assert not re.search(r"\\u(?:202e|009b|2066)", own), kind
+        assert "no" in page
+        assert not [mark for mark in ("\u202e", "\x9b", "\u2066") if mark in page], kind
 
 
 # ---- values of a wrong kind, found by mutation ----

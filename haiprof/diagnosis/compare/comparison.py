@@ -11,6 +11,7 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.compared_run import Side
 from haiprof.diagnosis.compare.counters import CounterChange, Load, counter_changes, load_of
 from haiprof.diagnosis.compare.environment import Differs, differences, unknown
+from haiprof.diagnosis.compare.lines import LineChange, line_changes
 from haiprof.diagnosis.compare.step_time import (
     MEAN_STEP,
     Change,
@@ -41,6 +42,10 @@ class Comparison:
     after: Side
     change: Change
     parts: tuple[Part, ...]
+    lines: tuple[LineChange, ...]
+    """Functions of the user's whose time per step changed beyond chance."""
+    no_lines: str
+    """Why they could not be compared."""
     ranks: tuple[RankChange, ...]
     counters: tuple[CounterChange, ...]
     loads: tuple[Load, Load]
@@ -93,12 +98,15 @@ def compare_runs(before: Side, after: Side, *, read_traces: bool = True) -> Comp
             hint="name an earlier run as the baseline, or --baseline last-good",
         )
     change = step_change(before.step_ns, after.step_ns)
+    lines, no_lines = line_changes(before, after, change)
     kernels, why = _kernels(before, after) if read_traces else (None, "left out by --no-traces")
     return Comparison(
         before=before,
         after=after,
         change=change,
         parts=step_parts(before, after, change),
+        lines=lines,
+        no_lines=no_lines,
         ranks=rank_changes(before, after),
         counters=counter_changes(before, after) if not change.unknown else (),
         loads=(load_of(before), load_of(after)),

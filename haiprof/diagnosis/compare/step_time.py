@@ -168,11 +168,11 @@ def _drift(series: Floats) -> float | None:
 
 def _ratio_error(drawn: list[Resampled], logs: list[Floats]) -> Uncertain:
     parts = [(own.median_sd**2, own.freedom) for own in drawn]
-    variance, freedom = _run_spread(logs)
+    variance, freedom = run_spread(logs)
     return Uncertain(parts=(*parts, (2 * variance, freedom)))
 
 
-def _run_spread(logs: list[Floats]) -> tuple[float, float]:
+def run_spread(logs: list[Floats]) -> tuple[float, float]:
     """Variance of the log of one run's median from run to run, and its degrees of freedom."""
     found = [segment_spread(log) for log in logs]
     variance = sum(each for each, _ in found) / len(found)
@@ -222,7 +222,7 @@ def _of_columns(before: Side, after: Side, names: tuple[str, ...], clock: str) -
         return
     logs = [np.log(own[0]) for own in held if own is not None]
     drawn = [resample(log, own[1]) for log, own in zip(logs, held, strict=True) if own is not None]
-    variance, freedom = _run_spread(logs)
+    variance, freedom = run_spread(logs)
     means = names[0] in PAUSES
     for place, name in enumerate(shared):
         values = [float((own.means if means else own.middles)[place]) for own in drawn]

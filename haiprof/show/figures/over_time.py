@@ -20,6 +20,7 @@ from haiprof.show.figures.style import (
     VERMILLION,
     figure_layout,
     series_color,
+    time_unit,
 )
 
 LINE_LIMIT = 8
@@ -39,17 +40,21 @@ def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
         title: First line of the figure; more lines after `<br>`.
         start_ns: Unix time at which the time axis begins.
     """
+    unit, unit_ns = time_unit(grid.typical_ns["step"])
     edges = np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1)
     seconds = (edges - start_ns) / NS_PER_S
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12,
-        subplot_titles=["Step time (ms)", "Phases of a step, mean over ranks (ms)"],
+        subplot_titles=[f"Step time ({unit})", f"Phases of a step, mean over ranks ({unit})"],
     )  # fmt: skip
     draw = _lines if len(grid.ranks) <= LINE_LIMIT else _spread
     for trace in draw(grid, seconds):
         figure.add_trace(trace, row=1, col=1)
     for trace in _areas(grid, seconds):
         figure.add_trace(trace, row=2, col=1)
+    for trace in figure.data:
+        trace.y = np.asarray(trace.y, dtype=np.float32) * np.float32(NS_PER_MS / unit_ns)
+        trace.hovertemplate = trace.hovertemplate.replace(" ms<", f" {unit}<")
     figure.update_layout(**figure_layout(title, height=_HEIGHT_PX))
     for each in figure.layout.annotations:
         each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)

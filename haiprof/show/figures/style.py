@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from haiprof.base.units import NS_PER_MS, NS_PER_S
+
 PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour blindness.
@@ -28,6 +30,13 @@ LEGEND_TOP_PX = 54
 def series_color(index: int) -> str:
     """The colour of the n-th rank, host or GPU; they repeat after eight."""
     return SERIES_COLORS[index % len(SERIES_COLORS)]
+
+
+def time_unit(ns: float | None) -> tuple[str, float]:
+    """(name, in ns) of the unit in which times about so long are easy to read."""
+    if ns is None or NS_PER_MS / 2 <= ns < 2 * NS_PER_S:
+        return "ms", NS_PER_MS
+    return ("s", NS_PER_S) if ns >= NS_PER_S else ("µs", 1e3)
 
 
 def figure_layout(title: str, *, height: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from haiprof.base.local_http import is_allowed
 from haiprof.diagnosis.document import as_document
 from haiprof.show.page.content import time_start_ns
 from haiprof.show.page.page_state import CachedPage
-from haiprof.show.page.render import data_json, plotly_js, served_html, static_text
+from haiprof.show.page.render import data_json, page_js, plotly_js, served_html, static_text
 from haiprof.show.page.step_data import step_data
 from haiprof.show.servers.local_server import FIRST_PAGE, Access
 from haiprof.show.text import printable
@@ -60,7 +60,7 @@ class PageApp:
         self._routes: dict[str, Callable[[Request], Response]] = {
             "/": self._html,
             "/page.css": lambda _: Response(static_text("page.css"), mimetype="text/css"),
-            "/page.js": lambda _: Response(static_text("page.js"), mimetype=_SCRIPT),
+            "/page.js": lambda _: Response(page_js(), mimetype=_SCRIPT),
             "/plotly.js": lambda _: Response(plotly_js(), mimetype=_SCRIPT),
             "/data.json": lambda _: Response(data_json(self._page.shown()), mimetype=_JSON),
             "/summary.json": lambda _: _json(self._page.status()),

@@ -38,6 +38,8 @@ class ComparisonSection:
     figure: go.Figure | None = None
     data: Mapping[str, Any] | None = None
     """As `haiprof compare --json`."""
+    other: RunFrames | None = None
+    """The run that it is compared with."""
 
 
 def comparison_section(
@@ -66,10 +68,13 @@ def comparison_section(
 
 def _part(found: Comparison, why: str) -> ComparisonSection:
     kernels = rows.kernel_table(found, limit=_KERNEL_LIMIT)
-    tables = (rows.part_table(found), rows.rank_table(found), rows.counter_table(found),
-              *([kernels] if kernels else []), rows.around_table(found))  # fmt: skip
+    tables = (rows.part_table(found), rows.line_table(found), rows.rank_table(found),
+              rows.counter_table(found), *([kernels] if kernels else []),
+              rows.around_table(found))  # fmt: skip
     evaluation = rows.evaluation_text(found)
     around = () if found.differs else ("nothing that was recorded around the runs differs",)
+    if found.no_lines:
+        around = (*around, f"lines of code: {found.no_lines}")
     no_kernels = (f"kernels: {found.no_kernels}",) if kernels is None else ()
     same = ("kernels: nothing in the traced steps differs beyond chance",)
     no_kernels = same if kernels is not None and not kernels.rows else no_kernels
@@ -83,4 +88,5 @@ def _part(found: Comparison, why: str) -> ComparisonSection:
         notes=tuple(map(printable, (*caveats(found), *around, *no_kernels, *found.unknown))),
         figure=comparison_picture(found, title=""),
         data=compare_data(found, chosen=why),
+        other=found.before.analyzer,
     )

@@ -21,15 +21,18 @@ from haiprof.show.figures.late_ranks import late_ranks_figure
 from haiprof.show.figures.over_time import over_time_figure
 from haiprof.show.figures.rank_map import PARTS, heat_style
 from haiprof.show.figures.style import FONT, PHASE_COLORS
+from haiprof.show.flame import RunFlames, run_flames
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.comparison import ComparisonSection, comparison_section
 from haiprof.show.page.counter_data import counter_data
 from haiprof.show.page.death_part import DeathPart, death_part
-from haiprof.show.page.step_data import map_data, step_data
+from haiprof.show.page.slow_step import SlowStepPart, slow_step_part
+from haiprof.show.page.step_data import map_data, step_data, traced_times
 from haiprof.show.page.tables import PageTable
 from haiprof.show.page.trace_sections import TraceSections, trace_sections
 from haiprof.show.run_header import RunHeader
-from haiprof.show.split import settled
+from haiprof.show.series import TimeRange
+from haiprof.show.split import counted_steps
 from haiprof.show.summary import OverviewSummary, overview_summary
 
 
@@ -44,6 +47,7 @@ class PageContent:
     nodes: PageTable
     phases: PageTable
     slowest: PageTable
+    slow_step: SlowStepPart | None
     late: PageTable
     collectives: PageTable
     death: DeathPart | None
@@ -54,6 +58,7 @@ class PageContent:
     """Why there is none."""
     snapshots: PageTable | None
     environment: PageTable
+    flames: RunFlames
     comparison: ComparisonSection | None
     """With the run that was asked for."""
     not_measured: tuple[tuple[str, str], ...]
@@ -80,17 +85,19 @@ def page_content(
     verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
     summary = overview_summary(analyzer, with_series=False)
     steps, late = analyzer.steps(), analyzer.lateness()
-    judged = _judged(steps)
+    judged = counted_steps(steps)
     windows, no_windows = parts.trace_files(analyzer.run)
-    compared = baseline and comparison_section(analyzer, baseline, read_traces=read_traces)
+    compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
+    flames = run_flames(analyzer, compared.other if compared else None)
     return PageContent(
         header=summary.run,
         verdict=verdict,
         summary=summary,
         ranks=parts.rank_table(summary),
         nodes=parts.node_table(summary),
-        phases=parts.phase_table(judged),
+        phases=parts.phase_table(judged, verdict.split),
         slowest=parts.slow_table(judged),
+        slow_step=slow_step_part(analyzer, judged),
         late=parts.late_table(late),
         collectives=parts.collective_table(analyzer.collectives()),
         death=death_part(analyzer.files, verdict),
@@ -102,20 +109,15 @@ def page_content(
             analyzer.run, analyzer.files.manifest, analyzer.ranks()
         ),
         not_measured=tuple(by_reason(summary.missing)),
-        comparison=compared or None,
-        data=_data(analyzer, summary, late, compared or None),
+        flames=flames,
+        comparison=compared,
+        data={**_data(analyzer, summary, late, compared), "flame": flames.graph.as_json()},
     )
 
 
 def time_start_ns(summary: OverviewSummary) -> int:
     """Unix time of the first step or sample, from which the figures count seconds."""
     return summary.span.start_ns if summary.span else 0
-
-
-def _judged(steps: pl.DataFrame) -> pl.DataFrame:
-    """Steps of all ranks and attempts that count: warm and not traced."""
-    frames = steps.partition_by("rank", "attempt", maintain_order=True)
-    return pl.concat([steps.clear(), *map(settled, frames)])
 
 
 def _data(
@@ -127,16 +129,25 @@ def _data(
     """What the figures are drawn of."""
     steps, counters = analyzer.steps(), analyzer.counters()
     start_ns = time_start_ns(summary)
-    grid = rank_grid(steps)
+    grid = rank_grid(counted_steps(steps))
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
+        "window": _seconds(summary.window, start_ns),
+        "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
         "map": map_data(grid, start_ns) if grid else None,
         "steps": step_data(steps, start_ns) if grid else None,
         "counters": counter_data(counters, start_ns),
         "hosts": {str(row.rank): row.host for row in summary.ranks},
         "figures": dict(_figures(grid, late, compared, start_ns)),
     }
+
+
+def _seconds(part: TimeRange | None, start_ns: int) -> list[float] | None:
+    """Begin and end on the time axis of the figures."""
+    if part is None:
+        return None
+    return [(ns - start_ns) / NS_PER_S for ns in (part.start_ns, part.end_ns)]
 
 
 def _figures(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,19 +15,24 @@ from typing import TYPE_CHECKING, Any
 from haiprof.base.units import SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
 from haiprof.show.card import cost_text
 from haiprof.show.figures.html_file import write_text
 from haiprof.show.figures.style import PHASES
-from haiprof.show.page.content import PageContent
+from haiprof.show.flame import RunFlames, other_run, run_flames
+from haiprof.show.page.content import PageContent, page_content
 from haiprof.show.page.death_part import MARKS
 from haiprof.show.page.packed_numbers import json_for_script, squeezed
 from haiprof.show.page.run_sections import file_size
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 STATIC = Path(__file__).parent / "static"
+_OVERVIEW = ("verdict", "death", "overview", "ranks", "phases", "counters", "collectives")
+_RANK = ("rank", "lines", "ranks", "phases")
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 14, 60, 220, 720
 # Plotly sets styles on its elements; scripts are those of the page, by their hash.
 _POLICY = (
@@ -59,36 +64,103 @@ class _File:
     link: str
 
 
-def write_report(content: PageContent, path: Path, *, below: Path | None = None) -> Path:
+def write_report(
+    content: PageContent,
+    path: Path,
+    *,
+    below: Path | None = None,
+    only: Collection[str] | None = None,
+) -> Path:
     """Writes the page as one file that opens anywhere; returns its path.
 
     Args:
         content: Of the page.
         path: The file.
         below: The run directory that it is part of; None of a file that the user named.
+        only: Ids of the sections to show; None shows all.
 
     Raises:
         UsageError: The file cannot be written.
     """
-    return write_text(path, report_html(content), below=below)
+    return write_text(path, report_html(content, only=only), below=below)
 
 
-def report_html(content: PageContent) -> str:
-    """The page with plotly, its own script and all numbers inside; it needs no network."""
-    script, plotly = static_text("page.js"), plotly_js()
-    data = squeezed(data_json(content))
-    policy = _POLICY.format(f"'sha256-{_sha256(script)}' 'sha256-{_sha256(plotly)}'")
-    packed = _squeezed_plotly()
-    return _rendered(
-        content,
-        live=False,
-        policy=policy,
-        style=_unescaped(static_text("page.css")),
-        script=_unescaped(script),
-        plotly=_unescaped(packed),
-        data=_unescaped(data),
-        size=bytes_text(len(packed) + len(data)),
+def report_html(
+    content: PageContent, *, only: Collection[str] | None = None, rank: int | None = None
+) -> str:
+    """The page with plotly, its own script and all numbers inside; it needs no network.
+
+    Args:
+        content: Of the page.
+        only: Ids of the sections to show; None shows all.
+        rank: Which rank is shown first; None takes the lowest.
+    """
+    return _rendered(content, only=only, rank=rank, **_inside(content.data, with_plotly=True))
+
+
+def lines_html(flames: RunFlames, header: RunHeader) -> str:
+    """The flame graph alone, as a page that needs no network."""
+    data = {"flame": flames.graph.as_json()}
+    return _template("lines.html").render(
+        header=header,
+        sections=[("lines", "Lines of your code")],
+        flames=flames,
+        version=__version__,
+        **_inside(data, with_plotly=False),
     )
+
+
+def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = None) -> Path:
+    """Writes the flame graph of a run alone; returns its path.
+
+    Args:
+        analyzer: The run.
+        path: The file.
+        baseline: Another run beside it: a directory, or `last-good`.
+
+    Raises:
+        UsageError: The file cannot be written.
+        RunNotFoundError: There is no such run.
+    """
+    flames = run_flames(analyzer, other_run(analyzer, baseline) if baseline else None)
+    header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+    return write_text(path, lines_html(flames, header))
+
+
+def write_overview_page(analyzer: RunFrames, path: Path) -> Path:
+    """Writes the sections of the page about the whole job; returns the path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = page_content(analyzer, read_traces=False)
+    return write_report(content, path, only=_OVERVIEW)
+
+
+def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
+    """Writes the sections of the page that begin with one rank; returns the path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = page_content(analyzer, read_traces=False)
+    return write_text(path, report_html(content, only=_RANK, rank=rank))
+
+
+def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
+    """What a page holds that has no server: its style, its scripts and its numbers."""
+    script, numbers = page_js(), squeezed(json_for_script(data))
+    hashes = [script, plotly_js()] if with_plotly else [script]
+    packed = _squeezed_plotly() if with_plotly else ""
+    return {
+        "live": False,
+        "policy": _POLICY.format(" ".join(f"'sha256-{_sha256(text)}'" for text in hashes)),
+        "style": _unescaped(static_text("page.css")),
+        "script": _unescaped(script),
+        "plotly": _unescaped(packed),
+        "data": _unescaped(numbers),
+        "size": bytes_text(len(packed) + len(numbers)),
+    }
 
 
 def served_html(content: PageContent, link: Link) -> str:
@@ -111,6 +183,11 @@ def static_text(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
 
 
+def page_js() -> str:
+    """The page's own script."""
+    return static_text("flame.js") + static_text("page.js")
+
+
 @cache
 def plotly_js() -> str:
     """Plotly's script, from its package."""
@@ -124,7 +201,15 @@ def _squeezed_plotly() -> str:
     return squeezed(plotly_js())
 
 
-def _rendered(content: PageContent, *, link: Link = lambda _: "", **parts: Any) -> str:  # noqa: ANN401
+def _rendered(
+    content: PageContent,
+    *,
+    link: Link = lambda _: "",
+    only: Collection[str] | None = None,
+    rank: int | None = None,
+    **parts: Any,  # noqa: ANN401
+) -> str:
+    sections = [one for one in _sections(content) if only is None or one[0] in only]
     windows = [
         [_File(name=path.name, size=file_size(path), link=link(path)) for path in files]
         for files in content.windows
@@ -132,10 +217,13 @@ def _rendered(content: PageContent, *, link: Link = lambda _: "", **parts: Any) 
     verdict = content.verdict
     known = content.data["map"]
     rank_count = len(known["ranks"]) if known else 0
-    return _template().render(
+    return _template("page.html").render(
         c=content,
+        header=content.header,
+        chosen_rank=rank,
         windows=windows,
-        sections=list(_sections(content)),
+        sections=sections,
+        shown={name for name, _ in sections},
         split=list(_split(verdict)),
         abstained=_abstained(verdict),
         cost=cost_text(verdict.cost),
@@ -148,8 +236,8 @@ def _rendered(content: PageContent, *, link: Link = lambda _: "", **parts: Any) 
 
 
 @cache
-def _template() -> Template:
-    """The page; everything put into it is escaped, but for the page's own files."""
+def _template(name: str) -> Template:
+    """A page; everything put into it is escaped, but for the page's own files."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
@@ -165,10 +253,11 @@ def _template() -> Template:
         value_text=text.value_text,
         moment_text=text.moment_text,
         count_text=text.count_text,
+        steps_text=text.steps_text,
         duration_text=duration_text,
         bytes_text=bytes_text,
     )
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 def _seen(value: object) -> object:
@@ -197,8 +286,8 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
         yield "comparison", "Comparison"
     yield from (
         ("overview", "Overview"), ("ranks", "Ranks over time"),
-        ("rank", "One rank"), ("phases", "Phases"), ("counters", "Counters"),
-        ("collectives", "Collectives"), ("kernels", "Kernels"),
+        ("rank", "One rank"), ("lines", "Lines of your code"), ("phases", "Phases"),
+        ("counters", "Counters"), ("collectives", "Collectives"), ("kernels", "Kernels"),
     )  # fmt: skip
     if content.traces.functions:
         yield "functions", "Functions"

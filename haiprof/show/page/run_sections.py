@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import polars as pl
@@ -61,19 +61,23 @@ def node_table(summary: OverviewSummary) -> PageTable:
     return text_table("", head, rows, left=("host",))
 
 
-def phase_table(steps: pl.DataFrame) -> PageTable:
-    """Each phase over the steps given: of all ranks, warm and not traced."""
-    whole = float(steps["step_ns"].sum() or 0)
+def phase_table(steps: pl.DataFrame, split: Mapping[str, float | None]) -> PageTable:
+    """Each phase over the steps given: of all ranks, warm and not traced.
+
+    Args:
+        steps: Those steps.
+        split: Of the usual step, as in the verdict: shares are of that everywhere.
+    """
+    whole = sum(ns or 0.0 for ns in split.values())
     rows = []
     for phase in PHASES:
         times, device = steps[f"{phase}_host_ns"], steps[f"{phase}_device_ns"]
         spread = [number(times.quantile(q)) for q in (0.05, 0.5, 0.95)]
-        total = number(times.sum()) if times.count() else None
         rows.append((
-            phase, share_text(total, whole), *map(duration_text, spread),
+            phase, share_text(split.get(phase), whole), *map(duration_text, spread),
             duration_text(number(times.max())), duration_text(number(device.median())),
         ))  # fmt: skip
-    head = ("phase", "share of time", "5 %", "median", "95 %", "longest", "median on the GPU")
+    head = ("phase", "of the usual step", "5 %", "median", "95 %", "longest", "median on the GPU")
     return text_table("", head, rows, left=("phase",))
 
 

@@ -13,6 +13,7 @@ from haiprof.run_analysis.rank_grid import RankGrid
 from haiprof.show.figures.style import PHASES
 from haiprof.show.figures.thinning import gap_starts, thin_points, with_gaps
 from haiprof.show.page.packed_numbers import half_floats, single_floats
+from haiprof.show.series import TimeRange
 
 _POINT_LIMIT = 128_000
 _LEAST_POINTS, _MOST_POINTS = 100, 4000
@@ -30,6 +31,23 @@ def map_data(grid: RankGrid, start_ns: int) -> dict[str, Any]:
         },
         "phases": {phase: half_floats(grid.phase_ns[phase] / NS_PER_MS) for phase in PHASES},
     }
+
+
+def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
+    """When steps were traced, on any rank: stretches that do not touch.
+
+    Args:
+        steps: `Analyzer.steps()`.
+    """
+    traced = steps.filter(pl.col("traced")).sort("start_ns")
+    found: list[TimeRange] = []
+    for start, length in traced.select("start_ns", "step_ns").iter_rows():
+        if found and start <= found[-1].end_ns + length:
+            end = max(found[-1].end_ns, start + length)
+            found[-1] = TimeRange(start_ns=found[-1].start_ns, end_ns=end)
+        else:
+            found.append(TimeRange(start_ns=start, end_ns=start + length))
+    return found
 
 
 def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:

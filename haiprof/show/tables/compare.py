@@ -8,8 +8,10 @@ import polars as pl
 
 from haiprof.base.units import MISSING, duration_text
 from haiprof.diagnosis.compare.comparison import Comparison
+from haiprof.diagnosis.compare.lines import LineChange
 from haiprof.diagnosis.compare.step_time import MEAN_STEP, Change, Part
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
+from haiprof.show.flame import PHASE_TITLES
 from haiprof.show.page.tables import PageTable, page_table, text_table
 from haiprof.show.text import printable, value_text
 from haiprof.trace_analysis.diff_steps import KERNEL, NOTHING
@@ -41,7 +43,16 @@ def _cause(found: Comparison) -> str:
         return ""
     if (grown[0].share_ratio or 0.0) >= _MAIN_RATIO or len(grown) == 1:
         grown = grown[:1]
-    return f", {' and '.join(_makes(part) for part in grown)} of it"
+    return f", {' and '.join(_makes(part) for part in grown)} of it{_place(found)}"
+
+
+def _place(found: Comparison) -> str:
+    """The line that makes most of the difference, where one does."""
+    difference_ns = found.change.difference_ns
+    for one in found.lines[:1]:
+        if one.difference_ns / difference_ns >= _MAIN_RATIO:
+            return f", at {line_name(one)}"
+    return ""
 
 
 def _makes(part: Part) -> str:
@@ -99,6 +110,32 @@ def part_table(found: Comparison) -> PageTable:
         "What a step is made of; dim: not beyond chance", head, rows, left=("", "interval"),
         faint=[number for number, part in enumerate(parts) if not part.is_significant],
     )  # fmt: skip
+
+
+def line_table(found: Comparison) -> PageTable:
+    """Lines of user code whose time per step changed."""
+    rows = [
+        (
+            line_name(one), PHASE_TITLES.get(one.phase, one.phase),
+            duration_text(one.before_ns) if one.before_sample_count else MISSING,
+            duration_text(one.after_ns) if one.after_sample_count else MISSING,
+            _signed_ns(one.difference_ns),
+            f"{_signed_ns(one.low_ns)} to {_signed_ns(one.high_ns)}",
+        )
+        for one in found.lines
+    ]  # fmt: skip
+    head = ("line", "phase", "before", "after", "difference", "interval")
+    return text_table(
+        "Lines of your code whose time per step changed beyond chance", head, rows,
+        left=("line", "phase", "interval"),
+    )  # fmt: skip
+
+
+def line_name(one: LineChange) -> str:
+    """`train.py:24 metric`, with the line in the new run where it is there."""
+    line = one.before_line if one.after_line is None else one.after_line
+    gone = " (before)" if one.after_line is None else ""
+    return printable(f"{one.file.rpartition('/')[2]}:{line} {one.function}{gone}")
 
 
 def rank_table(found: Comparison) -> PageTable:

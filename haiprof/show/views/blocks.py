@@ -63,9 +63,20 @@ def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
     return table
 
 
-def series_block(series: Sequence[Series], span: TimeRange | None) -> RenderableType:
-    """Sparklines on one time axis, scaled from zero to the maximum of its kind (ratios to one)."""
-    axis = f"0 to {duration_text(span.duration_ns)}" if span else ""
+def series_block(
+    series: Sequence[Series], window: TimeRange | None, *, begin: TimeRange | None
+) -> RenderableType:
+    """Sparklines on one time axis, scaled from zero to the maximum of its kind (ratios to one).
+
+    Args:
+        series: One line each.
+        window: The axis.
+        begin: Where the run begins: the axis is named by the time since then.
+    """
+    axis = ""
+    if window and begin:
+        ends = [ns - begin.start_ns for ns in (window.start_ns, window.end_ns)]
+        axis = " to ".join(duration_text(ns) if ns else "0" for ns in ends)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True)
     table.add_column("", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("", no_wrap=True, overflow="ellipsis", max_width=20, style="dim")

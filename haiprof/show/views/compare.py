@@ -16,7 +16,8 @@ from haiprof.show.text import printable
 from haiprof.show.views.blocks import notes_block, one_line, plain_table, section
 
 _STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
-_SHOWN_PARTS, _SHOWN_RANKS, _SHOWN_COUNTERS, _SHOWN_KERNELS, _SHOWN_AROUND = 8, 4, 6, 5, 12
+_SHOWN_PARTS, _SHOWN_LINES, _SHOWN_RANKS, _SHOWN_COUNTERS = 8, 6, 4, 6
+_SHOWN_KERNELS, _SHOWN_AROUND = 5, 12
 
 
 def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
@@ -45,6 +46,7 @@ def _blocks(found: Comparison) -> Iterator[RenderableType]:
     evaluation = rows.evaluation_text(found)
     lines = [Text(evaluation)] if evaluation else []
     yield from _block(rows.part_table(found), _SHOWN_PARTS, *lines)
+    yield from _block(rows.line_table(found), _SHOWN_LINES)
     yield from _block(rows.rank_table(found), _SHOWN_RANKS)
     yield from _block(rows.counter_table(found), _SHOWN_COUNTERS)
     kernels = rows.kernel_table(found, limit=_SHOWN_KERNELS)
@@ -104,6 +106,10 @@ def compare_data(found: Comparison, *, chosen: str = "") -> dict[str, Any]:
              "is_significant": part.is_significant} for part in found.parts
         ],
         "evaluation_ratio": [found.before.evaluation_ratio, found.after.evaluation_ratio],
+        "lines": [
+            {**asdict(one), "difference_ns": one.difference_ns} for one in found.lines
+        ],
+        "no_lines": found.no_lines or None,
         "ranks": [{"rank": one.rank, **asdict(one.change)} for one in found.ranks],
         "counters": [asdict(one) for one in found.counters],
         "load": [asdict(load) for load in found.loads],

@@ -22,7 +22,14 @@ from haiprof.show.summary import (
     Split,
     rank_name,
 )
-from haiprof.show.text import count_text, number_text, printable, share_text, value_text
+from haiprof.show.text import (
+    count_text,
+    number_text,
+    printable,
+    share_text,
+    steps_text,
+    value_text,
+)
 from haiprof.show.views.blocks import (
     header_block,
     missing_block,
@@ -57,7 +64,7 @@ def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
             for _, group in groupby(summary.series, key=lambda s: s.title)
             for line in fold_series(list(group))
         ]
-        parts.append(section("Over time", series_block(series, summary.span)))
+        parts.append(section("Over time", series_block(series, summary.window, begin=summary.span)))
     if summary.reactions:
         lines = [Text(printable(line), overflow="fold") for line in summary.reactions]
         parts.append(section("Noticed", *lines))
@@ -83,9 +90,8 @@ def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
 
 def _header(summary: OverviewSummary) -> RenderableType:
     ranks = {rank.rank for rank in summary.ranks}
-    steps = max((rank.step_count for rank in summary.ranks), default=0)
-    counts = f"{count_text(len(ranks), 'rank')} · {count_text(steps, 'step')}"
-    return header_block(summary.run, counts=counts)
+    last = {rank.rank: rank.step_count for rank in sorted(summary.ranks, key=lambda r: r.attempt)}
+    return header_block(summary.run, counts=steps_text(sum(last.values()), len(ranks)))
 
 
 def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:

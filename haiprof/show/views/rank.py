@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,6 +12,7 @@ from haiprof.base.units import MISSING, NS_PER_S, duration_text, ratio_text, vis
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
+from haiprof.show.series import Series
 from haiprof.show.setting_rows import setting_rows
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseMark
@@ -51,7 +52,7 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.settings is not None:
         parts.append(section("Settings", _settings(summary.settings)))
     if summary.counter_series:
-        parts.append(section("Counters", series_block(summary.counter_series, summary.span)))
+        parts.append(section("Counters", _over_time(summary, summary.counter_series)))
     if summary.missing:
         parts.append(missing_block(summary.missing))
     of_run = [note for note in summary.notes if not note.startswith("rank ")]
@@ -79,8 +80,12 @@ def _identity(summary: OneRankSummary) -> Text:
 def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
     yield section("Middle step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
     yield section("Phases", _phases(summary))
-    yield section("Over time", series_block(summary.phase_series, summary.span))
+    yield section("Over time", _over_time(summary, summary.phase_series))
     yield section("Slowest steps", _slowest(summary))
+
+
+def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
+    return series_block(series, summary.window, begin=summary.span)
 
 
 def _steps_line(summary: OneRankSummary) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from haiprof.base.units import NS_PER_MS
-from haiprof.show.figures.html_file import write_overview_page
 from haiprof.show.figures.run_figures import one_rank_picture, overview_picture
 from haiprof.show.figures.style import PHASE_COLORS
 from haiprof.show.summary import overview_summary
@@ -59,12 +58,6 @@ def test_one_rank_figure_of_a_long_run_is_thinned_and_keeps_the_slow_step(tmp_pa
     area = next(t for t in one_rank_picture(data, 0).data if t.name == "dataloader")
     assert len(area.x) <= 5000
     assert np.nanmax(area.y) == 50.0
-
-
-def test_page_is_self_contained(tmp_path: Path) -> None:
-    page = write_overview_page(two_rank_run(tmp_path / "run"), tmp_path / "o.html").read_text()
-    assert "Plotly.newPlot" in page
-    assert not re.search(r"<script[^>]+src=|<link[^>]+href=", page)
 
 
 def test_figure_title_escapes_the_jobs_name(tmp_path: Path) -> None:

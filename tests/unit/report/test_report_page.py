@@ -20,6 +20,7 @@ from haiprof.show.page.content import page_content
 from haiprof.show.page.packed_numbers import half_floats, json_for_script, on_axis
 from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
+from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import PageParts, parts_of
 
@@ -147,6 +148,53 @@ def test_every_rank_has_its_steps_and_counters(page: PageParts) -> None:
         mine = {numbers["counters"]["panels"][x["panel"]]["title"] for x in lines
                 if x["rank"] == rank and x["own"]}  # fmt: skip
         assert {"CPU of ranks", "GPU utilization", "GPU memory"} <= mine
+
+
+def test_page_opens_on_the_training_and_marks_traced_steps(tmp_path: Path) -> None:
+    run = traced_run(tmp_path, [STEP_NS] * 60)
+    recorded(run, part(run), (20, 25))
+    numbers = parts_of(report_html(page_content(Analyzer(run.root)))).numbers()
+    begin, end = numbers["window"]
+    assert 0 < begin < end <= numbers["span_s"]
+    assert len(numbers["traced"]) == 1
+    assert begin < numbers["traced"][0][0] < numbers["traced"][0][1] < end
+
+
+def test_slowest_step_is_a_timeline_of_ranks(page: PageParts) -> None:
+    lanes = [e for e in page.all("div") if e.attributes.get("role") == "listitem"]
+    names = [str(lane.attributes["aria-label"]) for lane in lanes]
+    assert [name.partition(":")[0] for name in names] == [f"rank {rank}" for rank in range(8)]
+    assert all("forward " in name and "backward " in name for name in names)
+    assert any(e.text.startswith("Step 72: ") for e in page.all("h3"))  # each is 5 times as long
+
+
+def test_every_table_has_a_caption(page: PageParts) -> None:
+    assert len(page.all("caption")) == len(page.all("table")) - len(
+        [e for e in page.all("table") if e.attributes.get("class") == "evidence"]
+    )
+    assert all(e.text for e in page.all("caption"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        (["overview"], {"overview", "ranks", "counters"}, {"lines", "environment"}),
+        (["rank", "3"], {"rank", "lines", "phases"}, {"overview", "counters"}),
+    ],
+)
+def test_overview_and_rank_are_parts_of_the_page(
+    run: Path, tmp_path: Path, words: list[str], shown: set[str], hidden: set[str]
+) -> None:
+    path = tmp_path / "part.html"
+    assert run_command([words[0], str(run), *words[1:], "--html", str(path)]) == 0
+    part = parts_of(path.read_text(encoding="utf-8"))
+    sections = {str(e.attributes["id"]) for e in part.all("section")}
+    assert shown <= sections
+    assert not hidden & sections
+    assert {str(e.attributes["href"])[1:] for e in part.all("a")} <= sections
+    chosen = [e.text for e in part.all("option") if "selected" in e.attributes]
+    assert chosen == (["3"] if words[0] == "rank" else [])
+    assert path.stat().st_size < 2_500_000
 
 
 def test_command_writes_into_the_run_or_where_it_is_told(

@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 from haiprof.base.errors import MissingDataError
-from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS
+from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 from haiprof.cli.output import json_text
 from haiprof.run_analysis.step_frame import STEP_PHASES
-from haiprof.show.figures.style import PHASES
+from haiprof.show.export import view_text
+from haiprof.show.figures.style import PHASES, time_unit
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.summary import overview_summary
-from tests.unit.report.fake_run import empty_run, two_rank_run
+from haiprof.show.text import steps_text
+from haiprof.show.views.overview import overview_view
+from haiprof.show.views.rank import rank_view
+from tests.unit.report.fake_run import START_NS, FakeRun, empty_run, two_rank_run
 
 
 def test_style_phases_are_the_analysis_phases() -> None:
@@ -62,6 +66,62 @@ def test_overview_summary_recorder_left_out_is_the_reason(tmp_path: Path) -> Non
 def test_overview_summary_of_nothing_recorded_is_empty(tmp_path: Path) -> None:
     found = overview_summary(empty_run(tmp_path))
     assert (found.ranks, found.series, found.span) == ((), (), None)
+
+
+def disturbed_run(folder: Path) -> FakeRun:
+    """Two ranks with a slow first step, traced ones, a start-up, and memory that falls to 0."""
+    data = two_rank_run(folder)
+    for row in data.step_rows:
+        if row["step"] == 0:
+            row["forward_host_ns"] = int(str(row["forward_host_ns"])) + 20_000 * NS_PER_MS
+            row["step_ns"] = int(str(row["step_ns"])) + 20_000 * NS_PER_MS
+            row["start_ns"] = int(str(row["start_ns"])) - 20_000 * NS_PER_MS
+        row["traced"] = row["step"] in (100, 101)
+        if row["traced"]:
+            row["backward_host_ns"] = int(str(row["backward_host_ns"])) + 5000 * NS_PER_MS
+            row["step_ns"] = int(str(row["step_ns"])) + 5000 * NS_PER_MS
+    end_ns = max(int(str(row["start_ns"])) + int(str(row["step_ns"])) for row in data.step_rows)
+    for rank in (0, 1):
+        for second, gib in ((-15, 40.0), (60, 0.0)):  # loading a checkpoint; the process ends
+            time_ns = (START_NS if second < 0 else end_ns) + second * NS_PER_S
+            data.add_sample(time_ns, "memory_rss_bytes", gib * BYTES_PER_GIB, source="process",
+                            rank=rank)  # fmt: skip
+    return data
+
+
+def test_no_screen_counts_warm_up_traced_steps_or_the_end_of_a_process(tmp_path: Path) -> None:
+    data = disturbed_run(tmp_path)
+    overview, rank = overview_summary(data), one_rank_summary(data, 1)
+    for found in (*overview.series, *rank.counter_series, *rank.phase_series):
+        if found.title == "step time":
+            longest_ms = 456 if found.label == "rank 0" else 180
+            assert found.max == longest_ms * NS_PER_MS
+        if found.title.startswith("memory of ranks"):
+            assert found.max == found.mean == 1.5 * BYTES_PER_GIB
+            assert all(value in (None, 1.5 * BYTES_PER_GIB) for value in found.values)
+    assert overview.ranks[0].memory_rss_bytes == 1.5 * BYTES_PER_GIB
+    assert not {0, 100, 101} & {slow.step for slow in rank.slowest}
+    assert {stat.phase: stat.max_ns for stat in rank.phases}["backward"] == 80 * NS_PER_MS
+    assert overview.window is not None
+    assert overview.span is not None
+    assert overview.span.start_ns < overview.window.start_ns
+    assert overview.window.end_ns < overview.span.end_ns
+
+
+def test_every_screen_has_the_same_number_of_steps(tmp_path: Path) -> None:
+    assert steps_text(400, 2) == "2 ranks · 200 steps each"
+    assert steps_text(401, 2) == "2 ranks · 401 steps together"
+    assert steps_text(1, 1) == "1 rank · 1 step"
+    data = disturbed_run(tmp_path)
+    for width in (80, 120):
+        text = view_text(overview_view(overview_summary(data), width=width), width=width)
+        assert "2 ranks · 200 steps each" in text
+    assert "200 steps" in view_text(rank_view(one_rank_summary(data, 1)), width=80)
+
+
+def test_times_of_figures_have_a_unit_that_fits() -> None:
+    units = [time_unit(ns)[0] for ns in (None, 90e3, 3e6, 900e6, 30e9)]
+    assert units == ["ms", "µs", "ms", "ms", "s"]
 
 
 def test_overview_summary_is_plain_json(tmp_path: Path) -> None:

@@ -154,9 +154,65 @@
     })));
   }
 
-  /** The whole run, so that figures stand above each other. */
+  /** The time that figures show: while the job trained, or the whole run. */
+  function shownTime() {
+    const whole = byId("whole")?.checked || !data.window;
+    return whole ? [0, data.span_s] : data.window;
+  }
+
+  /** The same for all, so that figures stand above each other. */
   function timeAxis(more) {
-    return axis({ ticksuffix: " s", range: [0, data.span_s], ...more });
+    return axis({ ticksuffix: " s", range: shownTime(), ...more });
+  }
+
+  function isTraced(second) { return data.traced.some(([begin, end]) => begin <= second && second <= end); }
+
+  /** Bands of the steps that torch.profiler slowed down. */
+  function tracedBands(ends = ["x"]) {
+    return ends.flatMap((xref) => data.traced.map(([x0, x1], at) => ({
+      type: "rect", layer: "below", xref, yref: "paper", x0, x1, y0: 0, y1: 1,
+      fillcolor: color("traced"), line: { width: 0 },
+      label: at || xref !== "x" ? {} : { text: "traced", textposition: "top left", font: { size: 10, color: color("dim") } },
+    })));
+  }
+
+  /** The highest value in the time shown; traced steps do not set a scale. */
+  function highest(seconds, values) {
+    const [begin, end] = shownTime();
+    let top = 0;
+    for (let i = 0; i < values.length; i++) {
+      if (values[i] > top && seconds[i] >= begin && seconds[i] <= end && !isTraced(seconds[i])) top = values[i];
+    }
+    return top;
+  }
+
+  /** [name, in ms] of the unit in which such a time is easy to read. */
+  function unitOf(ms) {
+    if (ms >= 2000) return ["s", 1000];
+    return ms < 0.5 ? ["µs", 0.001] : ["ms", 1];
+  }
+
+  // ---- words for those who do not see a figure ----------------------------------------------
+
+  /** One label for the whole figure; the parts of its drawing are not read one by one. */
+  function describe(place, text) {
+    [...place.querySelectorAll("svg")].forEach((svg, at) => {
+      if (at) { svg.setAttribute("aria-hidden", "true"); return; }
+      svg.setAttribute("role", "img");
+      svg.setAttribute("aria-label", text);
+    });
+  }
+
+  const digits = (value) => Number(value.toPrecision(3));
+
+  /** `rank 0 1.2 to 3.4 cores; rank 1 ...` */
+  function rangesOf(traces, unit) {
+    return traces.slice(0, 8).map((trace) => {
+      const known = [...trace.y].filter((v) => !Number.isNaN(v));
+      if (!known.length) return `${trace.name}: no value`;
+      const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
+      return `${trace.name} ${digits(low)} to ${digits(high)} ${unit}`;
+    }).join("; ");
   }
 
   // ---- figures -----------------------------------------------------------------------------
@@ -168,10 +224,12 @@
     if (!figure) { place.hidden = true; return; }
     const { traces, layout: own } = themed(figure, height(place));
     if (place.dataset.figure === "over-time") {
-      for (const key of ["xaxis", "xaxis2"]) own[key].range = [0, data.span_s];
+      for (const key of ["xaxis", "xaxis2"]) own[key].range = shownTime();
+      own.shapes = tracedBands();
     }
     if (traces.some((trace) => trace.name)) nameTraces(place, traces);
     Plotly.react(place, traces, own, CONFIG);
+    describe(place, place.getAttribute("aria-label"));
   }
 
   /** [rank][stretch] of what is chosen, in ms. */
@@ -201,7 +259,7 @@
 
   /** All ranks by their number; one row of a cell's height where there is one alone. */
   function linearRows(ranks) {
-    const many = { type: "linear", tickformat: "d" };
+    const many = { type: "linear", tickformat: "d", tick0: 0, dtick: Math.max(1, Math.ceil(ranks.length / 16)) };
     if (ranks.length > 1) return many;
     return { ...many, autorange: false, range: [ranks[0] + 0.5, ranks[0] - 0.5], dtick: 1 };
   }
@@ -225,11 +283,17 @@
     Plotly.react(place, [trace], layout(height(place), {
       margin: { l: 52, r: narrow ? 4 : 12, t: 30, b: 36 },
       xaxis: timeAxis(),
+      shapes: tracedBands(),
       yaxis: axis({
         autorange: "reversed", title: { text: "rank", standoff: 4 },
         ...(few ? { type: "category", dtick: 1, tickfont: { size: 10 } } : linearRows(map.ranks)),
       }),
     }), CONFIG);
+    const means = rows.map((at) => {
+      const known = [...values[at]].filter((v) => !Number.isNaN(v));
+      return `rank ${map.ranks[at]} ${known.length ? digits(known.reduce((a, b) => a + b, 0) / known.length) : "-"} ms`;
+    });
+    describe(place, `Ranks over time, ${part}: mean of ${means.slice(0, 16).join(", ")}`);
     if (!place.dataset.listens) {
       place.dataset.listens = "1";
       place.on("plotly_click", (event) => choose(String(event.points[0].y)));
@@ -258,19 +322,26 @@
     const time = numbers(steps.time).subarray(first, end);
     const step = numbers(steps.step).subarray(first, end);
     const traces = [];
+    const phases = Object.keys(data.style.phases).map((phase) => numbers(steps.phases[phase]).subarray(first, end));
+    const sums = Float64Array.from(time, (_, i) => phases.reduce((sum, own) => sum + (own[i] || 0), 0));
+    const top = highest(time, sums), [unit, unitMs] = unitOf(top);
+    byId("rank-unit").textContent = unit;
     for (const [phase, tint] of Object.entries(data.style.phases)) {
-      const y = numbers(steps.phases[phase]).subarray(first, end);
-      if (y.every(Number.isNaN)) continue;
+      const known = numbers(steps.phases[phase]).subarray(first, end);
+      if (known.every(Number.isNaN)) continue;
+      const y = known.map((ms) => ms / unitMs);
       traces.push({
         type: "scatter", mode: "lines", name: phase, stackgroup: "step", x: time, y, customdata: step,
         line: { width: 0, color: tint, shape: "hv" }, fillcolor: tinted(tint),
-        hovertemplate: `${phase}: %{y:.4g} ms (step %{customdata:.0f})<extra></extra>`,
+        hovertemplate: `${phase}: %{y:.4g} ${unit} (step %{customdata:.0f})<extra></extra>`,
       });
     }
     nameTraces(place, traces);
     Plotly.react(place, traces, layout(height(place), {
-      hovermode: "x unified", xaxis: timeAxis(), yaxis: axis({ rangemode: "tozero" }),
+      hovermode: "x unified", xaxis: timeAxis(), shapes: tracedBands(),
+      yaxis: axis(top ? { range: [0, (1.05 * top) / unitMs] } : { rangemode: "tozero" }),
     }), CONFIG);
+    describe(place, `Phases of each step of rank ${rank}: ${rangesOf(traces, unit)}`);
   }
 
   const DRAW = { map: drawMap, rank: drawRank };
@@ -331,11 +402,14 @@
         hovertemplate: `${plain(lines[i].name)}: %{y:.4g} ${panel.unit}<extra></extra>`,
       };
     });
+    const tops = traces.map((trace) => highest(trace.x, trace.y));
+    const top = panel.top || 1.05 * Math.max(...tops);
     Plotly.react(box, traces, layout(170, {
       margin: { l: 40, r: 6, t: 8, b: 26 },
-      xaxis: timeAxis({ nticks: 5 }),
-      yaxis: axis({ rangemode: "tozero", nticks: 5, ...(panel.top ? { range: [0, panel.top] } : {}) }),
+      xaxis: timeAxis({ nticks: 5 }), shapes: tracedBands().map((band) => ({ ...band, label: {} })),
+      yaxis: axis({ rangemode: "tozero", nticks: 5, ...(top ? { range: [0, top] } : {}) }),
     }), { ...CONFIG, displayModeBar: false });
+    describe(box, `${panel.title}: ${rangesOf(traces, panel.unit)}`);
   }
 
   function fillPanels(place) {
@@ -393,7 +467,11 @@
   function redraw() {
     for (const [place, how] of drawn) if (place.matches("figure")) how();
     for (const place of document.querySelectorAll(".panels")) fillPanels(place);
+    if (matchMedia("print").matches) drawAll();
   }
+
+  /** Paper has no scrolling: what was not looked at is drawn, too. */
+  function drawAll() { for (const place of [...waiting.keys()]) draw(place); }
 
   // ---- choosing ----------------------------------------------------------------------------
 
@@ -437,7 +515,47 @@
     showRank();
   }
 
+  // ---- sorting tables ----------------------------------------------------------------------
+
+  const SIZES = {
+    ns: 1, "µs": 1e3, ms: 1e6, s: 1e9, min: 6e10, h: 3.6e12, B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40,
+  };
+
+  /** What a cell is sorted by: its number in its unit, or its text; what is missing is last. */
+  function keyOfCell(cell) {
+    const text = cell.textContent.trim();
+    const found = /^([+−-]?\d+(?:\.\d+)?)\s*([^\s/]*)/.exec(text);
+    if (!found) return [/^(–|-|)$/.test(text) ? 2 : 1, text];
+    return [0, Number(found[1].replace("−", "-")) * (SIZES[found[2]] || 1)];
+  }
+
+  function compareKeys([kind, value], [otherKind, other], sign) {
+    if (kind !== otherKind) return kind === 2 || otherKind === 2 ? kind - otherKind : sign * (kind - otherKind);
+    return sign * (kind === 0 ? value - other : value.localeCompare(other, undefined, { numeric: true }));
+  }
+
+  function sortBy(table, column, head) {
+    const down = head.getAttribute("aria-sort") === "descending";
+    for (const each of table.tHead.rows[0].cells) each.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "ascending" : "descending");
+    const rows = [...table.tBodies[0].rows].map((row) => [keyOfCell(row.cells[column]), row]);
+    rows.sort(([a], [b]) => compareKeys(a, b, down ? 1 : -1));
+    table.tBodies[0].append(...rows.map(([, row]) => row));
+  }
+
+  function makeSortable(table) {
+    if (!table.tHead || table.tBodies[0].rows.length < 2) return;
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      if (!head.textContent.trim()) return;
+      const button = element("button", head.textContent, "sort");
+      button.type = "button";
+      button.addEventListener("click", () => sortBy(table, column, head));
+      head.replaceChildren(button);
+    });
+  }
+
   function listen() {
+    byId("whole")?.addEventListener("change", redraw);
     for (const id of ["part", "rows"]) {
       byId(id)?.addEventListener("change", () => again(document.querySelector('[data-figure="map"]')));
     }
@@ -452,7 +570,7 @@
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     matchMedia("print").addEventListener("change", redraw);
-    addEventListener("beforeprint", () => { for (const place of [...waiting.keys()]) draw(place); });
+    addEventListener("beforeprint", drawAll);
   }
 
   // ---- while the job runs ------------------------------------------------------------------
@@ -481,7 +599,10 @@
   async function start() {
     try {
       if (!globalThis.DecompressionStream) throw new Error("figures need a browser of 2023 or newer");
-      [data] = await Promise.all([loadData(), loadPlotly()]);
+      data = await loadData();
+      document.querySelectorAll("main table").forEach(makeSortable);
+      for (const place of document.querySelectorAll("[data-flame]")) drawFlame(place, data.flame);
+      if (byId("plotly")) await loadPlotly();
       listen();
       for (const place of document.querySelectorAll("figure.plot")) {
         place.style.minHeight = `${height(place)}px`;
@@ -489,7 +610,8 @@
         watch(place, () => how(place));
       }
       if (byId("chooser")) showRank();
-      fillPanels(document.querySelector('[data-panels="all"]'));
+      const panels = document.querySelector('[data-panels="all"]');
+      if (panels) fillPanels(panels);
       document.documentElement.dataset.ready = "1";
     } catch (error) {
       byId("problem").hidden = false;
