@@ -20,7 +20,8 @@ from haiprof.show.views.blocks import one_line, plain_table
 JOBS, RANKS, RANK = "jobs", "ranks", "rank"
 UP, DOWN, ENTER, BACK, QUIT = "up", "down", "enter", "back", "quit"
 _BAR, _LINE = 10, 12
-_HEAD_LINES = 7
+_JOB, _JOB_LINES = 12, 4
+_HEAD_LINES = 9
 _STALL_STEPS, _STALL_NS = 5, 10e9
 _COUNTER_NAMES = {
     "cpu_cores": "cores, with its workers",
@@ -107,10 +108,12 @@ def _no_keys(_: str, __: str) -> list[Text]:
 
 def _jobs(jobs: Sequence[JobNow], selection: Selection, height: int, colored: bool) -> Table:
     table = _table("job", "ranks", "step", "each", "split", "cores", "gpu", "last steps")
-    for at in _shown(len(jobs), selection.job, height - 4):
+    names = table.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", _JOB  # numbers stay whole
+    for at in _shown(len(jobs), selection.job, (height - 4) // _JOB_LINES):
         job = jobs[at]
         table.add_row(
-            one_line(job.id),
+            printable(job.id),
             _ranks_text(job),
             _step(job.step, all(r.step_is_exact for r in job.ranks)),
             duration_text(job.step_ns),
@@ -124,9 +127,10 @@ def _jobs(jobs: Sequence[JobNow], selection: Selection, height: int, colored: bo
 
 
 def _head(job: JobNow, colored: bool) -> list[RenderableType]:
-    title = Text(no_wrap=True, overflow="ellipsis")
-    title.append(printable(job.name), style="bold")
-    title.append(f"  {job.id}  {duration_text(job.elapsed_ns)}", style="dim")
+    title = Text(overflow="fold")
+    title.append(printable(job.id), style="bold")
+    title.append("" if job.id.startswith(job.name) else f"  {printable(job.name)}")
+    title.append(f"  {duration_text(job.elapsed_ns)}", style="dim")
     if not job.running:
         title.append("  ended", style="yellow")
     summary = f"{_ranks_text(job)} ranks  "
@@ -135,7 +139,7 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
         f"{duration_text(job.step_ns)} each  {_number(_total(job.ranks, 'cpu_cores'))} cores  "
     )
     summary += f"GPU {ratio_text(_average(job.ranks, 'utilization_ratio'))}"
-    verdict = Text(printable(job.verdict or "no verdict yet"), no_wrap=True, overflow="ellipsis")
+    verdict = Text(printable(job.verdict or "no verdict yet"))
     verdict.stylize("bold" if job.verdict else "dim")
     return [title, Text(summary), _legend(job.split, colored), verdict, *_warnings(job)]
 
@@ -271,10 +275,10 @@ def _line(times_ns: Sequence[int]) -> str:
 
 
 def _legend(split: dict[str, float | None], colored: bool) -> Text:
-    line = Text(no_wrap=True, overflow="ellipsis")
+    line = Text(overflow="fold")
     for phase in PHASES:
         if split.get(phase) is not None:
             mark = filling(phase, colored=colored) if colored else FILLINGS[phase]
             line.append(mark, style=PHASE_COLORS.get(phase, ""))
-            line.append(f" {phase} {ratio_text(split[phase])}  ")
+            line.append(f" {phase} {ratio_text(split[phase])} ")
     return line
