@@ -6,7 +6,7 @@ import haiprof
 from haiprof.base.options import OPTIONS
 from haiprof.cli.names import COMMANDS
 
-PUBLIC = ["Analyzer", "TraceAnalysis", "__version__"]
+PUBLIC = ["Analyzer", "TraceAnalysis", "__version__", "step"]
 ANALYZER = [
     "bursts",
     "counters",

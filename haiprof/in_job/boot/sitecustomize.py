@@ -19,8 +19,9 @@ _OWNER, _, _RUN = next((e for e in sys.path if e.startswith(_HERE + "/@")), "")[
 class _TorchWatch:
     """A finder for torch: the real spec, with a step added after its import.
 
-    And for haiprof, where the job's Python has none: what its haiprof.step() needs. It stays on sys.meta_path for good: taking it out would make an import that is under way in
-    another thread skip a finder.
+    And for haiprof, where the job's Python has none: what its haiprof.step() needs. It stays on
+    sys.meta_path for good: taking it out would make an import that is under way in another thread
+    skip a finder.
     """
 
     done = False

@@ -129,10 +129,10 @@ def test_forward_in_eval_mode_is_training_where_a_backward_follows() -> None:
     assert len(found.evaluation_start_ns) == 1
 
 
-def test_rank_that_only_evaluates_has_no_steps() -> None:
+def test_rank_that_only_evaluates_has_a_step_per_batch() -> None:
     found = cut("D E D E D N END")
-    assert not len(found.steps.start_ns)
-    assert len(found.evaluation_start_ns) == 1
+    assert len(found.steps.start_ns) == 3
+    assert not len(found.evaluation_start_ns)
 
 
 def test_closure_counts_forward_and_backward_apart_from_the_optimizer() -> None:

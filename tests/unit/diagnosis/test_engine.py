@@ -170,8 +170,16 @@ def test_verdict_of_a_run_without_ranks_says_why(root: Path) -> None:
 
 
 def test_verdict_of_an_evaluation_says_so(root: Path) -> None:
-    write_rank(write_run(root), spans_of("D E D E END"))
+    write_rank(write_run(root), spans_of("D E END"))
     assert "only evaluated" in diagnose(Analyzer(root)).headline
+
+
+def test_verdict_says_what_steps_are_without_an_optimizer(root: Path) -> None:
+    write_rank(write_run(root), spans_of("D E " * 30 + "END"))
+    verdict = diagnose(Analyzer(root))
+    assert verdict.step_count == 30
+    assert verdict.notes[0] == "steps begin with the loader's batches: no optimizer seen"
+    assert not {"backward", "optimizer"} & {what for what, _ in verdict.not_measured}
 
 
 def test_verdict_counts_pauses_and_saves(root: Path) -> None:
