@@ -62,6 +62,5 @@ PRICES: Mapping[str, Price] = {
     "deterministic": Price(least=1.00, most=1.02, phases=MODEL),
     "mkldnn_convolutions": Price(least=2.07, most=2.07, phases=MODEL),
     "find_unused_parameters": Price(least=1.06, most=1.36, phases=MODEL),
-    "distributed_detail": Price(least=1.0, most=1.0, phases=MODEL),
 }
 """Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
