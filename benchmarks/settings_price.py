@@ -9,6 +9,8 @@ short operators, where Python and the dispatcher take the time; `large` has few 
 computing does; `convolutions` has those. A rule goes by the least of a setting's prices. More
 threads than cores have no price of their own: beside neighbours on the same cores it is even
 faster (threads that are too many sleep at a barrier, others spin there), and no rule goes by it.
+TORCH_DISTRIBUTED_DEBUG=DETAIL has none either: gloo with DistributedDataParallel ends in a
+segmentation fault then (torch 2.13.0+cpu).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -188,47 +191,42 @@ def kinds_of_work(rounds: int, only: str) -> None:
             row("gc.collect() each step", kind, "the step", "CPU", found)
 
 
-def parallel_main(kind: str, find_unused: bool) -> None:
-    """One rank of two: prints seconds per step of forward and backward."""
+def parallel_main(rounds: int) -> None:
+    """One rank of two: models that differ by one argument take turns in one process."""
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
-    job = make_job(kind)
-    model = nn.parallel.DistributedDataParallel(job.model, find_unused_parameters=find_unused)
-    job = Job(model, job.batch, job.optimizer)
-    for _ in range(5):
-        job.model_work()
-    taken = []
-    for _ in range(100 if kind == "small" else 30):
-        began = time.perf_counter()
-        job.model_work()
-        taken.append(time.perf_counter() - began)
-    if torch.distributed.get_rank() == 0:
-        print(statistics.median(taken))
+    for kind, count in (("small", 30), ("large", 10)):
+        base, other = parallel_job(kind), parallel_job(kind, find_unused_parameters=True)
+        found = []
+        for _ in range(rounds):
+            plain = counted(base.model_work, count)
+            found.append(counted(other.model_work, count) / plain)
+        if torch.distributed.get_rank() == 0:
+            row("find_unused_parameters", kind, "forward and backward", "CPU", found)
     torch.distributed.destroy_process_group()
 
 
-def run_parallel(kind: str, *, find_unused: bool = False, debug: str = "OFF") -> float:
-    """Seconds of forward and backward of two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", __file__, "--rank-of", kind]  # fmt: skip
-    command += ["--find-unused"] if find_unused else []
-    environ = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": debug, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+def parallel_job(kind: str, **more: Any) -> Job:
+    """A job whose model is wrapped."""
+    job = make_job(kind)
+    return Job(nn.parallel.DistributedDataParallel(job.model, **more), job.batch, job.optimizer)
 
 
-def parallel(rounds: int, only: str) -> None:
+def counted(work: Callable[[], None], count: int) -> float:
+    """CPU seconds of so many calls, the same on all ranks; one more call comes before."""
+    work()
+    began = time.process_time()
+    for _ in range(count):
+        work()
+    return time.process_time() - began
+
+
+def parallel(rounds: int) -> None:
     """What concerns DistributedDataParallel: two ranks on this machine, gloo."""
-    table = (
-        ("find_unused_parameters", {"find_unused": True}),
-        ("TORCH_DISTRIBUTED_DEBUG=DETAIL", {"debug": "DETAIL"}),
-    )
-    for name, other in table:
-        if only and only not in name:
-            continue
-        for kind in ("small", "large"):
-            found = [run_parallel(kind, **other) / run_parallel(kind) for _ in range(rounds)]
-            row(name, kind, "forward and backward", "elapsed", found)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node", "2", __file__, "--as-rank", "--rounds", str(rounds)]  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environ, check=True)
 
 
 def main() -> None:
@@ -236,11 +234,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="")
-    parser.add_argument("--rank-of", default="")
-    parser.add_argument("--find-unused", action="store_true")
+    parser.add_argument("--as-rank", action="store_true", help="of the two that it starts itself")
     chosen = parser.parse_args()
-    if chosen.rank_of:
-        parallel_main(chosen.rank_of, chosen.find_unused)
+    if chosen.as_rank:
+        parallel_main(chosen.rounds)
         return
     cores = len(os.sched_getaffinity(0))
     print("# What settings cost\n")
@@ -252,7 +249,8 @@ def main() -> None:
     torch.set_num_threads(1)
     switches(chosen.rounds, chosen.only)
     kinds_of_work(chosen.rounds, chosen.only)
-    parallel(max(chosen.rounds // 3, 1), chosen.only)
+    if not chosen.only or chosen.only in "distributed":
+        parallel(chosen.rounds)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class RootDescriber:
     def __call__(self, module: Any) -> dict[str, Any] | None:
         """The line of a module with parameters; None for one without."""
         try:
-            parameters = list(own_or_plain(module, "parameters"))
-            module_count = sum(1 for _ in own_or_plain(module, "modules"))
+            parameters = list(_own_or_plain(module, "parameters"))
+            module_count = sum(1 for _ in _own_or_plain(module, "modules"))
         except Exception:  # a module of its own kind: it is a root, and nothing is known of it
             parameters, module_count = [module], None
         if not parameters:
@@ -112,7 +112,7 @@ def _autocast_dtype() -> str | None:
         return None
 
 
-def own_or_plain(module: Any, name: str) -> Any:
+def _own_or_plain(module: Any, name: str) -> Any:
     """What a method of Module itself gives, whatever a subclass has made of that name."""
     torch = sys.modules.get("torch")
     method = getattr(torch.nn.Module, name) if torch is not None else getattr(type(module), name)

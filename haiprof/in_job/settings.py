@@ -118,7 +118,8 @@ class Settings:
         counts["look"] += 1
         counts["anomaly"] += _flag("is_anomaly_enabled")() is True
         counts["profiler"] += self._profiles()
-        counts["no_sync"] += any(_is_unsynchronised(model) for model in self._models())
+        if _is_distributed():  # else the job's objects are left alone
+            counts["no_sync"] += any(_is_unsynchronised(model) for model in self._models())
 
     def seen_line(self) -> dict[str, Any]:
         """The counts so far; see `run_format.setting_lines.SEEN_FIELDS`."""

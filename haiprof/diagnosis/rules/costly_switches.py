@@ -100,7 +100,6 @@ _SWITCHES = (
         does="each collective is checked against those of all ranks first",
         is_on=lambda settings: settings.flags.get("distributed_debug") == "DETAIL",
         concerns=_has_ranks,
-        price="distributed_detail",
     ),
     _Switch(
         name="tracemalloc",
