@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 HISTORY_RATIO = 0.9
@@ -21,6 +21,7 @@ _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
 _FIRST_COUNT, _OFTEN_COUNT = 16, 80
 """So many readings of every step, and then of one a second."""
 _TENSOR_LIMIT = 8
+_CONTAINERS = (list, tuple, dict)
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a root module was called with."""
@@ -119,7 +120,13 @@ class GpuMemory:
 
     def largest_json(self) -> dict[str, Any] | None:
         """The largest batch that went through, as plain JSON values."""
-        return None if self.largest is None else asdict(self.largest)
+        found = self.largest
+        if found is None:
+            return None
+        return {
+            "shapes": plain_shapes(found.shapes), "step": found.step,
+            "start_bytes": found.start_bytes, "peak_bytes": found.peak_bytes,
+        }  # fmt: skip
 
     def history_is_the_jobs(self) -> bool:
         """Whether the job records the allocator's history itself: it may be of any length."""
@@ -150,6 +157,11 @@ class GpuMemory:
         self._lines.append({**line, "state": "recorded", "entries": HISTORY_ENTRIES})
 
 
+def plain_shapes(shapes: Shapes) -> list[list[int]]:
+    """Shapes as plain JSON values; torch's own are tuples, some with symbols in them."""
+    return [[size for size in shape if type(size) is int] for shape in shapes]
+
+
 def input_shapes(
     args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type
 ) -> tuple[Shapes, int]:
@@ -162,23 +174,27 @@ def input_shapes(
     """
     shapes: list[tuple[int, ...]] = []
     count = 0
-    for value in _values(args, kwargs):
-        if isinstance(value, tensor) and not getattr(value, "is_nested", False):
-            shapes.append(tuple(value.shape))  # type: ignore[attr-defined]
-            count += value.numel()  # type: ignore[attr-defined]
-            if len(shapes) == _TENSOR_LIMIT:
-                break
-    return tuple(shapes), count
-
-
-def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Mapping):
-            yield from list(value.values())[:_TENSOR_LIMIT]
-        elif isinstance(value, list | tuple):
-            yield from value[:_TENSOR_LIMIT]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, tensor):
+            parts: Any = (value,)
+        elif isinstance(value, _CONTAINERS):
+            parts = [*(value.values() if isinstance(value, dict) else value)][:_TENSOR_LIMIT]
         else:
-            yield value
+            continue
+        for part in parts:
+            if not isinstance(part, tensor):
+                continue
+            try:
+                shape: Any = part.shape  # type: ignore[attr-defined]
+                size = part.numel()  # type: ignore[attr-defined]
+            except RuntimeError:  # a nested tensor has no shape
+                continue
+            if type(size) is int:  # a jagged one has symbols
+                shapes.append(shape)
+                count += size
+            if len(shapes) == _TENSOR_LIMIT:
+                return tuple(shapes), count
+    return tuple(shapes), count
 
 
 def _limit_bytes(cuda: Any, device: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.frames import line_of, read_stacks, why_not_safe
-from haiprof.in_job.gpu_memory import GpuMemory
+from haiprof.in_job.gpu_memory import GpuMemory, plain_shapes
 from haiprof.in_job.identity import named_rank, restart
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
@@ -108,7 +108,7 @@ class OutOfMemory:
             "wall_ns": time.time_ns(), "device": device, "requested_bytes": requested,
             "limit_bytes": limit, "device_free_bytes": free,
             "step": self._describe().get("step") if self._memory.batch else None,
-            "batch": self._memory.batch,
+            "batch": plain_shapes(self._memory.batch),
             "largest": self._memory.largest_json(),
         }  # fmt: skip
         for name, part in (

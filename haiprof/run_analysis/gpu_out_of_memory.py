@@ -88,17 +88,13 @@ class GpuOutOfMemory:
     @property
     def fragmented(self) -> bool | None:
         """Whether the request would have fitted into what was free, were that in one piece."""
-        free, largest = self.free_cached_bytes, self.largest_free_bytes
-        if None in (self.requested_bytes, free, largest, self.reserved_bytes, self.limit_bytes):
+        known = (self.requested_bytes, self.free_cached_bytes, self.largest_free_bytes,
+                 self.reserved_bytes, self.limit_bytes)  # fmt: skip
+        if None in known:
             return None
-        wanted, left = (
-            self.requested_bytes or 0,
-            (self.limit_bytes or 0) - (self.reserved_bytes or 0),
-        )
-        device = max(
-            min(left, left if self.device_free_bytes is None else self.device_free_bytes), 0
-        )
-        free, largest = free or 0, largest or 0
+        wanted, free, largest, reserved, limit = (size or 0 for size in known)
+        left = max(limit - reserved, 0)
+        device = left if self.device_free_bytes is None else min(left, self.device_free_bytes)
         return largest < wanted <= free + device and device < wanted
 
     @property
