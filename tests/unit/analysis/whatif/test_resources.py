@@ -56,9 +56,14 @@ def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None
     assert none == (60 + 6 * 40) / 6 * MS
 
 
-def test_workers_that_are_ahead_show_no_pace_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("poll_ms", [0.1, 3])
+def test_workers_that_are_ahead_show_no_pace_and_that_is_said(
+    tmp_path: Path, poll_ms: float
+) -> None:
     ready = [one for one in loads(60, 40) if one["name"] != WORKERS]
-    ready += [event(WORKERS, "user_annotation", number * 100 * MS, 0.1 * MS) for number in range(6)]
+    ready += [
+        event(WORKERS, "user_annotation", number * 100 * MS, poll_ms * MS) for number in range(6)
+    ]
     (row,) = analysis(tmp_path, [ready]).what_if(faster_operator("aten::mm", 2)).rows(named=True)
     assert row["ahead_count"] == 1
     assert row["predicted_step_ns"] == 80_000_000
