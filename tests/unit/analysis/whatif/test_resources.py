@@ -51,9 +51,9 @@ def test_faster_operators_do_not_make_workers_faster(tmp_path: Path) -> None:
 def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None:
     found = analysis(tmp_path, [loads(60, 40)])
     half, none = predicted(found, faster_loader(2), faster_loader())
-    # The first batch is there after 60 ms; then one every 50 ms, or as fast as training is.
-    assert half == round((60 + 5 * 50 + 40) / 6 * MS - 0.5)
-    assert none == (60 + 6 * 40) / 6 * MS
+    # The first batch is there after 30 ms; then one every 50 ms, or as fast as training is.
+    assert half == round((30 + 5 * 50 + 40) / 6 * MS - 0.5)
+    assert none == 40 * MS
 
 
 @pytest.mark.parametrize("poll_ms", [0.1, 3])
