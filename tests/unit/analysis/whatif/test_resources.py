@@ -56,13 +56,14 @@ def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None
     assert none == 40 * MS
 
 
-@pytest.mark.parametrize("poll_ms", [0.1, 3])
+@pytest.mark.parametrize("poll_ms", [0.1, 3, 8])
 def test_workers_that_are_ahead_show_no_pace_and_that_is_said(
     tmp_path: Path, poll_ms: float
 ) -> None:
     ready = [one for one in loads(60, 40) if one["name"] != WORKERS]
     ready += [
-        event(WORKERS, "user_annotation", number * 100 * MS, poll_ms * MS) for number in range(6)
+        event(WORKERS, "user_annotation", number * 100 * MS, poll * MS)
+        for number, poll in enumerate((poll_ms, poll_ms, 0.1, poll_ms, 0.1, 0.1))
     ]
     (row,) = analysis(tmp_path, [ready]).what_if(faster_operator("aten::mm", 2)).rows(named=True)
     assert row["ahead_count"] == 1
