@@ -10,7 +10,7 @@ from statistics import median
 import polars as pl
 
 from haiprof.trace_analysis.clocks import CLOCKS_AGREE_NS, SURE_FACTOR, clock_offsets, is_sure
-from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, collective_kernels
+from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, ON_CPU, collective_kernels
 from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
 from haiprof.trace_format.merge.inputs import TraceInput
@@ -125,7 +125,8 @@ def _offsets(
         for rank, rows in zip(inputs, found, strict=True)
     ]
     empty = pl.DataFrame(schema={"rank": pl.Int64, **KERNELS_SCHEMA})
-    return clock_offsets(match_collectives(pl.concat([empty, *frames])))
+    on_gpus = pl.concat([empty, *frames]).filter(pl.col("device").ne_missing(ON_CPU))
+    return clock_offsets(match_collectives(on_gpus))  # gloo's threads end them ms apart
 
 
 def _corrections(

@@ -39,6 +39,8 @@ _ELEMENT_BYTES = {
     "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
 }  # fmt: skip
 
+ON_CPU = -1
+"""Device of collectives that gloo or MPI run on the CPU."""
 KERNELS_SCHEMA = {
     "event": pl.Int64,
     "step": pl.Int64,
@@ -61,7 +63,7 @@ KERNELS_SCHEMA = {
 
 
 def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) -> pl.DataFrame:
-    """Communication kernels of a rank, by start.
+    """Communication kernels of a rank, by start; without any, its collectives on the CPU.
 
     Args:
         trace: One rank's.
@@ -108,7 +110,7 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     base = clock_base_ns(trace)
     named = marked.with_columns(
         kind=pl.col("name").map_elements(kind_of, return_dtype=pl.String),
-        device=pl.lit(-1), stream=pl.lit(-1), world_size=pl.lit(trace.world_size, pl.Int64),
+        device=pl.lit(ON_CPU), stream=pl.lit(-1), world_size=pl.lit(trace.world_size, pl.Int64),
         start_ns=pl.col("ts_ns") + base, end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
     )  # fmt: skip
     empty = pl.DataFrame(schema=KERNELS_SCHEMA)

@@ -176,7 +176,8 @@ def _points(
         marks.append((found.tid, MARK, found.begin_ns.tolist()))
         marks.append((found.tid, DONE, found.end_ns.tolist()))
     if batches is not None:
-        marks.append((WORKERS_TID, MARK, batches.ready_ns.tolist()))
+        # They worked on the first batch from before the window on.
+        marks.append((WORKERS_TID, MARK, [window[0], *batches.ready_ns.tolist()]))
     marked = (
         pl.DataFrame(marks, schema=["tid", "role", "time_ns"], orient="row")
         .explode("time_ns")

@@ -22,6 +22,9 @@ WORKERS_TID = -2
 """Stands for the workers among the threads of a replay; threads of the system count from 0."""
 WAITED_NS = 300_000
 """A batch that lies ready is out of the queue sooner: polling and unpickling take 50 to 200 us."""
+WAITED_RATIO = 0.05
+"""And a wait is at least this share of a step, and all waits of the window: on a busy machine
+polling itself takes milliseconds, and workers that are ahead would be taken for the limit."""
 BUSY_BATCHES = 8
 """Between two waits that are further apart the workers may have had nothing to do: their queue
 holds prefetch_factor batches of each, by default 2, and a trace does not say of how many."""
@@ -59,9 +62,11 @@ def worker_batches(
     marks = _marks(trace, window, main_tid)
     asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()
     taken = _first_operator(trace, main_tid, asked, ends)
-    waited = taken - asked > WAITED_NS
+    step = float(np.median(np.diff(asked))) if len(asked) > 1 else 0.0
+    waited = taken - asked > max(WAITED_NS, WAITED_RATIO * step)
+    lost_ns = int((taken - asked)[waited].sum())
     ready = _ready(taken, waited)
-    if ready is None:
+    if ready is None or lost_ns < WAITED_RATIO * (window[1] - window[0]):
         return None, not marks.is_empty()
     return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
 

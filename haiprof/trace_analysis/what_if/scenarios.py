@@ -52,9 +52,10 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
         found += [faster_launches(SPEEDUP), *_kernels(analysis.kernel_breakdown(steps))]
     found += _operators(operators)
     if len(analysis.files) > 1:
+        late = _late_ranks(analysis, steps)
         found.append(rank_as_others())
-        if has_gpu:
-            found += [faster_network(SPEEDUP), *_late_ranks(analysis, steps)]
+        if has_gpu or late:
+            found += [faster_network(SPEEDUP), *late]
     return found
 
 

@@ -51,14 +51,20 @@ def test_faster_operators_do_not_make_workers_faster(tmp_path: Path) -> None:
 def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None:
     found = analysis(tmp_path, [loads(60, 40)])
     half, none = predicted(found, faster_loader(2), faster_loader())
-    # The first batch is there after 60 ms; then one every 50 ms, or as fast as training is.
-    assert half == round((60 + 5 * 50 + 40) / 6 * MS - 0.5)
-    assert none == (60 + 6 * 40) / 6 * MS
+    # The first batch is there after 30 ms; then one every 50 ms, or as fast as training is.
+    assert half == round((30 + 5 * 50 + 40) / 6 * MS - 0.5)
+    assert none == 40 * MS
 
 
-def test_workers_that_are_ahead_show_no_pace_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("poll_ms", [0.1, 3, 8])
+def test_workers_that_are_ahead_show_no_pace_and_that_is_said(
+    tmp_path: Path, poll_ms: float
+) -> None:
     ready = [one for one in loads(60, 40) if one["name"] != WORKERS]
-    ready += [event(WORKERS, "user_annotation", number * 100 * MS, 0.1 * MS) for number in range(6)]
+    ready += [
+        event(WORKERS, "user_annotation", number * 100 * MS, poll * MS)
+        for number, poll in enumerate((poll_ms, poll_ms, 0.1, poll_ms, 0.1, 0.1))
+    ]
     (row,) = analysis(tmp_path, [ready]).what_if(faster_operator("aten::mm", 2)).rows(named=True)
     assert row["ahead_count"] == 1
     assert row["predicted_step_ns"] == 80_000_000
