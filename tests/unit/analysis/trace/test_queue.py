@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from haiprof.trace_analysis.queue import full_queue, queue_length, queue_length_summary
@@ -86,6 +86,8 @@ def least_means(series: pl.DataFrame) -> dict[int, float]:
 def test_queue_equals_brute_force_and_is_never_negative(
     launches: list[tuple[int, int, int]],
 ) -> None:
+    early = sum(max(at + delay, 0) < at for at, delay, _ in launches)
+    assume(early < 3)  # more are the GPU's clock behind the host's: times are moved
     events = []
     for number, (at, delay, stream) in enumerate(launches, start=1):
         events += [
