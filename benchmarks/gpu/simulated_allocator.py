@@ -58,7 +58,7 @@ class Allocator:
         self.history: list[dict[str, Any]] | None = None
         self._entries = 0
         self._next = 0x7F0000000000
-        self.peak = self.retries = self.failures = 0
+        self.peak = self.retries = self.failures = self.made = 0
 
     @property
     def allocated(self) -> int:
@@ -92,6 +92,7 @@ class Allocator:
         block = block or self._find(size, small)
         assert block is not None
         block.used, block.requested, block.frames = True, requested, self._frames()
+        self.made += 1
         self._note("alloc", size, block.address)
         self.peak = max(self.peak, self.allocated)
         return block
@@ -150,6 +151,7 @@ class Allocator:
             "allocated_bytes.all.current": self.allocated, "allocated_bytes.all.peak": self.peak,
             "reserved_bytes.all.current": self.reserved, "num_alloc_retries": self.retries,
             "inactive_split_bytes.all.current": split, "num_ooms": self.failures,
+            "allocation.all.allocated": self.made,
         }  # fmt: skip
 
     def segment_list(self) -> list[dict[str, Any]]:

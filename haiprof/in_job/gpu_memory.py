@@ -17,6 +17,10 @@ HISTORY_RATIO = 0.9
 """Share of its limit that the peak must reach before `auto` records the allocator's history."""
 HISTORY_ENTRIES = 20_000
 """Allocations and releases that are kept, of some hundred bytes each."""
+HISTORY_NS = 2_000
+"""What recording the stack of one allocation costs, as PyTorch tells."""
+HISTORY_COST_RATIO = 0.01
+"""Where it would take more of the time, `auto` leaves the history out."""
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
 _FIRST_COUNT, _OFTEN_COUNT = 16, 80
 """So many readings of every step, and then of one a second."""
@@ -64,6 +68,7 @@ class GpuMemory:
         self._trying = False  # the step under way has a larger one than any before
         self._start_bytes: int | None = None  # of the step under way, where it was read
         self._read_ns = self._read_count = 0
+        self._made = 0  # allocations until then
 
     def start_history(self) -> None:
         """Where it is asked for from the start: once the job has started CUDA."""
@@ -102,6 +107,9 @@ class GpuMemory:
         self._start_bytes = allocated
         if not due:
             return
+        made = stats.get("allocation.all.allocated", 0)
+        cost_ratio = HISTORY_NS * (made - self._made) / max(now_ns - self._read_ns, 1)
+        self._made = made
         self._read_ns, self._read_count = now_ns, self._read_count + 1
         self._lines.append(
             {
@@ -115,8 +123,21 @@ class GpuMemory:
             }
         )
         full = self.limit_bytes and peak >= HISTORY_RATIO * self.limit_bytes
-        if full and self._history == "auto" and not self.recorded:
+        if full and self._history == "auto" and not self.recorded and self._read_count > 1:
+            self._record_cheap_history(cost_ratio)
+
+    def _record_cheap_history(self, cost_ratio: float) -> None:
+        """Begins where that costs little, else says once that it does not."""
+        if cost_ratio <= HISTORY_COST_RATIO:
             self._record_history()
+            return
+        self._history = "off"
+        reason = (
+            f"it would take about {cost_ratio:.0%} of the time at this job's rate of allocations; "
+            "--memory-history on records it"
+        )
+        line = {"type": "memory_history", "time_ns": _now(), "step": self.step}
+        self._lines.append({**line, "state": "left", "reason": reason})
 
     def largest_json(self) -> dict[str, Any] | None:
         """The largest batch that went through, as plain JSON values."""

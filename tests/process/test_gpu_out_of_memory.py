@@ -153,9 +153,9 @@ def test_snapshot_opens_in_pytorchs_own_viewer(tmp_path: Path) -> None:
 
     memory_viz: Any = viz  # which has no types
 
-    job = run(tmp_path, "leak", "--memory-history", "auto")
+    job = run(tmp_path, "leak", "--memory-history", "on")
     _, memory = at_end(job)
-    assert memory.snapshot is not None, "more than nine tenths had been allocated before"
+    assert memory.snapshot is not None
     content: dict[str, Any] = pickle.loads(Path(memory.snapshot).read_bytes())
     assert "tried to allocate" in memory_viz.trace(content).lower() or memory_viz.segsum(content)
     assert "snapshot.pickle" in memory_viz.trace_plot(content)
