@@ -231,7 +231,8 @@ def _user_callers(tree: CodeTree, stack: int) -> tuple[int, ...]:
     stack = int(tree.parent[stack])
     while stack and len(found) < CALLER_LIMIT:
         frame = int(tree.place[stack])
-        if not tree.library[frame] and tree.frames[frame].function != _SCRIPT:
+        function = tree.frames[frame].function
+        if not (tree.library[frame] or function == _SCRIPT or _COMPREHENSION.search(function)):
             found.append(frame)
         stack = int(tree.parent[stack])
     return tuple(found)

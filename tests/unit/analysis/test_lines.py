@@ -123,7 +123,8 @@ def test_callers_are_the_way_that_most_of_the_time_came(tmp_path: Path) -> None:
     write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))
     evaluate, every = ("/home/me/train.py", 40, "evaluate"), ("/home/me/train.py", 60, "after_step")
     seldom = ("/home/me/train.py", 70, "sometimes")
-    stacks: list[Stack] = [(MAIN, every, FETCH, evaluate, FETCH, LOAD, OPEN)] * 30
+    each = ("/home/me/train.py", 40, "evaluate.<locals>.<listcomp>")
+    stacks: list[Stack] = [(MAIN, every, FETCH, evaluate, each, FETCH, LOAD, OPEN)] * 30
     stacks += [(MAIN, seldom, evaluate, LOAD)] * 10
     write_stacks(run.rank(0).worker_stacks(3), [(1000 * i, s) for i, s in enumerate(stacks, 1)],
                  worker=3)  # fmt: skip
