@@ -12,6 +12,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson, Everything
 from haiprof.cli.job_arguments import the_job
+from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths
 
 _TRACE_STEPS = 5
-OTHER_NAME = "diagnose"
 Target = Annotated[
     str | None,
     typer.Argument(
@@ -131,7 +131,7 @@ def verdict(
     output.show(
         lambda width: verdict_card(found, header, width=width, everything=everything), content
     )
-    if collect or context.info_name == OTHER_NAME:
+    if collect or context.info_name in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 

@@ -131,13 +131,11 @@ class GpuMemory:
         if cost_ratio <= HISTORY_COST_RATIO:
             self._record_history()
             return
-        self._history = "off"
         reason = (
             f"it would take about {cost_ratio:.0%} of the time at this job's rate of allocations; "
             "--memory-history on records it"
         )
-        line = {"type": "memory_history", "time_ns": _now(), "step": self.step}
-        self._lines.append({**line, "state": "left", "reason": reason})
+        self._leave_history("left", reason)
 
     def largest_json(self) -> dict[str, Any] | None:
         """The largest batch that went through, as plain JSON values."""
@@ -160,10 +158,8 @@ class GpuMemory:
         Stacks of Python alone, and of allocations alone: the rest costs more (PyTorch tells 2 us
         for each stack).
         """
-        line = {"type": "memory_history", "time_ns": _now(), "step": self.step}
         if self.history_is_the_jobs():
-            self._history = "off"
-            self._lines.append({**line, "state": "left", "reason": "the job records it itself"})
+            self._leave_history("left", "the job records it itself")
             return
         self.recorded = True
         try:
@@ -171,11 +167,19 @@ class GpuMemory:
                 "all", context="alloc", stacks="python", max_entries=HISTORY_ENTRIES
             )
         except Exception as error:
-            self.recorded, self._history = False, "off"
-            reason = f"{type(error).__name__}: {error}"
-            self._lines.append({**line, "state": "failed", "reason": reason})
+            self.recorded = False
+            self._leave_history("failed", f"{type(error).__name__}: {error}")
             return
-        self._lines.append({**line, "state": "recorded", "entries": HISTORY_ENTRIES})
+        self._note_history(state="recorded", entries=HISTORY_ENTRIES)
+
+    def _leave_history(self, state: str, reason: str) -> None:
+        """There is none of ours from here on."""
+        self._history = "off"
+        self._note_history(state=state, reason=reason)
+
+    def _note_history(self, **fields: Any) -> None:
+        line = {"type": "memory_history", "time_ns": _now(), "step": self.step}
+        self._lines.append({**line, **fields})
 
 
 def plain_shapes(shapes: Shapes) -> list[list[int]]:
