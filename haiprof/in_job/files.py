@@ -11,7 +11,7 @@ from typing import Any
 from haiprof.base.safe_files import write_file
 from haiprof.in_job.collectives import FlightRecorder
 from haiprof.in_job.identity import claim_folder, environment_line, rank_and_world, report_in
-from haiprof.in_job.torch_counters import SideFacts
+from haiprof.in_job.torch_counters import TorchCounters
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import DEVICE, PHASES
@@ -48,7 +48,7 @@ class RankFiles:
             facts={**facts, "phases": dict(phases)},
         )  # fmt: skip
         self.note(environment_line())
-        self._side_facts: SideFacts | None = SideFacts()
+        self._side_facts: TorchCounters | None = TorchCounters()
         self._lost_counts: dict[str, int] = {}
         self.event_count = 0
         self.drain_cpu_ns = 0
@@ -115,9 +115,9 @@ class RankFiles:
                 "dropped_bytes": sum(w.dropped_bytes for w in writers),
             }
         )
-        self._note_side_facts(allocator=True)
+        self._note_torch_counters(allocator=True)
 
-    def _note_side_facts(self, *, allocator: bool = False) -> None:
+    def _note_torch_counters(self, *, allocator: bool = False) -> None:
         """What torch counts; where reading it fails, it is not read again."""
         facts = self._side_facts
         if facts is None:
@@ -133,7 +133,7 @@ class RankFiles:
     def beat(self) -> None:
         """Notes lost files, compilations and collectives; what fails is left alone."""
         self.note_lost()
-        self._note_side_facts()
+        self._note_torch_counters()
         if self.collectives is not None:
             try:
                 self.collectives.beat()

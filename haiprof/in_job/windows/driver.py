@@ -14,11 +14,11 @@ from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.windows import user_profilers as guards
-from haiprof.in_job.windows.profiler_session import What
-from haiprof.in_job.windows.requested_windows import PlannedWindows, Workshop
-from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.profiler_session import ProfilerOptions
+from haiprof.in_job.windows.requested_windows import PlannedWindows, WindowContext
+from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.slow_steps import KeepSlow
-from haiprof.in_job.windows.steady_steps import Routine
+from haiprof.in_job.windows.steady_steps import SteadySteps
 from haiprof.in_job.windows.step_counter import StepCounter
 from haiprof.in_job.windows.step_plan import Agreement, Meeting, Plan
 from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
@@ -61,17 +61,17 @@ class Tracer:
     def _build(self) -> None:
         import torch
 
-        self._state.repeats.listener = self._repeated
+        self._state.repeats.listener = self._meet_repeat
         sure = bool(self._state.repeats.backwards) and not optimizer_exists()
         self._counter = StepCounter(self, torch.is_grad_enabled, sure=sure)
         self.times = StepTimes(self._counter)
         self._ends = {kind: self._ending(kind) for kind in KIND_NAMES}
-        self._routine = Routine(
-            self._counter, self, otherwise=self._unexpected, ended=self._ends[OPTIMIZER],
+        self._routine = SteadySteps(
+            self._counter, self, otherwise=self._begin_unexpected, ended=self._ends[OPTIMIZER],
             failed=self._fail,
         )  # fmt: skip
-        what = What.from_config(self._config)
-        shop = Workshop(
+        what = ProfilerOptions.from_config(self._config)
+        shop = WindowContext(
             recorder=self._recorder, guard=self._guard, what=what, times=self.times,
             ended=self._saw_end_of_step,
             execution_trace=bool(self._config.get("execution_trace")),
@@ -82,7 +82,7 @@ class Tracer:
         about = str(self._config.get("request") or "")
         self._agreement = agreement = Agreement(Path(self._recorder.run.trace_parts), about=about)
         if self._config.get("keep_slow"):
-            self._windows = KeepSlow(self._config, shop, Rolls(agreement))
+            self._windows = KeepSlow(self._config, shop, RollingSchedule(agreement))
         else:
             plan = Plan(self._config, agreement)
             self._windows = PlannedWindows(plan, shop)
@@ -94,7 +94,7 @@ class Tracer:
             late: The job runs already, and may have entered a profiler of its own.
         """
         self._guard.install(late=late)
-        for own in (Routine.follow, Routine._optimizer_ends):
+        for own in (SteadySteps.follow, SteadySteps._optimizer_ends):
             _skip_frame(own, below=True)
         self._active = True
         self._late = late
@@ -144,7 +144,7 @@ class Tracer:
         if self._has_expired():
             return False
         count = self._state.steps_of_job()
-        place = meeting.place(count)
+        place = meeting.agree_on_count(count)
         if count > place or place <= meeting.joined:
             if isinstance(self._windows, PlannedWindows):
                 self._windows.give_up(TOO_LATE)
@@ -155,7 +155,7 @@ class Tracer:
         self._meeting, self._base = None, place
         return True
 
-    def _unexpected(self, kind: int, target: Any) -> Callable[[], None] | None:
+    def _begin_unexpected(self, kind: int, target: Any) -> Callable[[], None] | None:
         self._state.lean(None)
         return self.begin(kind, target)
 
@@ -205,14 +205,14 @@ class Tracer:
         if end is None:
             return counter.pop
 
-        def guarded() -> None:
+        def end_span() -> None:
             try:
                 if self._active:
                     end()
             except Exception as error:
                 self._fail(error)
 
-        return guarded
+        return end_span
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step, as the counter saw it."""
@@ -239,7 +239,7 @@ class Tracer:
             return bool(repeats.marks)
         return bool(self._config.get("request")) or not optimizer_exists()
 
-    def _repeated(self, number: int) -> None:
+    def _meet_repeat(self, number: int) -> None:
         """An edge of a step of that sort."""
         try:
             if not self._active or not self._repeats() or self._has_expired():
@@ -276,7 +276,7 @@ class Tracer:
             self._fail(error)
         self._detach()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child, which has the parent's profiler state and none of its windows."""
         if not self._active:
             return

@@ -13,11 +13,11 @@ from typing import Any
 from haiprof.in_job.identity import torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
-from haiprof.in_job.windows.profiler_session import Session, What, distributed_info, fits
-from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, Wanted
+from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
+from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow
 from haiprof.in_job.windows.step_times import StepTimes
 from haiprof.in_job.windows.user_profilers import Guard, python_profiler
-from haiprof.in_job.windows.window_files import PutDown
+from haiprof.in_job.windows.window_files import WindowFiles
 from haiprof.run_format.clock import ClockAnchor
 
 SPARE_BYTES = 64_000_000
@@ -31,12 +31,12 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workshop:
+class WindowContext:
     """What every window needs."""
 
     recorder: Recorder
     guard: Guard
-    what: What
+    what: ProfilerOptions
     times: StepTimes
     ended: Callable[[int], bool]
     """Whether the step before this one has had its last optimizer step."""
@@ -77,15 +77,15 @@ class Workshop:
 class Recording:
     """One window under way: its profiler and its files."""
 
-    def __init__(self, shop: Workshop, *, execution_trace: bool) -> None:
+    def __init__(self, shop: WindowContext, *, execution_trace: bool) -> None:
         what = shop.what
         self.remark: str | None = None
         if what.stacks and python_profiler() is not None:
-            what = What(**{**what.as_json(), "stacks": False})
+            what = ProfilerOptions(**{**what.as_json(), "stacks": False})
             self.remark = "no Python stacks: the job's own profiler (sys.setprofile) uses them"
         self.what = what
         self._shop = shop
-        self.files = PutDown(shop.recorder.run, ClockAnchor.now())
+        self.files = WindowFiles(shop.recorder.run, ClockAnchor.now())
         self.with_et = execution_trace
         path = self.files.et_draft if execution_trace else None
         self.session = Session(what, shop.guard, path)
@@ -172,7 +172,7 @@ class PlannedWindows:
     so that the first step of the window is like the others, and tells how large a step is.
     """
 
-    def __init__(self, plan: Plan, shop: Workshop) -> None:
+    def __init__(self, plan: Plan, shop: WindowContext) -> None:
         self._plan = plan
         self._shop = shop
         self._recording: Recording | None = None
@@ -219,7 +219,7 @@ class PlannedWindows:
 
     def finish(self) -> None:
         """The job ends."""
-        recording, wanted = self._recording, self._wanted()
+        recording, wanted = self._recording, self._next_window()
         if self._rehearsal is not None:
             self._rehearsal.discard()
         if recording is not None and recording.started and wanted is not None:
@@ -230,18 +230,18 @@ class PlannedWindows:
             recording.discard()
             self._recording = None
         if not self.over:
-            self._refuse(self._wanted(), "the job ended before the window")
+            self._refuse(self._next_window(), "the job ended before the window")
 
     def give_up(self, reason: str) -> None:
         """No window comes any more; none runs."""
-        self._refuse(self._wanted(), reason)
+        self._refuse(self._next_window(), reason)
 
     def cut(self, reason: str) -> None:
         """Ends what runs, now."""
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.discard()
-        recording, wanted = self._recording, self._wanted()
+        recording, wanted = self._recording, self._next_window()
         if recording is None or wanted is None:
             return
         if recording.started:
@@ -256,7 +256,7 @@ class PlannedWindows:
             if recording is not None:
                 recording.abandon()
         self._rehearsal = self._recording = None
-        wanted = self._wanted()
+        wanted = self._next_window()
         self._shop.note(wanted.window if wanted else 0, "failed", reason)
 
     def forget(self) -> None:
@@ -268,10 +268,10 @@ class PlannedWindows:
 
     # -- one window ----------------------------------------------------------------------------
 
-    def _wanted(self) -> Wanted | None:
+    def _next_window(self) -> PlannedWindow | None:
         return self._plan.current(number=0, trained_ns=None, times=self._shop.times)
 
-    def _approach(self, wanted: Wanted, number: int) -> None:
+    def _approach(self, wanted: PlannedWindow, number: int) -> None:
         recorder = self._shop.recorder
         if recorder.is_child() and not recorder.armed:
             return  # a worker of a rank: it has not shown yet that it trains
@@ -294,7 +294,7 @@ class PlannedWindows:
         self._recording.start()
         self._recording.mark(number, True)
 
-    def _prepare_ahead(self, wanted: Wanted, number: int) -> None:
+    def _prepare_ahead(self, wanted: PlannedWindow, number: int) -> None:
         if number == wanted.first - 1:
             self._recording = self._shop.recording(execution_trace=self._shop.execution_trace)
         elif number == wanted.first - 2 and self._step_bytes is None:
@@ -312,7 +312,7 @@ class PlannedWindows:
         rehearsal.files.drop()
         self._stall_ns += rehearsal.setup_ns + rehearsal.session.start_ns + _now() - began
 
-    def _too_large(self, wanted: Wanted) -> str | None:
+    def _too_large(self, wanted: PlannedWindow) -> str | None:
         shop, step = self._shop, self._step_bytes or 0
         if step > shop.limit_bytes:
             return (
@@ -326,20 +326,22 @@ class PlannedWindows:
         return None
 
     def _go_on(self, recording: Recording, number: int, begins: bool) -> None:
-        wanted = self._wanted()
+        wanted = self._next_window()
         if wanted is None:
             return
         after = self._plan.ends_at(number, self._shop.times)
         if after is not None and number >= after:
             self._end(recording, wanted, after, None)
             return
-        reason = self._grown(recording, wanted, number)
+        reason = self._why_too_large(recording, wanted, number)
         if reason is not None and number > wanted.first:
             self._end(recording, wanted, number, reason)
             return
         recording.mark(number, begins)
 
-    def _grown(self, recording: Recording, wanted: Wanted, number: int) -> str | None:
+    def _why_too_large(
+        self, recording: Recording, wanted: PlannedWindow, number: int
+    ) -> str | None:
         """Why the window must end here, if its trace would get too large."""
         limit = self._shop.limit_bytes
         if self._step_bytes is not None:
@@ -351,7 +353,9 @@ class PlannedWindows:
             return None
         return f"the trace would exceed {limit / 1e6:.0f} MB (--trace-limit)"
 
-    def _end(self, recording: Recording, wanted: Wanted, after: int, cut: str | None) -> None:
+    def _end(
+        self, recording: Recording, wanted: PlannedWindow, after: int, cut: str | None
+    ) -> None:
         self._recording = None
         facts = {
             "window": wanted.window,
@@ -377,7 +381,7 @@ class PlannedWindows:
         self._stall_ns = 0
         self._plan.advance()
 
-    def _refuse(self, wanted: Wanted | None, reason: str) -> None:
+    def _refuse(self, wanted: PlannedWindow | None, reason: str) -> None:
         if self._recording is not None:
             self._recording.discard()
             self._recording = None

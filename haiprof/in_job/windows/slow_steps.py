@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from haiprof.in_job.identity import rank_and_world
-from haiprof.in_job.windows.requested_windows import ENDED, Recording, Workshop
-from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext
+from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.step_times import median
 
 COST_BUDGET = 0.05  # of the run's time: what the windows may cost altogether, unless said
@@ -28,7 +28,7 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldRecording:
     """A window in which this rank saw no slow step."""
 
     recording: Recording
@@ -50,11 +50,13 @@ class KeepSlow:
         rolls: Where windows lie.
     """
 
-    def __init__(self, config: Mapping[str, Any], shop: Workshop, rolls: Rolls) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], shop: WindowContext, rolls: RollingSchedule
+    ) -> None:
         self._shop = shop
         self._rolls = rolls
         self._budget = float(config.get("slow_cost") or COST_BUDGET)
-        self._held: _Held | None = None
+        self._held: _HeldRecording | None = None
         self._length = int(config.get("count") or 5)
         self._ratio = float(config.get("slow_ratio") or 1.5)
         self._wanted = int(config.get("repeat") or 1)
@@ -81,7 +83,7 @@ class KeepSlow:
     @property
     def over(self) -> bool:
         """Whether as many as wanted were kept."""
-        return self._rolls.kept >= self._wanted and self._held is None
+        return self._rolls.window_count >= self._wanted and self._held is None
 
     @property
     def holds_profiler(self) -> bool:
@@ -137,7 +139,7 @@ class KeepSlow:
         if self._held is not None:
             self._held.recording.files.drop()
             self._held = None
-        self._shop.note(self._rolls.kept, "failed", reason)
+        self._shop.note(self._rolls.window_count, "failed", reason)
         self._note()
 
     def forget(self) -> None:
@@ -187,7 +189,7 @@ class KeepSlow:
             return
         if self._next is None or number > self._next:
             if self._next is not None:
-                self._rolls.passed()  # refused
+                self._rolls.advance()  # refused
             self._next = self._rolls.next_first(number, pace=self._pace, usual_ns=times.usual_ns)
         if number < self._next - 1:
             return
@@ -215,11 +217,11 @@ class KeepSlow:
         if recording is None:
             return
         slow, self._next, first = self._slow_step, None, self._first
-        self._rolls.passed()
+        self._rolls.advance()
         held, wanted = self._held, self._is_held_wanted()  # first: it is the earlier one
         kept = slow is not None and not self.over and self._rolls.is_kept(first, slow=True)
         facts = {
-            "window": self._rolls.kept,
+            "window": self._rolls.window_count,
             "reason": "slow",
             "request": None,
             "steps": [first, number],
@@ -238,7 +240,7 @@ class KeepSlow:
             elif self._step_bytes is None:
                 self._measure(recording, number)
             elif rank_and_world()[1] > 1 and slow is None and not self.over:
-                self._held = _Held(recording, facts, _now() + HOLD_NS)
+                self._held = _HeldRecording(recording, facts, _now() + HOLD_NS)
             else:
                 recording.files.drop()
         except Exception:
@@ -253,7 +255,7 @@ class KeepSlow:
         self._rolls.keep()
         return True
 
-    def _put_away(self, held: _Held, *, wanted: bool) -> None:
+    def _put_away(self, held: _HeldRecording, *, wanted: bool) -> None:
         if wanted:
             self._keep(held.recording, held.facts)
         else:

@@ -22,7 +22,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _HOST_LIMIT = 80
 
 
-class PutDown:
+class WindowFiles:
     """The files of one window: drafts until all of them are whole.
 
     Args:
