@@ -32,7 +32,7 @@ from haiprof.live.standstill import (
     suspended,
 )
 from haiprof.run_analysis.lateness import collective_frame
-from haiprof.run_analysis.mismatches import Mismatch, mismatched
+from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
 from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
@@ -239,7 +239,7 @@ def _spy(spy: str | None, *, allowed: bool) -> str | None:
 def _mismatches(files: RunFiles, since_wall_ns: int) -> list[Mismatch]:
     """Contradictions among the collectives that the ranks have just written."""
     frame, _ = collective_frame(files, since_wall_ns=since_wall_ns)
-    return mismatched(frame)
+    return find_mismatches(frame)
 
 
 def _sample_silent(
