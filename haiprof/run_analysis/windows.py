@@ -190,7 +190,7 @@ def _read_sidecars(files: RunFiles) -> dict[str, Mapping[str, Any]]:
             found[text(line.get("stem")) or ""] = part
     for waiting in complete_parts(files.paths):
         with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
-            found.setdefault(waiting.stem.text, waiting.facts())
+            found.setdefault(waiting.stem.text, waiting.sidecar_content())
     return {stem: facts for stem, facts in found.items() if parse_stem(stem)}
 
 

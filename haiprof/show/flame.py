@@ -49,7 +49,7 @@ class RunFlames:
     """What was damaged or left out."""
 
     @property
-    def facts(self) -> str:
+    def basis(self) -> str:
         """What the graph rests on: `412 samples in 300 steps of 2 ranks`."""
         own = [one for one in self.graph.series if not one.run]
         samples = count_text(own[0].sample_count, "sample")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import covered
+from haiprof.base.intervals import covered_lengths
 from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -73,5 +73,5 @@ def _compile_growth(
     first = int(inside["time_ns"][0])
     compiling = inputs.last_attempts.compiling.get(rank)
     if compiling is not None and len(compiling.starts):
-        spent = int(covered(compiling, np.array([first]), np.array([end]))[0])
+        spent = int(covered_lengths(compiling, np.array([first]), np.array([end]))[0])
     return count, spent, end - first, rank
