@@ -30,12 +30,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What tries a sample of its cases is a proof too, with all of them."""
-    if sampling.PROOFS:
-        for item in items:
-            of_properties = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-            if of_properties or item.get_closest_marker("sampled"):
-                item.add_marker("proof")
+    """What tries a sample of its cases is a proof too, with all of them.
+
+    Proofs whose behaviour nothing else holds come first, then variants of what scripts/test runs,
+    then samples tried in full: CI has no time for all of them.
+    """
+    if not sampling.PROOFS:
+        return
+    rank: dict[pytest.Item, int] = {}
+    for item in items:
+        function = getattr(item, "obj", None)
+        whole = any(mark.name == "proof" for mark in getattr(function, "pytestmark", []))
+        rank[item] = 0 if whole else 1
+        if getattr(function, "is_hypothesis_test", False) or item.get_closest_marker("sampled"):
+            item.add_marker("proof")
+            rank[item] = 2
+    items.sort(key=rank.__getitem__)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 PROOFS = False
 """Whether all cases are tried; set by conftest.py before any test is imported."""
 SHARE = 5
+
+
+def first_of(cases: Iterable[Case], *chosen: Case) -> list[object]:
+    """Parameters; those that were not chosen are proofs: variants of what the chosen ones show."""
+    return [
+        case if case in chosen else pytest.param(case, marks=pytest.mark.proof) for case in cases
+    ]
 
 
 def examples(count: int) -> int:

@@ -68,6 +68,7 @@ def test_an_item_that_is_not_there_is_named() -> None:
 # -- the dry run -----------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler for the stub of NVML")

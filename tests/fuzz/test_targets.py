@@ -14,11 +14,12 @@ import pytest
 
 import haiprof
 from haiprof.base.errors import HaiprofError
+from tests import sampling
 from tests.fuzz import engine, sanitized
 from tests.fuzz.targets import BY_NAME, TARGETS, Target, unavailable
 
-BUDGET_S = 60.0
-"""Of all targets together, in CI."""
+BUDGET_S = 60.0 if sampling.PROOFS else 12.0
+"""Of all targets together."""
 GROUPS = 4
 CORPUS = Path(__file__).with_name("corpus")
 FINDINGS = sorted(path for path in CORPUS.rglob("*") if path.is_file())
@@ -83,6 +84,7 @@ def test_earlier_finding_holds(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_mutated_input_gives_an_answer_or_one_error(tmp_path: Path, group: int) -> None:
     """No exception but haiprof's, no input of 64 KiB that takes seconds or half a GiB."""
@@ -111,6 +113,7 @@ def shown(done: subprocess.CompletedProcess[str], state: Path) -> str:
     return f"{done.stdout}\n{done.stderr}\n{details}"
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_scanner_holds_under_sanitizers(tmp_path: Path) -> None:
     """Its own tests and its targets, built with AddressSanitizer and UBSan."""

@@ -367,7 +367,10 @@ LOOPS = {
 }
 """Script by name."""
 
-PROOFS = ("checkpoint_reentrant", "compiled_inductor", "compiled_blocks", "accelerate", "trainer")
+PROOFS = (
+    "checkpoint_reentrant", "compiled_inductor", "compiled_blocks", "accelerate", "trainer",
+    "fsdp2", "lightning",
+)  # fmt: skip
 """Dear, or near another one: run where proofs are asked for."""
 
 LAUNCHED_BY_TORCHRUN = ("ddp", "fsdp2")

@@ -130,6 +130,7 @@ def test_recorded_job_is_judged_by_its_next_seconds(tmp_path: Path, undisturbed:
         job.kill()
 
 
+@pytest.mark.proof
 def test_job_whose_recording_has_ended_records_again_twice(
     tmp_path: Path, undisturbed: str
 ) -> None:
@@ -194,6 +195,7 @@ def test_stopped_process_is_not_entered(foreign: Running) -> None:
     os.kill(foreign.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.proof
 def test_stopped_job_is_silent(tmp_path: Path) -> None:
     job = Running(tmp_path, *LAUNCHER, "--time", "0.5")
     try:

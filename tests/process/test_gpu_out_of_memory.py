@@ -101,6 +101,7 @@ def test_large_batch_is_told_with_its_shape_and_what_had_fitted(tmp_path: Path) 
     assert memory.by_line[0][1] == 32 * MIB
 
 
+@pytest.mark.proof
 def test_leak_is_told_from_one_large_batch(tmp_path: Path) -> None:
     _, memory = at_end(run(tmp_path, "leak"))
     assert memory.growth_bytes_per_step == pytest.approx(20 * MIB, rel=0.2)
@@ -108,6 +109,7 @@ def test_leak_is_told_from_one_large_batch(tmp_path: Path) -> None:
     assert not memory.failed.is_larger
 
 
+@pytest.mark.proof
 def test_fragmentation_is_said_where_the_request_would_have_fitted(tmp_path: Path) -> None:
     found, memory = at_end(run(tmp_path, "fragments"))
     assert memory.failed.fragmented
@@ -127,6 +129,7 @@ def test_caught_failure_ends_nothing_and_is_kept(tmp_path: Path) -> None:
     assert len(list((job.analyzer().run.root / "memory").glob("*.json"))) == 1
 
 
+@pytest.mark.proof
 def test_observer_and_history_of_the_job_remain(tmp_path: Path) -> None:
     job = run(tmp_path, "own")
     assert "told [(0, " in job.stderr

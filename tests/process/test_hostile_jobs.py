@@ -16,6 +16,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import Job, environment, haiprof_command, rank_events, run_job
 from tests.process.loops import PRELUDE
+from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def ranks_of(job: Job) -> list[tuple[int, int]]:
 # -- processes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leave", ["os._exit(3)", "sys.exit(3)"])
+@pytest.mark.parametrize("leave", first_of(["os._exit(3)", "sys.exit(3)"], "os._exit(3)"))
 def test_fork_in_the_middle_leaves_one_rank(tmp_path: Path, leave: str) -> None:
     fork = f"""
 child = os.fork()
@@ -82,6 +83,7 @@ print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert recorded.analyzer().steps().height == 10
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("context", "epochs"),
     # A worker that is spawned imports torch anew.
@@ -107,6 +109,7 @@ if __name__ == "__main__":
     assert recorded.analyzer().steps().height == 6 * epochs
 
 
+@pytest.mark.proof
 def test_spawned_ranks_are_recorded(tmp_path: Path) -> None:
     source = (
         PRELUDE
@@ -171,6 +174,7 @@ def test_second_haiprof_inside_runs_the_job(tmp_path: Path) -> None:
 # -- torch --------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_module_call_replaced_by_the_job(tmp_path: Path) -> None:
     patch = """
 count = 0
@@ -189,6 +193,7 @@ nn.Module.__call__ = counted
     assert recorded.analyzer().steps().height == 15
 
 
+@pytest.mark.proof
 def test_module_call_wrapped_while_recording_ends(tmp_path: Path) -> None:
     """The job's own wrapper, put around haiprof's, keeps working when haiprof's is switched off."""
     patch = """
@@ -208,12 +213,12 @@ for _ in range(25):
 @pytest.mark.parametrize(
     "sabotage",
     [
-        "del torch.autograd._engine_run_backward",
         "del nn.Module.__call__",
-        "import time; time.perf_counter_ns = None",
         *(
             pytest.param(line, marks=pytest.mark.proof)
             for line in (
+                "del torch.autograd._engine_run_backward",
+                "import time; time.perf_counter_ns = None",
                 "torch.is_grad_enabled = None",
                 "torch.optim.optimizer._global_optimizer_pre_hooks.clear()",
                 "import gc; gc.callbacks.clear()",
@@ -251,6 +256,7 @@ if "haiprof.in_job.patches" in sys.modules:
     assert [("injected" in error["reason"]) for error in errors] == [True]
 
 
+@pytest.mark.proof
 def test_module_that_cannot_be_described_trains_on(tmp_path: Path) -> None:
     source = (
         PRELUDE
@@ -328,6 +334,7 @@ except OSError as error:
     assert Analyzer(tiny_disk).steps().height >= 5
 
 
+@pytest.mark.proof
 def test_disk_that_is_full_from_the_start_never_reaches_the_job(
     tmp_path: Path, tiny_disk: Path
 ) -> None:
@@ -344,6 +351,7 @@ def test_disk_that_is_full_from_the_start_never_reaches_the_job(
     assert "haiprof" in recorded.stderr
 
 
+@pytest.mark.proof
 def test_read_only_log_dir_never_reaches_the_job(tmp_path: Path, read_only_disk: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + STEPS.format(count=5) + FINISH)
@@ -356,6 +364,7 @@ def test_read_only_log_dir_never_reaches_the_job(tmp_path: Path, read_only_disk:
     assert str(read_only_disk) in recorded.stderr
 
 
+@pytest.mark.proof
 def test_log_dir_deleted_in_the_middle_never_reaches_the_job(tmp_path: Path) -> None:
     delete = """
 import shutil, time

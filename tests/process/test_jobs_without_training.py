@@ -13,6 +13,7 @@ from haiprof import Analyzer, TraceAnalysis
 from haiprof.run_analysis.step_boundaries import WORDS
 from tests.process.jobs import Job, environment, succeeded
 from tests.process.live import LiveJob, torchrun, within
+from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ def command(name: str, folder: Path, *words: str) -> list[str]:
     return torchrun(RANKS[name], *job) if name in RANKS else ["python", *job]
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", first_of(LOOPS, "module", "mark", "collective"))
 def test_every_job_has_the_steps_that_its_author_would_count(
     name: str, tmp_path: Path, job_cache: Callable[..., Job]
 ) -> None:
@@ -127,7 +128,9 @@ def test_every_job_has_the_steps_that_its_author_would_count(
         assert "no call of the autograd engine" not in said
 
 
-@pytest.mark.parametrize("name", ["module", "fetch", "collective", "backward", "mark"])
+@pytest.mark.parametrize(
+    "name", first_of(["module", "fetch", "collective", "backward", "mark"], "mark")
+)
 def test_job_is_traced_and_judged_while_it_runs(name: str, tmp_path: Path) -> None:
     ranks = RANKS.get(name, 1)
     with LiveJob(tmp_path, command(name, tmp_path, "endless"), "--quiet") as job:
@@ -152,6 +155,7 @@ def test_job_is_traced_and_judged_while_it_runs(name: str, tmp_path: Path) -> No
         assert job.listed()["step"] >= after
 
 
+@pytest.mark.proof
 def test_recording_of_inference_ends_and_begins_again(tmp_path: Path) -> None:
     words = command("fetch", tmp_path, "endless")
     with LiveJob(tmp_path, words, "--quiet", "--time", "1") as job:

@@ -144,6 +144,7 @@ def test_job_with_only_the_variable_is_traced(folder: Path, sockets: Path) -> No
     assert not (sockets / "dynolog").exists()
 
 
+@pytest.mark.proof
 def test_two_ranks_record_the_same_steps_and_torchrun_none(folder: Path, sockets: Path) -> None:
     env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
@@ -169,6 +170,7 @@ def wait_for_ranks(
     return done
 
 
+@pytest.mark.proof
 def test_own_profiler_of_the_job_stays_whole(folder: Path, sockets: Path) -> None:
     env = environment(folder, KINETO_USE_DAEMON="1", KINETO_IPC_SOCKET_DIR=str(sockets))
     with agent(folder, env), running(folder, "train.py", "own", env=env) as job:
@@ -203,6 +205,7 @@ def test_job_under_haiprof_gets_the_steps_that_haiprof_counts(folder: Path) -> N
     assert trace.metadata["haiprof"]["run"] == run.name
 
 
+@pytest.mark.proof
 def test_killed_recording_process_leaves_no_socket_that_the_job_was_told(folder: Path) -> None:
     env = environment(folder)
     (folder / "print.py").write_text(

@@ -161,6 +161,7 @@ def test_job_of_another_user_is_refused_by_every_command(job: LiveJob, stranger:
         process.wait()
 
 
+@pytest.mark.proof
 def test_jobs_of_one_name_are_told_apart(job: LiveJob, tmp_path: Path) -> None:
     with LiveJob(tmp_path, torchrun(2, script(tmp_path)), "--quiet") as second:
         second.reported(2)
@@ -175,6 +176,7 @@ def test_jobs_of_one_name_are_told_apart(job: LiveJob, tmp_path: Path) -> None:
         assert job.listed()["path"] != second.listed()["path"]
 
 
+@pytest.mark.proof
 def test_restarted_ranks_are_the_ones_that_answer(tmp_path: Path) -> None:
     command = torchrun(2, "--max-restarts", "1", script(tmp_path))
     with LiveJob(tmp_path, command, "--quiet", "--hang-limit", "10") as job:
@@ -205,6 +207,7 @@ def test_job_that_has_ended_is_named_with_what_to_do(tmp_path: Path) -> None:
                 assert hint in said or "no running job" in said, said
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(
     sys.version_info < (3, 14) and importlib.util.find_spec("hypno") is None,
     reason="hypno is not installed",

@@ -34,7 +34,11 @@ def verdict(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("wait_for_lock", "wait_for_lock"), ("stop", "stopped by a signal")]
+    ("fault", "said"),
+    [
+        pytest.param("wait_for_lock", "wait_for_lock", marks=pytest.mark.proof),
+        ("stop", "stopped by a signal"),
+    ],
 )
 def test_hang_is_looked_at_by_itself_and_the_verdict_names_the_rank(
     fault: str, said: str, tmp_path: Path
@@ -50,6 +54,7 @@ def test_hang_is_looked_at_by_itself_and_the_verdict_names_the_rank(
     assert (findings[0]["slug"], findings[0]["ranks"]) == ("standstill", [1])
 
 
+@pytest.mark.proof
 def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: Path) -> None:
     command = [*TORCHRUN, JOB, "slow:1.3", "--at", "90", "--steps", "200"]
     options = ("--react", "both", "--quiet")
@@ -70,6 +75,7 @@ def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: 
     assert f"steps {slow.steps[0]} to {slow.steps[1] - 1} were traced" in found["reactions"][0]
 
 
+@pytest.mark.proof
 def test_long_save_names_nobody_and_the_job_ends_as_it_would(tmp_path: Path) -> None:
     command = [*TORCHRUN, JOB, "save:15", "--at", "40", "--steps", "60"]
     job = succeeded(

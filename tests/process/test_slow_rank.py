@@ -10,7 +10,7 @@ from haiprof.diagnosis.engine import diagnose
 from tests.process.jobs import EXAMPLES, TORCHRUN, run_job
 
 pytestmark = pytest.mark.slow
-DEFAULT = {("dataloader", 0), ("forward", 1), ("backward", 0)}
+DEFAULT = {("forward", 1)}
 CASES = [
     pytest.param(phase, rank, marks=() if (phase, rank) in DEFAULT else pytest.mark.proof)
     for phase in ("dataloader", "forward", "backward")

@@ -120,9 +120,9 @@ def test_healthy_job_has_no_suspect_and_goes_on(job: LiveJob) -> None:
     ("hanging_job", "said"),
     [
         ("spin", "spin"),
-        ("wait_for_lock", "wait_for_lock"),
-        ("receive", "receive"),
-        ("stop", "stopped by a signal"),
+        pytest.param("wait_for_lock", "wait_for_lock", marks=pytest.mark.proof),
+        pytest.param("receive", "receive", marks=pytest.mark.proof),
+        pytest.param("stop", "stopped by a signal", marks=pytest.mark.proof),
         (LAST, "broadcast"),
     ],
     indirect=["hanging_job"],

@@ -100,6 +100,7 @@ def test_rank_that_keeps_the_others_in_init_is_named(tmp_path: Path) -> None:
         assert job.process.poll() is None, "looking at a job does not end it"
 
 
+@pytest.mark.proof
 def test_rank_that_does_not_come_to_the_first_collective_is_named(tmp_path: Path) -> None:
     command = torchrun(2, script(tmp_path, FIRST))
     with LiveJob(tmp_path, command, "--hang-limit", "2", said="UP") as job:
@@ -109,6 +110,7 @@ def test_rank_that_does_not_come_to_the_first_collective_is_named(tmp_path: Path
         assert "has not come to its first backward pass" in hang.suspects[0].reason
 
 
+@pytest.mark.proof
 def test_first_step_that_takes_its_time_is_no_hang(tmp_path: Path) -> None:
     command = ["python", script(tmp_path, SLOW_FIRST)]
     with LiveJob(tmp_path, command, "--hang-limit", "3", said="UP") as job:
@@ -117,6 +119,7 @@ def test_first_step_that_takes_its_time_is_no_hang(tmp_path: Path) -> None:
         assert job.hangs() == []
 
 
+@pytest.mark.proof
 def test_hang_after_the_recording_is_noticed_and_looked_at(tmp_path: Path) -> None:
     command = torchrun(2, script(tmp_path, LATER))
     with LiveJob(tmp_path, command, "--hang-limit", "2", "--time", "1") as job:
@@ -133,6 +136,7 @@ def test_hang_after_the_recording_is_noticed_and_looked_at(tmp_path: Path) -> No
         assert hang.moves is False
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("options", [(), pytest.param(("--time", "1"), marks=pytest.mark.proof)])
 def test_suspended_job_is_called_so_and_no_hang(tmp_path: Path, options: tuple[str, ...]) -> None:
     command = torchrun(2, script(tmp_path, LATER))

@@ -54,7 +54,9 @@ def recorded(one: Launched) -> None:
     within(lambda: len(list(one.logs.glob("*/ranks/*/phases.rec"))) == 2, "both ranks' records")
 
 
-@pytest.mark.parametrize("sequence", [["SIGSTOP"], ["SIGTSTP", "SIGSTOP"]])
+@pytest.mark.parametrize(
+    "sequence", [["SIGSTOP"], pytest.param(["SIGTSTP", "SIGSTOP"], marks=pytest.mark.proof)]
+)
 def test_torchrun_goes_on_after_a_stop(tmp_path: Path, sequence: list[str]) -> None:
     with ranks(tmp_path) as one:
         recorded(one)
@@ -69,6 +71,7 @@ def test_torchrun_goes_on_after_a_stop(tmp_path: Path, sequence: list[str]) -> N
         assert one.out.count("done") == 2
 
 
+@pytest.mark.proof
 def test_torchrun_outlives_a_killed_launcher_and_is_recorded_to_its_end(tmp_path: Path) -> None:
     with ranks(tmp_path) as one:
         recorded(one)

@@ -90,6 +90,7 @@ def test_all_ranks_trace_the_same_steps_twice_in_one_run(live: LiveJob) -> None:
     assert (job["ranks"], job["world_size"]) == (2, 2)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "window", [("--steps", "3"), pytest.param(("--time", "0.3"), marks=pytest.mark.proof)]
 )
@@ -128,6 +129,7 @@ for step in range(1_000_000):
 """
 
 
+@pytest.mark.proof
 def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> None:
     with started(tmp_path, source=HURRIES) as job, ThreadPoolExecutor(1) as pool:
         run = RunPaths(next((tmp_path / "logs").iterdir()))
@@ -139,6 +141,7 @@ def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> 
     assert found["aligned"]
 
 
+@pytest.mark.proof
 def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
     with started(tmp_path, "--time", "0.3", source=GAN) as job:
         within(60, lambda: not job.listed()["recording"])
@@ -151,6 +154,7 @@ def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
         assert len(first) == 3
 
 
+@pytest.mark.proof
 def test_stopped_rank_is_silent_and_the_rest_says_why(live: LiveJob) -> None:
     os.kill(live.pids()[1], signal.SIGSTOP)
     found = live.ask("trace-now", live.pid, "--timeout", "4", status=1)

@@ -43,7 +43,7 @@ def step_marks(trace: dict[str, Any]) -> list[tuple[int, float, float]]:
     )
 
 
-@pytest.mark.parametrize("name", marked(LOOPS, but=("plain", "ddp", "compiled_eager")))
+@pytest.mark.parametrize("name", marked(LOOPS, but=("plain", "ddp")))
 def test_window_holds_the_steps_that_analysis_numbers_so(
     name: str, tmp_path: Path, run_loop: Any
 ) -> None:
@@ -67,6 +67,7 @@ def test_window_holds_the_steps_that_analysis_numbers_so(
             assert abs(start_us - starts[number] / 1e3) < NEAR_US
 
 
+@pytest.mark.proof
 def test_ranks_agree_on_a_window_in_seconds(tmp_path: Path) -> None:
     source = LOOPS["ddp"].replace("batches(6,", "batches(3000,")
     job = traced_loop(
@@ -79,6 +80,7 @@ def test_ranks_agree_on_a_window_in_seconds(tmp_path: Path) -> None:
         assert len(step_marks(trace)) == 5
 
 
+@pytest.mark.proof
 def test_distributed_trace_names_its_groups(tmp_path: Path) -> None:
     job = traced_loop("ddp", tmp_path, "--steps", "1:4")
     for rank, trace in traces(job).items():
@@ -107,7 +109,13 @@ finish(model)
 )
 
 
-@pytest.mark.parametrize(("wait", "state"), [(0, "recorded"), (3, "refused"), (6, "cut")])
+@pytest.mark.parametrize(
+    ("wait", "state"),
+    [
+        (0, "recorded"),
+        *(pytest.param(*case, marks=pytest.mark.proof) for case in ((3, "refused"), (6, "cut"))),
+    ],
+)
 def test_user_profiler_is_whole_whenever_it_comes(wait: int, state: str, tmp_path: Path) -> None:
     source = _USER_PROFILER.replace("WAIT", str(wait))
     job = traced_loop("user", tmp_path, "--steps", "5:8", source=source)
@@ -131,6 +139,7 @@ for number, batch in enumerate(batches(12)):
 )
 
 
+@pytest.mark.proof
 def test_job_killed_inside_leaves_nothing_half(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
@@ -144,6 +153,7 @@ def test_job_killed_inside_leaves_nothing_half(tmp_path: Path) -> None:
     assert not list(job.log_dir.glob("*/traces/.parts/rank*"))
 
 
+@pytest.mark.proof
 def test_job_that_raises_inside_keeps_what_was_recorded(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(
@@ -174,6 +184,7 @@ finish(model)
 )
 
 
+@pytest.mark.proof
 def test_compiled_model_has_the_same_graphs_and_breaks(tmp_path: Path) -> None:
     script = tmp_path / "graphs.py"
     script.write_text(_GRAPHS)

@@ -85,6 +85,7 @@ def test_two_ranks_trace_the_same_steps(tmp_path: Path) -> None:
     assert (windows["stall_ns"] > 0).all()
 
 
+@pytest.mark.proof
 def test_recording_of_some_seconds_waits_for_its_traces(tmp_path: Path) -> None:
     options = ("--trace", "--warmup", "0.5", "--time", "1")
     job, run = traced(tmp_path, PACED.format(count=240, seconds=0.02), *options)
@@ -112,6 +113,7 @@ def test_job_that_ends_before_the_window_says_so(tmp_path: Path) -> None:
     assert "not traced: the job ended" in words(job)
 
 
+@pytest.mark.proof
 def test_several_windows_are_told_apart(tmp_path: Path) -> None:
     options = ("--trace-steps", "2", "--trace", "--repeat", "2", "--repeat-every", "8")
     _, run = traced(tmp_path, PACED.format(count=40, seconds=0), *options)
@@ -125,6 +127,7 @@ def test_several_windows_are_told_apart(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["ranks"] == [0]
 
 
+@pytest.mark.proof
 def test_terminated_job_keeps_the_window_that_was_recorded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PACED.format(count=100_000, seconds=0.01))

@@ -81,6 +81,7 @@ def test_every_rank_of_both_nodes_is_shown_on_each(job: NodesJob, place: int) ->
     assert all(rank["step"] > 20 for rank in followed["ranks"])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "phase",
     ["forward", *(pytest.param(p, marks=pytest.mark.proof) for p in ("loader", "backward"))],
@@ -139,6 +140,7 @@ def test_every_rank_is_listed_where_the_controller_is(apart: NodesJob) -> None:
     assert {rank["rank"]: rank["host"] for rank in followed["ranks"]} == HOSTS
 
 
+@pytest.mark.proof
 def test_stuck_rank_is_named_without_a_shared_disk(apart: NodesJob) -> None:
     apart.tell("other_collective", 3)  # for good, as above
     time.sleep(1)

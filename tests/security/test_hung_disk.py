@@ -101,6 +101,7 @@ def seconds_from_its_end(one: Launched) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.proof
 def test_job_starts_without_its_record(tmp_path: Path, disk: Disk) -> None:
     disk.hang()
     began_s = time.monotonic()
@@ -139,6 +140,7 @@ def test_exit_of_a_job_is_held_no_longer_than_stated(tmp_path: Path, disk: Disk)
         assert read_manifest(RunPaths(run)).exit_status == 3, "written once the disk is back"
 
 
+@pytest.mark.proof
 def test_exit_of_a_rank_is_held_no_longer_than_stated(tmp_path: Path, disk: Disk) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -365,6 +365,7 @@ def test_job_that_closes_all_descriptors_keeps_its_files_and_is_recorded_on(
     assert any("closed" in note and "phases.rec" in note for note in notes), notes
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_job_that_closes_what_is_not_its_own_keeps_its_files(tmp_path: Path) -> None:
     _, recorded = both_ways(tmp_path, TWICE)
@@ -373,7 +374,11 @@ def test_job_that_closes_what_is_not_its_own_keeps_its_files(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--trace", "--steps", "3:5")], ids=["plain", "traced"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--trace", "--steps", "3:5"), marks=pytest.mark.proof)],
+    ids=["plain", "traced"],
+)
 def test_job_under_a_file_size_limit_ends_as_without_haiprof(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

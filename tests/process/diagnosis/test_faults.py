@@ -42,7 +42,9 @@ def test_every_kind_is_a_whole_script_whose_fault_has_a_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wait in forward", "accumulation"])
+@pytest.mark.parametrize(
+    "name", ["wait in forward", pytest.param("accumulation", marks=pytest.mark.proof)]
+)
 def test_drawn_job_is_judged(generator: Any, tmp_path: Path, name: str) -> None:
     """What else runs on the machine is a cause of its own, which a verdict then names rightly."""
     seeds = (seed for seed in range(400) if generator.draw(seed).kind.name == name)

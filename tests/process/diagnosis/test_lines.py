@@ -60,9 +60,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("where", "workers", "method", "rule", "function"),
     [
-        ("dataset", "0", "", "dataloader_bound", "work"),
+        pytest.param("dataset", "0", "", "dataloader_bound", "work", marks=pytest.mark.proof),
         ("dataset", "2", "fork", "dataloader_bound", "work"),
-        ("metric", "0", "", "outside_the_model", "work"),
+        pytest.param("metric", "0", "", "outside_the_model", "work", marks=pytest.mark.proof),
     ],
 )
 def test_finding_names_the_function_that_takes_the_time(
@@ -80,6 +80,7 @@ def test_finding_names_the_function_that_takes_the_time(
     assert lines[0].location in found[rule].remedy
 
 
+@pytest.mark.proof
 def test_spawned_workers_are_sampled_until_they_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(JOB)
     command = ["python", str(tmp_path / "train.py"), "dataset", "1", "spawn"]

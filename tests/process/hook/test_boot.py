@@ -15,6 +15,7 @@ from haiprof.run_format.boot import boot_entries
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.schema import BACKWARD, FORWARD, GC, MARK, OPTIMIZER, PHASES, TAG_MASK
+from tests.sampling import first_of
 
 TRAIN = """
 import torch
@@ -110,7 +111,7 @@ def test_raising_sitecustomize_is_reported_as_without_us(boot: Path, tmp_path: P
     assert (with_us.stdout, with_us.stderr) == (without.stdout, without.stderr)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"recorder": 1}'])
+@pytest.mark.parametrize("content", first_of(["", "{}", "[1]", '{"recorder": 1}'], "[1]"))
 def test_damaged_config_is_noted_and_the_job_runs(boot: Path, content: str) -> None:
     (boot / "config.json").write_text(content)
     done = python(TRAIN, boot)

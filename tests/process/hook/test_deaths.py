@@ -80,9 +80,15 @@ def die(
 
 
 @pytest.mark.parametrize(
-    ("way", "status"), [("SIGKILL", 137), ("SIGSEGV", 139), ("SIGTERM", 143), ("exit", 3),
-                        ("null", 139)],
-)  # fmt: skip
+    ("way", "status"),
+    [
+        ("SIGKILL", 137),
+        ("exit", 3),
+        pytest.param("SIGSEGV", 139, marks=pytest.mark.proof),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.proof),
+        pytest.param("null", 139, marks=pytest.mark.proof),
+    ],
+)
 def test_no_step_is_lost(tmp_path: Path, way: str, status: int) -> None:
     death = die(tmp_path, way)
     assert death.returncode == status or death.returncode == 128 - status
@@ -100,6 +106,7 @@ def test_no_step_is_lost_without_the_compiled_recorder(tmp_path: Path) -> None:
     assert death.recorded() == death.steps
 
 
+@pytest.mark.proof
 def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
     launcher = [*TORCHRUN, "--no-python", PYTHON]
     death = die(tmp_path, "exit", *launcher)
@@ -109,6 +116,7 @@ def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
     assert all(0 <= recorded[rank] - steps <= 1 for rank, steps in death.steps.items())
 
 
+@pytest.mark.proof
 def test_warm_up_is_not_kept(tmp_path: Path) -> None:
     death = die(tmp_path, "SIGKILL", options=("--warmup", "600"))
     (moment,) = death.moments()

@@ -336,6 +336,7 @@ def test_job_without_nsys_runs_on_after_one_clear_line(tmp_path: Path) -> None:
     assert [line["status"] for line in found] == ["unavailable"]
 
 
+@pytest.mark.proof
 def test_burst_of_a_real_job_lands_in_its_run_directory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     nsys = install(tmp_path / "bin")

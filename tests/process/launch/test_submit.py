@@ -563,6 +563,7 @@ def test_job_outlives_who_submitted_it(work: Path) -> None:
     wait_until(run.verdict_json.exists)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_wait_shows_the_log_and_ends_with_the_jobs_status(work: Path) -> None:
     done = submitted("train.py", "--wait", "--env", "STATUS=7", "--", "--n", "5")
@@ -572,6 +573,7 @@ def test_wait_shows_the_log_and_ends_with_the_jobs_status(work: Path) -> None:
     assert "kill " in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_kill_ends_the_job(work: Path) -> None:
     done = submitted("train.py", "--json", STEPS="100000")
@@ -607,6 +609,7 @@ def test_two_nodes_of_slurm_record_one_run(work: Path) -> None:
     assert RunPaths(root).verdict_json.exists()
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")
 def test_status_and_refusals_of_slurm_come_back(work: Path) -> None:
