@@ -152,3 +152,53 @@ def test_hook_imports_torch_only_inside_functions() -> None:
         names = {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module or "" for n in top if isinstance(n, ast.ImportFrom)}
         assert not {n for n in names if n.split(".")[0] == "torch"}, path
+
+
+PRIVATE_WORDS = """
+    again told beside rolls put_down silence roll_call say counted facts closer outside parts owners
+    routine kept signs marks fields held board place side across watched workshop wanted what nobody
+"""
+"""Words that say nothing to who searches for them: no function, class or module is called so."""
+IRREGULAR_PARTICIPLES = """
+    begun bound bought brought built caught chosen done drawn driven eaten fallen felt forgotten
+    frozen given gone grown heard held hidden kept known left lent lost made meant met seen sent
+    shown sold spent stolen struck stuck sunk taken thrown told torn understood won worn written
+"""
+VERBS_IN_ED = frozenset({"bleed", "embed", "exceed", "feed", "need", "proceed", "seed", "shed"})
+
+
+def definitions(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """The name of each function and class, without leading underscores, in lower case."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name.strip("_"), node
+        elif isinstance(node, ast.ClassDef):
+            bare = node.name.strip("_")
+            yield "".join(f"_{c.lower()}" if c.isupper() else c for c in bare).strip("_"), node
+
+
+def is_property(node: ast.stmt) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any("property" in ast.unparse(decorator) for decorator in decorators)
+
+
+def test_nothing_is_called_by_a_private_word() -> None:
+    words = set(PRIVATE_WORDS.split())
+    found = [name for path in MODULES if (name := path.stem.strip("_")) in words]
+    for path in MODULES:
+        names = (name for name, _ in definitions(path) if name in words)
+        found += [f"{path.relative_to(PACKAGE)}: {name}" for name in names]
+    assert found == []
+
+
+def test_functions_are_verbs_and_no_participles() -> None:
+    """A property reads as data, and may be one: `job.suspended`."""
+    found, participles = [], set(IRREGULAR_PARTICIPLES.split())
+    for path in MODULES:
+        for name, node in definitions(path):
+            if isinstance(node, ast.ClassDef) or is_property(node):
+                continue
+            regular = name.endswith("ed") and "_" not in name and name not in VERBS_IN_ED
+            if regular or name in participles:
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {name}")
+    assert found == []
