@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from haiprof.base.control_group_limits import parse_cpu_limit, parse_memory_limit
+
 _PROC = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-_V1_UNLIMITED_BYTES = 1 << 62
-"""Version 1 writes LONG_MAX in whole pages for no limit."""
 
 
 def cpu_limit_cores(*, proc: Path = _PROC, mount: Path = _MOUNT) -> float | None:
-    """The tightest CPU quota in cores; None without one.
-
-    Source: Linux Documentation/scheduler/sched-bwc.rst, admin-guide/cgroup-v2.rst (cpu.max).
-    """
+    """The tightest CPU quota in cores; None without one."""
     return min(_limits(_cores, "cpu", proc=proc, mount=mount), default=None)
 
 
@@ -60,16 +57,11 @@ def _folders(controller: str, *, proc: Path, mount: Path) -> Iterator[Path]:
 
 def _cores(folder: Path) -> float | None:
     if (folder / "cpu.max").exists():
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-    else:
-        quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
-        period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
-    if quota.strip() == "max" or int(quota) <= 0 or int(period) <= 0:
-        return None
-    return int(quota) / int(period)
+        return parse_cpu_limit((folder / "cpu.max").read_bytes().split())
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return parse_cpu_limit([(folder / name).read_bytes() for name in names])
 
 
 def _bytes(folder: Path) -> float | None:
     name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
-    word = (folder / name).read_text(encoding="ascii").strip()
-    return None if word == "max" or int(word) >= _V1_UNLIMITED_BYTES else float(word)
+    return parse_memory_limit((folder / name).read_bytes().strip())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from haiprof.base.control_group_limits import V1_UNLIMITED_BYTES
 from haiprof.base.units import NS_PER_US
-from haiprof.linux.cgroup_limits import V1_UNLIMITED_BYTES, TightestLimit, cpu_limit, memory_limit
+from haiprof.linux.cgroup_limits import TightestLimit, cpu_limit, memory_limit
 from haiprof.linux.cgroup_tree import V2, Cgroup
 from haiprof.linux.memory import parse_pressure
 from haiprof.linux.named_numbers import NamedNumbers

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from haiprof.base.control_group_limits import parse_cpu_limit, parse_memory_limit
 from haiprof.linux.cgroup_tree import Cgroup
-from haiprof.linux.procfs import PAGE_BYTES, ProcFile
+from haiprof.linux.procfs import ProcFile
 from haiprof.linux.readings import Unavailable
-
-# What version 1 writes for "unlimited": LONG_MAX rounded down to whole pages.
-V1_UNLIMITED_BYTES = ((1 << 63) - 1) // PAGE_BYTES * PAGE_BYTES
 
 
 class OwnLimit:
@@ -48,32 +46,17 @@ class OwnLimit:
 
 
 def cpu_limit(cgroup: Cgroup) -> OwnLimit:
-    """The cgroup's own CPU quota in cores.
-
-    Source: Linux Documentation/scheduler/sched-bwc.rst, admin-guide/cgroup-v2.rst (cpu.max).
-    """
+    """The cgroup's own CPU quota in cores."""
     if cgroup.version == 1:
-        return OwnLimit(cgroup, ("cpu.cfs_quota_us", "cpu.cfs_period_us"), _cores)
-    return OwnLimit(cgroup, ("cpu.max",), lambda contents: _cores(contents[0].split()))
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        return OwnLimit(cgroup, files, parse_cpu_limit)
+    return OwnLimit(cgroup, ("cpu.max",), lambda contents: parse_cpu_limit(contents[0].split()))
 
 
 def memory_limit(cgroup: Cgroup) -> OwnLimit:
     """The cgroup's own memory limit in bytes."""
     name = "memory.limit_in_bytes" if cgroup.version == 1 else "memory.max"
-    return OwnLimit(cgroup, (name,), lambda contents: _bytes(contents[0].strip()))
-
-
-def _cores(words: Sequence[bytes]) -> float | None:
-    quota_us, period_us = words
-    if quota_us == b"max" or int(quota_us) < 0:
-        return None
-    if int(period_us) <= 0:
-        raise ValueError("a period of no time")
-    return int(quota_us) / int(period_us)
-
-
-def _bytes(word: bytes) -> int | None:
-    return None if word == b"max" or int(word) >= V1_UNLIMITED_BYTES else int(word)
+    return OwnLimit(cgroup, (name,), lambda contents: parse_memory_limit(contents[0].strip()))
 
 
 class TightestLimit:
