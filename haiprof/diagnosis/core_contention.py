@@ -62,7 +62,7 @@ class Contention:
 
 
 def contention(inputs: RuleInputs, ranks: Collection[int], core_count: float) -> Contention | None:
-    """How much these ranks want their cores; null where something of one is not known."""
+    """How much these ranks want their cores; None where something of one is not known."""
     if not all(rank in inputs.busy_cores and rank in inputs.core_waits for rank in ranks):
         return None
     busy = sum(inputs.busy_cores[rank] for rank in ranks)
@@ -88,7 +88,7 @@ def cores_of(inputs: RuleInputs, host: str) -> float | None:
 
 
 def used_by_others(inputs: RuleInputs, host: str, hosts: Mapping[int, str]) -> float | None:
-    """Cores of a host that others than its ranks used; null where that is not known."""
+    """Cores of a host that others than its ranks used; None where that is not known."""
     cores = cores_of(inputs, host)
     busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
     ranks = [rank for rank in inputs.world if hosts.get(rank) == host]

@@ -84,7 +84,7 @@ class CounterAverages:
     points: pl.DataFrame
     """`rank`, `metric`, `time_ns`, `value`: a few series of each rank, thinned."""
     nodes: Mapping[str, Means]
-    """By host and entity (null: the node itself): mean of each metric of host and cgroup."""
+    """By host and entity (None: the node itself): mean of each metric of host and cgroup."""
     stolen: pl.DataFrame
     """`host`, `time_ns`, `value`: of the time with work, the hypervisor's share; thinned."""
 

@@ -22,7 +22,7 @@ class Evidence:
     name: str
     """What was measured, for people."""
     value: float | None
-    """In base units; null where it is not known."""
+    """In base units; None where it is not known."""
     unit: str
     """ns, ratio, cores, count, bytes, bytes/s, or empty for a plain factor."""
 
@@ -92,7 +92,7 @@ class Finding:
     missing: tuple[str, ...] = ()
     """What could not be measured and would make it surer."""
     rank: int | None = None
-    """The rank it is about; null where it is about all."""
+    """The rank it is about; None where it is about all."""
     scope: Scope = "run"
     """What proves it: all steps of the run, or the few of a traced window."""
     cause: str | None = None

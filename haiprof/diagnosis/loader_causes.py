@@ -47,11 +47,11 @@ class _Loading:
     core_wait: float
     """Share of time in which the main thread could run and got no core; 0 where not known."""
     free_cores: float | None
-    """Of those that the rank may use; null where that is not known."""
+    """Of those that the rank may use; None where that is not known."""
 
     @property
     def is_computing(self) -> bool | None:
-        """Whether whoever makes the batches uses the CPU for it; null where that is not known.
+        """Whether whoever makes the batches uses the CPU for it; None where that is not known.
 
         Or would use it, if he got it: of the time in which they could run, workers are taken to
         wait for a core as much as the main thread does.
@@ -68,7 +68,7 @@ class _Loading:
 
 
 def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
-    """The reason that the numbers show; null where nothing tells one.
+    """The reason that the numbers show; None where nothing tells one.
 
     Args:
         inputs: Of a run that waits for batches.

@@ -18,7 +18,7 @@ def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> tuple[str, ..
 
 
 def went_on(reaction: Reaction, steps: pl.DataFrame) -> int | None:
-    """Unix time of the end of the first step that ended after it was noticed; null if none did.
+    """Unix time of the end of the first step that ended after it was noticed; None if none did.
 
     Args:
         reaction: A hang.

@@ -41,13 +41,13 @@ class NodeCpu:
     core_count: int | None
     """CPUs online."""
     limit_cores: float | None
-    """The tightest limit of the cgroup and those above it; null without one, or not known."""
+    """The tightest limit of the cgroup and those above it; None without one, or not known."""
     period_count: float | None
-    """Periods of that limit in which something ran; null where they are not counted."""
+    """Periods of that limit in which something ran; None where they are not counted."""
     throttled_ratio: float | None
-    """Share of those in which something had to stop; null without any."""
+    """Share of those in which something had to stop; None without any."""
     stolen_ratio: float | None
-    """Of the time in which the CPUs had work, what the hypervisor kept; null where not counted."""
+    """Of the time in which the CPUs had work, what the hypervisor kept; None where not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +327,7 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
 
 
 def own_backward_ns(inputs: RuleInputs, backward_ns: float, clock: str) -> float | None:
-    """Of a rank's backward its own work per step, the typical rank's; null where not known.
+    """Of a rank's backward its own work per step, the typical rank's; None where not known.
 
     Args:
         inputs: The run.

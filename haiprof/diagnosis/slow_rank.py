@@ -32,7 +32,7 @@ class RankState:
 
 
 def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
-    """The first difference that would make a rank slow; null where its hardware is as others'.
+    """The first difference that would make a rank slow; None where its hardware is as others'.
 
     Args:
         inputs: The run.

@@ -61,7 +61,7 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
 
 
 def typical(values: pl.Series) -> float | None:
-    """The middle rank's value, the lower of two; null where it is not known of all.
+    """The middle rank's value, the lower of two; None where it is not known of all.
 
     Source: the median over ranks is TraceML's typical rank.
     """

@@ -26,7 +26,7 @@ class Cost:
     """What haiprof itself took, measured in this run."""
 
     hook_ns_per_step: float | None
-    """Inside the job, the costliest rank; null where no cost was recorded."""
+    """Inside the job, the costliest rank; None where no cost was recorded."""
     hook_ratio: float | None
     """The same as a share of the recorded time."""
     agent_cpu_ratio: float | None
@@ -58,9 +58,9 @@ class Verdict:
     not_measured: tuple[tuple[str, str], ...]
     """(what, why)."""
     evaluation_ns: int | None
-    """Time in evaluations without compiling, the rank with the most; null where none is known."""
+    """Time in evaluations without compiling, the rank with the most; None where none is known."""
     compile_ns: int | None
-    """Time in which torch.compile worked, the rank with the most; null where none tells."""
+    """Time in which torch.compile worked, the rank with the most; None where none tells."""
     events: Mapping[str, Events]
     """`gc` and `save`, where there were any."""
     cost: Cost
@@ -73,7 +73,7 @@ class Verdict:
     end_wall_ns: int | None = None
     """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None
-    """Why the job died; null where it has not."""
+    """Why the job died; None where it has not."""
     memory_at_end: tuple[MemoryAtEnd, ...] = ()
     """Memory of the ranks that the death began with, where it may be the reason."""
     gpu_memory_at_end: tuple[GpuMemoryAtEnd, ...] = ()

@@ -89,7 +89,7 @@ class FlightRecorder:
         return found
 
     def dump(self) -> Path | None:
-        """Writes the last collectives into a file of their own; null where there are none."""
+        """Writes the last collectives into a file of their own; None where there are none."""
         if not self._dumps and not self._found():
             return None
         traces = [dump(includeCollectives=True, onlyActive=False) for dump in self._dumps]

@@ -10,7 +10,7 @@ from haiprof.run_format.schema import GC, TAG_BITS
 
 PAUSE_MIN_NS = 200_000
 """Shorter pauses are part of normal allocation."""
-_WHOLE = 2  # what gc.collect() collects unless told otherwise
+_WHOLE = 2  # what gc.collect() collects by default
 _SLACK = 64
 
 _now = time.perf_counter_ns

@@ -27,7 +27,7 @@ _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h: "Yama"
 _UCRED = struct.Struct("3i")
 
 Handler = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
-"""From a request's id and arguments to the reply; null where that follows later."""
+"""From a request's id and arguments to the reply; None where that follows later."""
 
 
 class Line:

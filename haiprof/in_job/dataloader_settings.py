@@ -32,7 +32,7 @@ def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
-    """`workers`, `batch_size`, `persistent`, `prefetch`: as given; null what is no number."""
+    """`workers`, `batch_size`, `persistent`, `prefetch`: as given; None what is no number."""
     return {
         "type": "dataloader",
         "time_ns": _now(),

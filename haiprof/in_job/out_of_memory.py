@@ -83,7 +83,7 @@ class OutOfMemory:
         self._count = self._snapshots = self._last_ns = 0
 
     def watch(self) -> None:
-        """From here on this one is told; torch takes an observer once per process and for good."""
+        """Registers this observer: torch takes one per process, and never removes it."""
         global _current, _observed
         _current = self
         if not _observed:

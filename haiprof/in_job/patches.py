@@ -111,7 +111,7 @@ class State(Gate):
         self.inside: frozenset[CodeType] = frozenset()
         """Code that runs within a span: where hooks put in late must not begin."""
         self.inputs: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Is told what a root module is called with in training, where memory is watched."""
+        """Receives the arguments of a root module in training, where GPU memory is recorded."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""

@@ -114,7 +114,7 @@ class Recorder:
 
     @property
     def attempt(self) -> int | None:
-        """Which process of its rank this is; null until its folder is claimed."""
+        """Which process of its rank this is; None until its folder is claimed."""
         return None if self._files is None else self._files.attempt
 
     def watch_exceptions(self) -> None:

@@ -16,7 +16,7 @@ NOTHING, FETCHES, CALLS, COLLECTIVES = range(4)
 class Repeats:
     """Steps of a process, as `run_analysis.repeating_steps` counts them afterwards.
 
-    It is told of outermost calls alone, and only until an optimizer steps: after that the job's
+    It receives outermost calls only, and only until an optimizer steps: after that the job's
     steps are those of its training, and only calls of `haiprof.step()` come before them.
     """
 

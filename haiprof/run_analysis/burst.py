@@ -67,7 +67,7 @@ _SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Which GPU one of Nsight Systems' is; null where that cannot be told."""
+    """Which GPU one of Nsight Systems' is; None where that cannot be known."""
 
     number: int
     index: int | None

@@ -39,7 +39,7 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
 def compile_columns(
     files: RankFiles, starts: Ints, ends: Ints, *, wall_offset_ns: int
 ) -> dict[str, int | None]:
-    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; null where not known.
+    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known.
 
     Args:
         files: The rank.

@@ -105,7 +105,7 @@ class SourceMetrics:
     owner: Ints
     """Place of each record's entity in the lists."""
     entities: Sequence[str | None]
-    """Names of the entities; null for the node."""
+    """Names of the entities; None for the node."""
     ranks: Sequence[int | None]
     """Whose they are, where one rank owns them."""
     gpus: Sequence[int | None]

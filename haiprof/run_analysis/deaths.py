@@ -53,7 +53,7 @@ class Fate:
     what: str
     """For people."""
     line: str | None
-    """The innermost line of the user's own code, where an exception told it."""
+    """The innermost line of the user's own code, where an exception names it."""
     ended_ns: int | None
     """Unix time at which it was lost; None where nobody saw it."""
     step: int | None

@@ -110,7 +110,7 @@ class HostClock:
 
     host: str
     offset_ns: int | None
-    """What to subtract from its times; null where nothing tells."""
+    """What to subtract from its times; None where nothing tells."""
     spread_ns: int | None
     """Median absolute deviation of what the offset was taken from."""
     collective_count: int

@@ -72,7 +72,7 @@ def line_frame(samples: CodeSamples) -> pl.DataFrame:
     """Lines of user code, by rank, thread and phase.
 
     Returns:
-        `rank`, `worker` (null: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
+        `rank`, `worker` (None: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
         `function`; `self_count`: samples in which it was the innermost line of user code;
         `inclusive_count`: samples that have it anywhere; `sample_count`: samples of that rank,
         thread and phase; `self_ratio` with its 95 % interval `self_low` to `self_high`,

@@ -20,14 +20,14 @@ class Placement:
     rank: int
     host: str
     allowed_cpus: frozenset[int] | None
-    """Cores that it may run on; null where not known."""
+    """Cores that it may run on; None where not known."""
     cpu_nodes: tuple[int, ...]
     """NUMA nodes of those; empty where not known."""
     memory_pages: Mapping[int, int]
     """Sampled pages by NUMA node; empty where not known."""
     thread_count: int | None
     gpu_node: int | None
-    """NUMA node of its GPU; null without a GPU, or where firmware does not say."""
+    """NUMA node of its GPU; None without a GPU, or where firmware does not say."""
     adapters: tuple[tuple[str, int], ...]
     """Network adapters for RDMA with their NUMA node, where it is known."""
 
@@ -39,7 +39,7 @@ class Placement:
         return frozenset((*self.cpu_nodes, *self.memory_pages, *gpu, *adapters))
 
     def pages_off(self, nodes: Iterable[int]) -> float | None:
-        """Share of the sampled pages that lie on other nodes; null without any."""
+        """Share of the sampled pages that lie on other nodes; None without any."""
         total = sum(self.memory_pages.values())
         here = sum(self.memory_pages.get(node, 0) for node in set(nodes))
         return 1 - here / total if total else None
@@ -94,7 +94,7 @@ def _placement(rank: int, host: str, line: Mapping[str, Any]) -> Placement:
 
 
 def cpu_list(value: object) -> frozenset[int] | None:
-    """Numbers of a kernel CPU list such as `0-15,32`; null for anything else.
+    """Numbers of a kernel CPU list such as `0-15,32`; None for anything else.
 
     Source: Linux Documentation/admin-guide/cputopology.rst.
     """

@@ -30,7 +30,7 @@ class RankGrid:
     phase_ns: Mapping[str, Floats]
     """[rank, stretch] on the host clock, by phase; together they are the step."""
     typical_ns: Mapping[str, float | None]
-    """Median over all steps of all ranks: of `step` and of each phase; null where never seen."""
+    """Median over all steps of all ranks: of `step` and of each phase; None where never seen."""
 
     @property
     def column_count(self) -> int:

@@ -73,11 +73,11 @@ class Reaction:
     reason: str
     """What was compared, for people."""
     before_ns: float | None
-    """Usual step; null with `hang`."""
+    """Usual step; None with `hang`."""
     after_ns: float | None
-    """Slower step; null with `hang`."""
+    """Slower step; None with `hang`."""
     silent_ns: float | None
-    """Time without a step when it was noticed; null with `slow`."""
+    """Time without a step when it was noticed; None with `slow`."""
     action: str
     """`snapshot`, `trace-now`, or `none` where it was only noted."""
     state: str
@@ -121,7 +121,7 @@ def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
         One row per reaction: `trigger` (`hang`, `slow`), `noticed_ns` and `since_ns` (Unix time),
         `host` (whose launcher noticed it), `rank` and `step` (of the first slower step; with `hang`
         the last that ended), `reason`, `before_step_ns` and `after_step_ns` (null with `hang`),
-        `silent_ns` (without a step; null with `slow`), `action` (`snapshot`, `trace-now`, `none`),
+        `silent_ns` (without a step; None with `slow`), `action` (`snapshot`, `trace-now`, `none`),
         `state` (`done`, `failed`, `begun`, `none`), `failure`, `suspect_rank`, `suspect_reason`,
         `suspect_doing`, `suspect_certain` (of the first rank that a snapshot named),
         `suspect_count`, `collectives_moved` (during the snapshot), `saving_rank` (the first that

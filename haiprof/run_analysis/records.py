@@ -49,31 +49,31 @@ def read_table(path: Path, table: Table, *, first: int = 0, limit: int | None = 
 
 
 def integer(value: object) -> int | None:
-    """A JSON value as an integer of 64 bits; null for anything else."""
+    """A JSON value as an integer of 64 bits; None for anything else."""
     if type(value) is float and math.isfinite(value):
         value = int(value)
     return value if type(value) is int and -_I64_LIMIT < value < _I64_LIMIT else None
 
 
 def number(value: object) -> float | None:
-    """A JSON value as a finite number; null for anything else."""
+    """A JSON value as a finite number; None for anything else."""
     if type(value) is int and abs(value) < _I64_LIMIT:
         return float(value)
     return value if type(value) is float and math.isfinite(value) else None
 
 
 def text(value: object) -> str | None:
-    """A JSON value as text that can be encoded; null for anything else."""
+    """A JSON value as text that can be encoded; None for anything else."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
 def mean(values: pl.Series) -> float | None:
-    """Mean without nulls; null where nothing is left."""
+    """Mean without nulls; None where nothing is left."""
     value = values.mean()
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def median(values: pl.Series) -> float | None:
-    """Median without nulls; null where nothing is left."""
+    """Median without nulls; None where nothing is left."""
     value = values.median()
     return float(value) if isinstance(value, (int, float)) else None

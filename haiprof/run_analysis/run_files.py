@@ -66,7 +66,7 @@ class RunFiles:
 
     paths: RunPaths
     manifest: Manifest | None
-    """run.json; null where it is damaged."""
+    """run.json; None where it is damaged."""
     ranks: tuple[RankFiles, ...]
     nodes: tuple[NodeFiles, ...]
     hook_failures: tuple[str, ...]

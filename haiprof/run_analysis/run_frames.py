@@ -48,7 +48,7 @@ class _Loaded:
 
     rows: Mapping[Key, RankRows]
     kept: Mapping[Key, RankSegments] | None
-    """The spans themselves; null where they are too many."""
+    """The spans themselves; None where they are too many."""
     damaged: list[str]
     """Why the other ranks have no steps."""
 

@@ -34,7 +34,7 @@ class RankSegments:
     wall_offset_ns: int
     """Unix time minus the clock of the spans."""
     device_ns: Floats | None
-    """[phase and other, step], NaN where unknown; null without device records."""
+    """[phase and other, step], NaN where unknown; None without device records."""
     seen: Bools
     """Per phase of PHASES: whether any training step of the rank has it."""
     notes: tuple[str, ...]

@@ -29,7 +29,7 @@ class ModelSettings:
 
     @property
     def trainable_ratio(self) -> float | None:
-        """Share of its parameters that require gradients; null where not known."""
+        """Share of its parameters that require gradients; None where not known."""
         if not self.parameter_count or self.trainable_count is None:
             return None
         return self.trainable_count / self.parameter_count
@@ -49,7 +49,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looks:
-    """What looks at switches, one a second, have seen; null where none were taken."""
+    """What looks at switches, one a second, have seen; None where none were taken."""
 
     look_count: int | None
     anomaly_count: int | None
@@ -66,7 +66,7 @@ class RankSettings:
     rank: int
     host: str | None
     flags: Mapping[str, Scalar]
-    """By the names of `run_format.setting_lines.FLAGS`; null where this torch does not tell."""
+    """By the names of `run_format.setting_lines.FLAGS`; None where this torch does not tell."""
     variables: Mapping[str, str]
     """Environment variables that change speed, credentials masked."""
     operator_threads: int | None
@@ -77,7 +77,7 @@ class RankSettings:
     gc_enabled: bool | None
     gc_thresholds: tuple[int, ...]
     autocast: str | None
-    """What autocast made of operators when a model was called first; null: it was off there."""
+    """What autocast made of operators when a model was called first; None: it was off there."""
     models: tuple[ModelSettings, ...]
     optimizers: tuple[OptimizerSettings, ...]
     looks: Looks

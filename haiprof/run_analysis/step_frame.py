@@ -75,8 +75,8 @@ def step_frame(
         `rank`, `attempt` (restart of the rank), `step` (from 0 in that attempt), `start_ns` (Unix
         time), `step_ns` (evaluation taken out), `dataloader_host_ns`, `forward_host_ns`,
         `backward_host_ns`, `optimizer_host_ns`, `other_host_ns` (exclusive; they add up to
-        `step_ns`; null: never seen in a step of this rank), the same five with
-        `_device_ns` (null: no device, or not all times were there), `micro_step_count`,
+        `step_ns`; None: never seen in a step of this rank), the same five with
+        `_device_ns` (None: no device, or not all times were there), `micro_step_count`,
         `optimizer_step_count`, `skipped` (the gradient scaler let no optimizer step), `boundary`
         (`dataloader`, `optimizer` or `backward`; of a process that never trained `fetch`,
         `module` or `collective`, what repeats in it; `mark`: haiprof.step()), `confidence` in

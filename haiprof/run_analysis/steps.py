@@ -75,7 +75,7 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segmentation:
-    """The spans of one thread, told apart."""
+    """The spans of one thread, by kind."""
 
     nested: Nested
     phase: Codes

@@ -136,7 +136,7 @@ def exceeds(found: Comparison, limit_ratio: float) -> bool | None:
 
 
 def other_load_change(loads: tuple[Load, Load]) -> float | None:
-    """How much more of the cores others used in the new run; null where one is not known."""
+    """How much more of the cores others used in the new run; None where one is not known."""
     old, new = (load.other_ratio for load in loads)
     return None if old is None or new is None else new - old
 
@@ -169,7 +169,7 @@ def other_load_ns(change: Change, loads: tuple[Load, Load]) -> float:
 
 
 def waited_ns(change: Change, loads: tuple[Load, Load]) -> float | None:
-    """How much longer a step's main thread waited for a core; null where not recorded."""
+    """How much longer a step's main thread waited for a core; None where not recorded."""
     old, new = (load.wait_ratio for load in loads)
     return None if old is None or new is None else new * change.after_ns - old * change.before_ns
 

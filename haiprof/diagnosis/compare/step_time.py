@@ -41,7 +41,7 @@ class Change:
     """Independent steps that tell as much."""
     after_effective_count: float | None
     before_drift_ratio: float | None
-    """Last third of the run's steps against the first: 0.1 is 10 % slower; null for few steps."""
+    """Last third of the run's steps against the first: 0.1 is 10 % slower; None for few steps."""
     after_drift_ratio: float | None
     unknown: str
     """Why there is no interval; empty where there is."""

@@ -56,7 +56,7 @@ def over_ranks(name: str, ranks: int) -> pl.Expr:
 
 
 def spread_of(values: pl.Series) -> dict[str, float | None]:
-    """`min`, `median`, `max`; null where nothing is known."""
+    """`min`, `median`, `max`; None where nothing is known."""
     known = values.drop_nulls()
     found = (known.min(), known.median(), known.max())
     keys = ("min", "median", "max")

@@ -30,7 +30,7 @@ class _Measured:
     forward_ns: float
     backward_ns: float
     own_ns: float | None
-    """Of backward, up to the last collective; null: not known."""
+    """Of backward, up to the last collective; None: not known."""
     after_ns: float
     """From then on, without waiting for other ranks: transfer, and what else runs there."""
     step_ns: float

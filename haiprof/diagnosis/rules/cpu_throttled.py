@@ -75,13 +75,13 @@ def _ranks(inputs: RuleInputs, host: str) -> list[int]:
 
 
 def _wait(inputs: RuleInputs, host: str) -> float | None:
-    """Of the lower median rank of the host; null where none is known."""
+    """Of the lower median rank of the host; None where none is known."""
     waits = sorted(inputs.core_waits[r] for r in _ranks(inputs, host) if r in inputs.core_waits)
     return waits[(len(waits) - 1) // 2] if waits else None
 
 
 def _busy(inputs: RuleInputs, host: str) -> float | None:
-    """All ranks of the host together; null where one is not known."""
+    """All ranks of the host together; None where one is not known."""
     ranks = _ranks(inputs, host)
     known = [inputs.busy_cores[rank] for rank in ranks if rank in inputs.busy_cores]
     return sum(known) if known and len(known) == len(ranks) else None

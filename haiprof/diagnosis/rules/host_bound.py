@@ -38,7 +38,7 @@ def host_bound(inputs: RuleInputs) -> Judgement:
 
 
 def _by_trace(inputs: RuleInputs) -> Finding | None:
-    """By the operators of a window; null where they do not say so, or there is none."""
+    """By the operators of a window; None where they do not say so, or there is none."""
     patterns = inputs.traces.patterns
     if patterns is None or patterns.totals["has_gpu"].any():
         return None

@@ -47,7 +47,7 @@ def plan_request(
 def _config(
     request_id: str, arguments: Mapping[str, Any], recorder: Recorder
 ) -> dict[str, Any] | None:
-    """The plan's options from a message that may hold anything; null if they do not fit."""
+    """The plan's options from a message that may hold anything; None if they do not fit."""
     try:
         config: dict[str, Any] = {name: arguments.get(name) is True for name in _SWITCHES}
         count, window = int(arguments.get("count") or 1), int(arguments.get("window") or 0)

@@ -324,7 +324,7 @@ class KeepSlow:
 
 
 def _resident_bytes() -> int | None:
-    """What this process holds in memory; null where /proc does not say."""
+    """What this process holds in memory; None where /proc does not say."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES

@@ -74,7 +74,7 @@ class SteadySteps:
             self._alike, self._last, self._seen = 0, step if begins else (), []
 
     def saw(self, kind: int, target: Any) -> None:
-        """The counter was told of a span."""
+        """The counter has received a span."""
         if len(self._open) != 1 or kind not in _SIMPLE or len(self._step) >= LONGEST:
             self._step, self._last, self._alike = [(_NONE, 0)], (), 0
         self._step.append((kind, id(target)))
@@ -172,7 +172,7 @@ class SteadySteps:
 
 
 def _batch_count(iterator: Any) -> int | None:
-    """How many batches a loader's iterator gives; null where that is not known."""
+    """How many batches a loader's iterator gives; None where that is not known."""
     try:
         count: int = iterator._num_yielded * 0 + len(iterator._index_sampler)
     except Exception:  # no loader, or one of its own kind

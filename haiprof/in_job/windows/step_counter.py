@@ -30,14 +30,14 @@ _now = time.perf_counter_ns
 
 
 class Listener(Protocol):
-    """Is told of the edges of steps, on the training thread."""
+    """Receives the edges of steps, on the training thread."""
 
     def boundary(self, number: int, begins: bool) -> None:
         """A step has ended; the next one has this number, and begins now unless said otherwise."""
 
 
 class _NoListener:
-    """Has been told of these edges before."""
+    """Does nothing with the edges: they were received before."""
 
     def boundary(self, number: int, begins: bool) -> None:
         """Nothing is to be done."""

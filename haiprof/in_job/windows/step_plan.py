@@ -175,7 +175,7 @@ class Plan:
     def current(
         self, *, number: int, trained_ns: int | None, times: UsualTime
     ) -> PlannedWindow | None:
-        """The window that comes next or runs; null before it is known and after the last.
+        """The window that comes next or runs; None before it is known and after the last.
 
         Args:
             number: The step that begins now.
@@ -189,7 +189,7 @@ class Plan:
         return self._wanted
 
     def ends_at(self, number: int, times: UsualTime) -> int | None:
-        """The step after the window that runs; null while that is open.
+        """The step after the window that runs; None while that is open.
 
         A window in seconds ends on the same step on every rank: one of the next.
         """

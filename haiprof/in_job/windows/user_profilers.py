@@ -30,7 +30,7 @@ REFUSED = "the job's own profiler is on"
 
 
 def other_tool(environ: Mapping[str, str]) -> str | None:
-    """Why the environment forbids a window; null where it does not."""
+    """Why the environment forbids a window; None where it does not."""
     for name, reason in _ENVIRONMENT.items():
         if environ.get(name):
             return reason
@@ -86,7 +86,7 @@ class Guard:
             self._ours = before
 
     def refusal(self) -> str | None:
-        """Why no window may start now; null where one may."""
+        """Why no window may start now; None where one may."""
         from torch._C._autograd import _profiler_enabled
 
         reason = other_tool(os.environ)
