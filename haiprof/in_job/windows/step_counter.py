@@ -134,7 +134,7 @@ class StepCounter:
         cycles = self._cycles()
         return self._closed and cycles.count >= after_last and not cycles.open_work
 
-    # -- steps that are alike (routine.py) -----------------------------------------------------
+    # -- steps that are alike (steady_steps.py) ------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """What is known at this moment, between two spans."""

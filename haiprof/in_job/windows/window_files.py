@@ -54,7 +54,7 @@ class WindowFiles:
         """Where the execution trace observer writes."""
         return self._folder / f".{self._draft}.et.json"
 
-    def finish(self, facts: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
+    def finish(self, details: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
         """Gives the files their names and writes the sidecar; what that says.
 
         Raises:
@@ -76,7 +76,7 @@ class WindowFiles:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "event_count": None,
-            **facts,
+            **details,
             "raw_bytes": raw_bytes,
             "et_bytes": et_bytes,
         }
