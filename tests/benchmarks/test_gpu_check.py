@@ -102,10 +102,14 @@ def test_every_expectation_has_a_source_and_every_item_a_function() -> None:
             assert (expect.low, expect.high, expect.equals) != (None, None, None), expect.figure
 
 
-def test_documentation_has_every_item() -> None:
+def test_documentation_has_every_item_and_figure() -> None:
     text = (ROOT / "docs" / "gpu-check.md").read_text()
-    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and
-            "gpu-check" not in line] == [item.name for item in ITEMS]  # fmt: skip
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines()
+            if line.startswith("| `") and "gpu-check" not in line]  # fmt: skip
+    assert rows == [
+        [f"`{item.name}`", item.question, "; ".join(expect.words for expect in item.expects)]
+        for item in ITEMS
+    ]
 
 
 # -- items that break ------------------------------------------------------------------------------
