@@ -16,7 +16,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.gpu import pack  # noqa: E402
+from benchmarks.gpu import carried  # noqa: E402
 from benchmarks.gpu.items import ITEMS  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
@@ -30,6 +30,8 @@ def main() -> int:
             print(f"{item.name:28} {item.question}")
         return 0
     if options.pack is not None:
+        from benchmarks.gpu import pack
+
         return pack.collect(options.pack, options.python)
     unknown = sorted(set(options.only) - {item.name for item in ITEMS})
     if unknown:
@@ -52,9 +54,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fake", action="store_true", help="a simulated GPU, short loops")
     parser.add_argument("--only", action="append", default=[], metavar="ITEM", help="repeatable")
     parser.add_argument("--list", action="store_true", help="name the items")
-    parser.add_argument("--pack", type=Path, nargs="?", const=REPOSITORY / ".whl", metavar="DIR",
+    parser.add_argument("--pack", type=Path, nargs="?", const=carried.WHEELS, metavar="DIR",
                         help="collect the wheels that a machine without network needs")  # fmt: skip
-    parser.add_argument("--python", default=pack.PYTHON, help="of that machine (default: 3.12)")
+    parser.add_argument("--wheels", type=Path, default=carried.WHEELS, metavar="DIR",
+                        help="wheels that were carried (default: .whl)")  # fmt: skip
+    parser.add_argument("--python", default=carried.PYTHON, help="of that machine (default: 3.12)")
     return parser.parse_args()
 
 
@@ -74,7 +78,11 @@ def find_gpu() -> dict[str, Any] | None:
 
 def prepared(options: argparse.Namespace, gpu: dict[str, Any], folder: Path) -> int:
     """Finds the packages, puts the stand-ins in place, runs."""
-    told = pack.use_wheels(REPOSITORY / ".whl", folder / "site")
+    try:
+        told = carried.use_wheels(options.wheels, folder / "site")
+    except carried.LackingError as lacking:
+        print(lacking, file=sys.stderr)
+        return 2
     print(told)
     if options.fake:
         from benchmarks.gpu import fakes

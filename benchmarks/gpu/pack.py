@@ -1,138 +1,44 @@
-"""Wheels for a machine without network: collected here, unpacked there, nothing installed.
-
-A wheel is a zip of what belongs into site-packages; it is unpacked into a folder of its own that
-comes first on the path and is removed afterwards.
-"""
+"""Collects wheels for a machine without network: of haiprof, and of all it needs but torch."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib
-import importlib.util
-import os
-import platform
-import re
+import io
+import json
+import lzma
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
-PYTHON = "3.12"
+from benchmarks.gpu.carried import (
+    INDEX,
+    NOT_NEEDED,
+    PYTHON,
+    REPOSITORY,
+    WHEELS,
+    XZ,
+    requirements,
+    split,
+)
+
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64",
              "manylinux2014_x86_64", "manylinux1_x86_64")  # fmt: skip
-PRESENT = frozenset(
-    ("jinja2", "markupsafe", "nvidia-ml-py", "numpy", "psutil", "rich", "typer", "narwhals",
-     "packaging", "click", "shellingham", "typing-extensions", "markdown-it-py", "pygments")
-)  # fmt: skip
-"""What the machine's image has already (its package list; see docs/gpu-check.md)."""
-# No item draws a figure or submits a job; Python 3.12 has tomllib.
-NOT_NEEDED = frozenset(("plotly", "pyyaml", "tomli"))
-LIMIT_BYTES = 58 << 20  # 64 MiB travel in all, and the tree has 5
-MODULES = {"jinja2": "jinja2", "msgspec": "msgspec", "nvidia-ml-py": "pynvml", "numpy": "numpy",
-           "polars": "polars", "rich": "rich", "typer": "typer"}  # fmt: skip
+TRAVELS_BYTES = 64 << 20  # the tree and what is carried beside it, all in all
+LARGE_BYTES = 4 << 20  # from here on a wheel is packed anew: polars takes 38 MiB in place of 51
+PACKING = ({"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 1})
 RUN = """\
 One call of the device tool (the second and later ones with --only, or --minutes for what is left):
-  command:   scripts/gpu-check --minutes 9.3 --out $OUT
-  carry:     ["{folder}"]
+  command:   {command}
+  carry:     {carry}
   timeout_s: 600"""
-
-
-# -- there -----------------------------------------------------------------------------------------
-
-
-def use_wheels(wheels: Path, site: Path) -> str:
-    """Puts carried packages on the path where this Python lacks them; says what is used.
-
-    Args:
-        wheels: The folder that was carried; it need not exist.
-        site: Where they are unpacked to.
-    """
-    found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
-    words = []
-    lacking = [name for name, module in MODULES.items() if not _importable(module)]
-    carried = [path for path in found if fits(path.name)]
-    own = [path for path in carried if path.name.startswith("haiprof-")]
-    others = [path for path in carried if path not in own]
-    if lacking and others:
-        for path in others:
-            unpack(path, site)
-        words.append(f"{len(others)} packages from {wheels.name}/")
-    if own and not _importable("haiprof.trace_format.kineto._native"):
-        if is_of_tree(own[0]):
-            unpack(own[0], site)
-            words.append("haiprof's wheel")
-        else:
-            words.append("haiprof's tree: its wheel is of other sources")
-    if site.is_dir():
-        sys.path.insert(0, str(site))
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), before)))
-        importlib.invalidate_caches()
-        for name in [n for n in sys.modules if n.partition(".")[0] == "haiprof"]:
-            del sys.modules[name]
-    still = [name for name in lacking if not _importable(MODULES[name])]
-    if still:
-        words.append(f"lacking {', '.join(still)}: what needs them fails (--pack collects them)")
-    return "; ".join(words) or "all packages of this Python's own"
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def fits(name: str) -> bool:
-    """Whether a wheel is for this Python and machine, by its name."""
-    python, abi, machine = name.removesuffix(".whl").split("-")[-3:]
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    if machine != "any" and platform.machine() not in machine:
-        return False
-    for tag in python.split("."):
-        if tag in ("py3", own) or (abi == "abi3" and _minor(tag) <= sys.version_info.minor):
-            return True
-    return False
-
-
-def _minor(tag: str) -> int:
-    found = re.fullmatch(r"cp3(\d+)", tag)
-    return int(found[1]) if found else 1 << 30
-
-
-def unpack(wheel: Path, site: Path) -> None:
-    """Puts a wheel's content into a folder."""
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(site)
-
-
-def is_of_tree(wheel: Path) -> bool:
-    """Whether every source file in haiprof's wheel is the one of this tree."""
-    with zipfile.ZipFile(wheel) as file:
-        [record] = [name for name in file.namelist() if name.endswith(".dist-info/RECORD")]
-        lines = file.read(record).decode().splitlines()
-    rows = [line.rsplit(",", 2) for line in lines]
-    sources = {name: digest for name, digest, _ in rows if name.endswith(".py")}
-    tree = {str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "haiprof").rglob("*.py")}
-    return set(sources) == tree and all(
-        digest == _digest(REPOSITORY / name) for name, digest in sources.items()
-    )
-
-
-def _digest(path: Path) -> str:
-    raw = hashlib.sha256(path.read_bytes()).digest()
-    return "sha256=" + base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
-# -- here ------------------------------------------------------------------------------------------
+COMMAND = "scripts/gpu-check --minutes 9.3 --out $OUT"
 
 
 def collect(folder: Path, python: str = PYTHON) -> int:
-    """Downloads what the machine lacks, builds haiprof's wheel; prints how to run there.
+    """Downloads all that haiprof needs there, builds haiprof's wheel; prints how to run there.
 
     Args:
         folder: Where the wheels go; what was in it is gone.
@@ -140,42 +46,65 @@ def collect(folder: Path, python: str = PYTHON) -> int:
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    wanted, known = core_dependencies(), set(PRESENT | NOT_NEEDED)
-    while wanted:
-        name = wanted.pop()
-        if name not in known:
-            known.add(name)
-            wanted |= download(name, folder, python)
-    print(build_wheel(folder, python))
+    index = dict[str, dict[str, Any]]()
+    waiting = there(requirements(), python)
+    while waiting:
+        name, _ = split(waiting.pop())
+        if name not in index.keys() | NOT_NEEDED:
+            wheel = download(name, folder, python)
+            index[name] = entry(wheel, python)
+            waiting += index[name]["needs"]
+    wheel, told = build_wheel(folder, python)
+    print(told)
+    if wheel is not None:
+        index["haiprof"] = {**entry(wheel, python), "needs": []}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return report(folder)
+
+
+def report(folder: Path) -> int:
+    """Says what is in the folder, whether it may travel, and how to run there."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     for path in sorted(folder.iterdir()):
         print(f"{path.stat().st_size / 2**20:6.1f} MiB  {path.name}")
-    print(f"{size / 2**20:6.1f} MiB in {folder}")
-    if size > LIMIT_BYTES:
-        print(f"too large: {LIMIT_BYTES >> 20} MiB may travel beside the tree", file=sys.stderr)
+    tree = tree_bytes()
+    print(f"{size / 2**20:6.1f} MiB in {folder}, {tree / 2**20:.1f} MiB in the tree")
+    if size + tree > TRAVELS_BYTES:
+        print(f"too large: {TRAVELS_BYTES >> 20} MiB may travel in all", file=sys.stderr)
         return 1
-    inside = folder.resolve().is_relative_to(REPOSITORY)
-    print(RUN.format(folder=folder.resolve().relative_to(REPOSITORY) if inside else folder))
+    folder = folder.resolve()
+    if not folder.is_relative_to(REPOSITORY):
+        print(f"{folder} is outside the tree: what is carried must be inside, as .whl/ is")
+        return 0
+    name = str(folder.relative_to(REPOSITORY))
+    more = "" if folder == WHEELS.resolve() else f" --wheels {name}"
+    print(RUN.format(command=COMMAND + more, carry=json.dumps([name])))
     return 0
 
 
-def core_dependencies() -> set[str]:
-    """Names of what haiprof itself needs, from pyproject.toml."""
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    assert block is not None, "pyproject.toml lists the dependencies"
-    return {plain_name(line) for line in re.findall(r'"([^"]+)"', block[1])}
+def tree_bytes() -> int:
+    """Of the files that travel without being carried: tracked, or untracked and not ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True)
+    paths = [REPOSITORY / name.decode() for name in set(done.stdout.split(b"\0")) if name]
+    return sum(path.lstat().st_size for path in paths if path.exists())
 
 
-def plain_name(requirement: str) -> str:
-    """The name in a requirement, as indexes spell it."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+def there(needs: list[str], python: str) -> list[str]:
+    """Those whose markers hold under that Python on Linux, without their markers."""
+    from pip._vendor.packaging.requirements import Requirement  # pip collects the wheels, too
+
+    machine = {"python_version": python, "python_full_version": f"{python}.0", "extra": "",
+               "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix",
+               "platform_machine": "x86_64", "implementation_name": "cpython",
+               "platform_python_implementation": "CPython"}  # fmt: skip
+    found = [Requirement(need) for need in needs]
+    return [f"{need.name}{need.specifier}" for need in found
+            if need.marker is None or need.marker.evaluate(machine)]  # fmt: skip
 
 
-def download(name: str, folder: Path, python: str) -> set[str]:
-    """One wheel, in the version of constraints.txt; the names of what it needs itself."""
+def download(name: str, folder: Path, python: str) -> Path:
+    """One wheel, in the version of constraints.txt."""
     before = set(folder.iterdir())
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
                "--python-version", python, "--implementation", "cp", "-d", str(folder), "-c",
@@ -184,21 +113,41 @@ def download(name: str, folder: Path, python: str) -> set[str]:
         command += ["--platform", each]
     subprocess.run([*command, name], check=True, stdout=subprocess.DEVNULL)
     [wheel] = set(folder.iterdir()) - before
+    return wheel
+
+
+def entry(wheel: Path, python: str) -> dict[str, Any]:
+    """A wheel's line in the index; a large wheel is packed anew."""
     with zipfile.ZipFile(wheel) as file:
         [about] = [n for n in file.namelist() if n.endswith(".dist-info/METADATA")]
         lines = file.read(about).decode().splitlines()
     needs = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
-    return {plain_name(need) for need in needs if "extra ==" not in need}
+    version = next(line.partition(": ")[2] for line in lines if line.startswith("Version: "))
+    if wheel.stat().st_size > LARGE_BYTES:
+        wheel = pack_anew(wheel)
+    return {"file": wheel.name, "version": version, "needs": there(needs, python)}
 
 
-def build_wheel(folder: Path, version: str) -> str:
-    """Haiprof's own wheel with its compiled part, where that Python is here; else why not.
+def pack_anew(wheel: Path) -> Path:
+    """The same content in a smaller file, whose name has a further suffix."""
+    stored = io.BytesIO()
+    with zipfile.ZipFile(wheel) as file, zipfile.ZipFile(stored, "w") as copy:
+        for each in file.infolist():
+            copy.writestr(each, file.read(each), zipfile.ZIP_STORED)
+    target = wheel.with_name(wheel.name + XZ)
+    target.write_bytes(lzma.compress(stored.getvalue(), filters=list(PACKING)))
+    wheel.unlink()
+    return target
+
+
+def build_wheel(folder: Path, version: str) -> tuple[Path | None, str]:
+    """Haiprof's own wheel with its compiled part, where that Python is here; what became of it.
 
     It is built from a copy, so that the tree stays as it is.
     """
     python = find_python(version)
     if python is None:
-        return f"no Python {version} here: the tree is used as it is, traces load slower"
+        return None, f"no Python {version} here: the tree is used as it is, traces load slower"
     with tempfile.TemporaryDirectory() as copy:
         for name in ("pyproject.toml", "setup.py", "README.md", "haiprof"):
             source = REPOSITORY / name
@@ -208,8 +157,8 @@ def build_wheel(folder: Path, version: str) -> str:
         command = [python, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), copy]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"haiprof's wheel could not be built: {done.stderr.strip()[-400:]}"
-    return f"haiprof's wheel built by {python}"
+        return None, f"haiprof's wheel could not be built: {done.stderr.strip()[-400:]}"
+    return next(folder.glob("haiprof-*.whl")), f"haiprof's wheel built by {python}"
 
 
 def find_python(version: str) -> str | None:

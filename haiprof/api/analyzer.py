@@ -12,8 +12,6 @@ from haiprof.api.run_verdict import RunVerdict, as_run_verdict
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import show
-from haiprof.show.page.content import page_content
-from haiprof.show.page.render import write_report
 
 if TYPE_CHECKING:
     from haiprof.api.run_flame_graph import RunFlameGraph
@@ -141,5 +139,8 @@ class Analyzer(RunFrames):
             UsageError: The file cannot be written.
             RunNotFoundError: There is no baseline.
         """
+        from haiprof.show.page.content import page_content  # Plotly: only a page needs it
+        from haiprof.show.page.render import write_report
+
         compared = None if baseline is None else str(baseline)
         return write_report(page_content(self, baseline=compared), Path(path))

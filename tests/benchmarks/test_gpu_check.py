@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import pack
+from benchmarks.gpu import carried, pack
 from benchmarks.gpu.items import ITEMS
 
 ROOT = Path(__file__).parents[2]
@@ -103,10 +103,14 @@ def test_every_expectation_has_a_source_and_every_item_a_function() -> None:
             assert (expect.low, expect.high, expect.equals) != (None, None, None), expect.figure
 
 
-def test_documentation_has_every_item() -> None:
+def test_documentation_has_every_item_and_figure() -> None:
     text = (ROOT / "docs" / "gpu-check.md").read_text()
-    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and
-            "gpu-check" not in line] == [item.name for item in ITEMS]  # fmt: skip
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines()
+            if line.startswith("| `") and "gpu-check" not in line]  # fmt: skip
+    assert rows == [
+        [f"`{item.name}`", item.question, "; ".join(expect.words for expect in item.expects)]
+        for item in ITEMS
+    ]
 
 
 # -- items that break ------------------------------------------------------------------------------
@@ -172,44 +176,84 @@ def is_alive(pid: int) -> bool:
 
 def test_wheels_fit_by_python_and_machine() -> None:
     own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    assert pack.fits("a-1-py3-none-any.whl")
-    assert pack.fits("a-1-py2.py3-none-any.whl")
-    assert pack.fits(f"a-1-{own}-{own}-manylinux_2_17_{os.uname().machine}.whl")
-    assert pack.fits(f"a-1-cp39-abi3-manylinux_2_17_{os.uname().machine}.whl")
-    assert not pack.fits(f"a-1-cp36-cp36m-manylinux_2_17_{os.uname().machine}.whl")
-    assert not pack.fits(f"a-1-{own}-{own}-win_amd64.whl")
+    assert carried.fits("a-1-py3-none-any.whl")
+    assert carried.fits("a-1-py2.py3-none-any.whl")
+    assert carried.fits(f"a-1-{own}-{own}-manylinux_2_17_{os.uname().machine}.whl.xz")
+    assert carried.fits(f"a-1-cp39-abi3-manylinux_2_17_{os.uname().machine}.whl")
+    assert not carried.fits(f"a-1-cp36-cp36m-manylinux_2_17_{os.uname().machine}.whl")
+    assert not carried.fits(f"a-1-{own}-{own}-win_amd64.whl")
 
 
-def test_carried_packages_are_used_where_they_are_lacking(tmp_path: Path) -> None:
-    wheels = tmp_path / ".whl"
-    wheels.mkdir()
-    for name in ("polars", "msgspec"):
-        with zipfile.ZipFile(wheels / f"{name}-9.9-py3-none-any.whl", "w") as file:
-            file.writestr(f"{name}/__init__.py", "version = 'carried'\n")
-    code = (
-        "import sys; from pathlib import Path; sys.path.append(sys.argv[2])\n"
-        "from benchmarks.gpu import pack\n"
-        "print(pack.use_wheels(Path(sys.argv[1], '.whl'), Path(sys.argv[1], 'site')))\n"
-        "import polars; print(polars.version)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(ROOT)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    first, second = done.stdout.splitlines()
-    assert first.startswith("2 packages from .whl/; ")
-    assert "lacking jinja2" in first
-    assert second == "carried"
+@pytest.mark.parametrize(
+    ("version", "limits", "holds"),
+    [
+        ("2.11.0+cu130", ">=2.5", True),
+        ("1.26", "==1.26.0", True),
+        ("2.1.0", "==2.1.*", True),
+        ("2.9", ">=2.10", False),
+        ("3.1.6", "<4, >=3.1, !=3.1.6", False),
+        ("2.4.1", "~=2.2", True),
+        ("3.0", "~=2.2", False),
+        ("2.3", "~=2.2.3", False),
+        ("7", "", True),
+    ],
+)
+def test_version_is_within_limits_by_its_numbers(version: str, limits: str, holds: bool) -> None:
+    assert carried.meets(version, limits) is holds
+
+
+def test_needs_are_those_of_the_machine_that_is_packed_for() -> None:
+    needs = ["a>=1", "b; python_version < '3.11'", "c[x]~=2.0; platform_system == 'Windows'",
+             "d<3,>=2; python_version >= '3.12'", "e; extra == 'more'"]  # fmt: skip
+    assert pack.there(needs, "3.12") == ["a>=1", "d<3,>=2"]
+    assert pack.there(needs, "3.10") == ["a>=1", "b"]
+
+
+def put(folder: Path, name: str, version: str, *needs: str) -> dict[str, object]:
+    """A carried package whose module says that it is."""
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(f"{name}/__init__.py", "version = 'carried'\n")
+        about = "".join(f"Requires-Dist: {need}\n" for need in needs)
+        file.writestr(f"{name}-{version}.dist-info/METADATA", f"Version: {version}\n{about}")
+    return pack.entry(wheel, carried.PYTHON)
+
+
+def test_carried_packages_are_used_where_they_are_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "LARGE_BYTES", 0)  # packed anew, as large ones are
+    index = {"made-up": put(tmp_path, "made_up", "2.0", "beneath>=1; python_version > '3'"),
+             "beneath": put(tmp_path, "beneath", "1.5"), "numpy": put(tmp_path, "numpy", "9.9"),
+             "old": put(tmp_path, "old", "1.0")}  # fmt: skip
+    (tmp_path / carried.INDEX).write_text(json.dumps(index))
+    found = carried.read_index(tmp_path)
+    names, lacking = carried.choose(["made-up~=2.0", "numpy>=1.26", "old>=2", "torch>=99"], found)
+    assert names == ["made-up", "beneath"]
+    ours = importlib.metadata.version("torch")
+    assert [line.partition(";")[0] for line in lacking] == [
+        "lacking: old>=2 (none is here)", f"lacking: torch>=99 ({ours} is here)"
+    ]  # fmt: skip
+    for name in names:
+        carried.unpack(found[name].path, tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert importlib.import_module("beneath").version == "carried"
+    assert {p.suffix for p in tmp_path.iterdir() if p.is_file()} == {".xz", ".json"}
 
 
 def test_wheel_of_other_sources_is_not_taken_for_the_tree(tmp_path: Path) -> None:
     wheel = tmp_path / "haiprof-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("haiprof-0.1.0.dist-info/RECORD", "haiprof/__init__.py,sha256=abc,1\n")
-    assert not pack.is_of_tree(wheel)
+    assert not carried.is_of_tree(wheel)
 
 
-def test_core_dependencies_are_those_of_pyproject() -> None:
-    found = pack.core_dependencies()
-    assert {"polars", "msgspec", "nvidia-ml-py"} <= found
-    assert found - pack.NOT_NEEDED <= set(pack.MODULES)
+def test_call_of_the_device_tool_keeps_its_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, "one", "1.0")
+    assert pack.report(tmp_path) == 0
+    assert "outside the tree: what is carried must be inside" in capsys.readouterr().out
+    assert len(pack.COMMAND) < 2000  # characters; and 600 s are its limit
+    minutes = float(pack.COMMAND.partition("--minutes ")[2].split()[0])
+    assert 540 <= minutes * 60 <= 570

@@ -40,6 +40,12 @@ def test_launcher_starts_without_torch_polars_or_plotly() -> None:
     assert not loaded & heavy
 
 
+def test_analyzer_and_its_verdict_load_no_plotly(tmp_path: Path) -> None:
+    run = ended_run(tmp_path / "job-1")
+    code = f"from haiprof import Analyzer; Analyzer({str(run.root)!r}).verdict()"
+    assert not _loaded_by(code) & {"torch", "plotly", "jinja2"}
+
+
 HEAVY = {
     "torch", "numpy", "polars", "plotly", "rich", "typer", "pydantic", "msgspec", "duckdb",
 }  # fmt: skip
