@@ -140,7 +140,9 @@ def measured(
     return steps.head(STEPS), truth
 
 
-@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize(
+    "closure", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["plain", "closure"]
+)
 def test_each_phase_holds_its_own_sleep_and_no_more_than_the_script_saw(
     tmp_path: Path, closure: bool
 ) -> None:
