@@ -32,16 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What tries a sample of its cases is a proof too, with all of them.
 
-    Proofs whose behaviour nothing else holds come first, then variants of what scripts/test runs,
-    then samples tried in full: CI has no time for all of them.
+    Whole tests come first, then variants of what scripts/test runs and what is marked
+    `proof("exhaustive")`, then samples tried in full: CI has no time for all of them.
     """
     if not sampling.PROOFS:
         return
     rank: dict[pytest.Item, int] = {}
     for item in items:
         function = getattr(item, "obj", None)
-        whole = any(mark.name == "proof" for mark in getattr(function, "pytestmark", []))
-        rank[item] = 0 if whole else 1
+        marks = [m for m in getattr(function, "pytestmark", []) if m.name == "proof"]
+        rank[item] = 1 if not marks or "exhaustive" in marks[0].args else 0
         if getattr(function, "is_hypothesis_test", False) or item.get_closest_marker("sampled"):
             item.add_marker("proof")
             rank[item] = 2

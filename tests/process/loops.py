@@ -369,7 +369,7 @@ LOOPS = {
 
 PROOFS = (
     "checkpoint_reentrant", "compiled_inductor", "compiled_blocks", "accelerate", "trainer",
-    "fsdp2", "lightning",
+    "checkpoint_non_reentrant", "fsdp2", "lightning", "lbfgs",
 )  # fmt: skip
 """Dear, or near another one: run where proofs are asked for."""
 

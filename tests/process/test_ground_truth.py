@@ -140,7 +140,9 @@ def measured(
     return steps.head(STEPS), truth
 
 
-@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize(
+    "closure", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["plain", "closure"]
+)
 def test_each_phase_holds_its_own_sleep_and_no_more_than_the_script_saw(
     tmp_path: Path, closure: bool
 ) -> None:
@@ -156,7 +158,7 @@ def test_each_phase_holds_its_own_sleep_and_no_more_than_the_script_saw(
             assert [(own, row[phase]) for own, row in pairs if own > row[phase]] == [], phase
 
 
-@pytest.mark.proof
+@pytest.mark.proof("exhaustive")
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("kind", ["sleep", "compute"])
 @pytest.mark.parametrize("shares", [LONG_FORWARD, LONG_DATA, SHORT])

@@ -153,6 +153,7 @@ print(len(codes), set(codes))
     assert ranks_of(recorded) == []
 
 
+@pytest.mark.proof
 def test_second_haiprof_inside_runs_the_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + STEPS.format(count=6) + FINISH)
@@ -276,6 +277,7 @@ optimizer = torch.optim.AdamW(model.parameters())
     assert bare.returncode == 0
 
 
+@pytest.mark.proof
 def test_exception_in_forward_reaches_the_job(tmp_path: Path) -> None:
     source = TRAIN + STEPS.format(count=3) + "\nmodel(torch.ones(2, 99))\n"
     bare, recorded = both_ways(tmp_path, source)

@@ -210,6 +210,7 @@ def test_accumulation_without_no_sync_is_told(run: Run) -> None:
     assert settings[0].flags["backend"] == "gloo"
 
 
+@pytest.mark.proof
 def test_no_sync_is_seen(run: Run) -> None:
     job = run(PARALLEL, "no_sync", ranks=2)
     assert job.analyzer().settings()[0].looks.no_sync_count
@@ -224,6 +225,7 @@ def test_rank_with_other_settings_is_named(run: Run) -> None:
     assert found.severity == "info"
 
 
+@pytest.mark.proof
 def test_evaluation_that_compiles_is_no_evaluation(run: Run) -> None:
     job = run(COMPILED)
     assert "evaluation_heavy" not in slugs(job)

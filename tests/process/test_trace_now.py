@@ -172,6 +172,7 @@ def test_stopped_rank_is_silent_and_the_rest_says_why(live: LiveJob) -> None:
     assert states == {"done"}, again
 
 
+@pytest.mark.proof
 def test_job_whose_recording_has_ended_refuses(tmp_path: Path) -> None:
     with started(tmp_path, "--time", "0.1") as job:
         within(60, lambda: not job.listed()["recording"])

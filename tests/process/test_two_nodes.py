@@ -114,6 +114,7 @@ def test_stopped_rank_of_the_other_node_is_named_and_goes_on(job: NodesJob) -> N
     assert job.ask(job.nodes[0], "snapshot", "faulty_job.py")["moves"] is True
 
 
+@pytest.mark.proof
 def test_stuck_rank_of_the_other_node_is_named(job: NodesJob) -> None:
     job.tell("wait_for_lock", 3)  # for good: no other test of this job may come later
     time.sleep(1)

@@ -373,6 +373,7 @@ def test_job_that_closes_what_is_not_its_own_keeps_its_files(tmp_path: Path) -> 
     assert (recorded.folder / "second").read_bytes() == b""
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -73,6 +73,7 @@ def test_one_that_is_stopped_alone_goes_on_as_if_nothing_had_been(tmp_path: Path
         assert "cannot run" not in one.err
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_recording_process_that_stays_stopped_holds_the_end_for_ten_seconds(tmp_path: Path) -> None:
     with Launched(tmp_path) as one:

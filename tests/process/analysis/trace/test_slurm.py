@@ -111,6 +111,7 @@ def test_what_slurm_refuses_is_one_error(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")
 def test_command_ends_its_jobs(tmp_path: Path) -> None:
