@@ -188,6 +188,9 @@ def install(torch: Any) -> None:
     }  # fmt: skip
     for name, function in replaced.items():
         setattr(cuda, name, function)
+    # A build with CUDA, here without a driver: Dynamo asks for the accelerator's own stream.
+    if hasattr(torch, "accelerator"):
+        torch.accelerator.is_available = lambda: False
     # What a build without CUDA has not; the first one Dynamo asks.
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda _: 0
