@@ -26,7 +26,7 @@ from compare import save
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from haiprof.diagnosis.compare.compared_run import open_side  # noqa: E402
+from haiprof.diagnosis.compare.compared_run import open_compared_run  # noqa: E402
 from haiprof.diagnosis.compare.comparison import Comparison, compare_runs  # noqa: E402
 
 RUNS = {"first": 1.0, "second": 1.0, "3 %": 1.03, "10 %": 1.10}
@@ -88,7 +88,9 @@ def record(folder: Path, kind: str, name: str, steps: int) -> None:
 
 def judged(folder: Path) -> list[dict[str, object]]:
     """The pairs of one round."""
-    runs = {name: open_side(folder / "logs" / name.replace(" %", "_percent")) for name in RUNS}
+    runs = {
+        name: open_compared_run(folder / "logs" / name.replace(" %", "_percent")) for name in RUNS
+    }
     return [
         row(pair, compare_runs(runs[before], runs[after]))
         for pair, (before, after) in PAIRS.items()

@@ -85,7 +85,7 @@ def _finish(part: Part, note: Note) -> bool:
     began_s = time.monotonic()
     stem, run = part.stem.text, part.run.root
     try:
-        sidecar = part.facts()
+        sidecar = part.sidecar_content()
         for name in list_folder(part.run.traces, below=run):
             if any(is_unfinished(name, of=path.name) for path in (part.trace, part.et)):
                 # Of one that was killed; this part is ours now.

@@ -206,7 +206,7 @@ class Latest:
             key = tuple(row[name] for name in table.keys)
             entity, rank = entities.get(key, {}), ranks.get(key)
             for column in table.metrics:
-                value = _known(row[column.name], column.kind)
+                value = _known_value(row[column.name], column.kind)
                 meaning = meanings.get((table.name, column.name))
                 if value is None or meaning is None:
                     continue
@@ -249,7 +249,7 @@ class Latest:
         return [(rank, report) for rank, report in found if report.get("host") == self._host]
 
 
-def _known(value: float, kind: str) -> float | None:
+def _known_value(value: float, kind: str) -> float | None:
     """The value, unless it is missing; a negative count is damaged."""
     if value == NULL_I64 or not math.isfinite(value):
         return None

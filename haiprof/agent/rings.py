@@ -25,7 +25,7 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _HeldRing:
     """A ring of which we hold a descriptor."""
 
     number: int
@@ -40,7 +40,7 @@ class _Held:
 class Rings:
     """Holds the rings that ranks have given us; all of it happens in the launcher's tick."""
 
-    _held: list[_Held] = field(default_factory=list)
+    _held: list[_HeldRing] = field(default_factory=list)
 
     def add(self, number: int, pid: int, paths: RankPaths) -> None:
         """Takes over a descriptor that a rank has sent, or closes it if it is none of a ring."""
@@ -48,7 +48,7 @@ class Rings:
             os.close(number)
             return
         ticks = read_start_ticks(_ROOT, pid) if pid else None
-        self._held.append(_Held(number=number, pid=pid, start_ticks=ticks, paths=paths))
+        self._held.append(_HeldRing(number=number, pid=pid, start_ticks=ticks, paths=paths))
 
     def tick(self) -> None:
         """Looks which processes have ended, and adds what their files lack."""
@@ -81,12 +81,12 @@ def _is_ring(number: int) -> bool:
     return seals & (_SEAL_SHRINK | _SEAL_GROW) == _SEAL_SHRINK | _SEAL_GROW
 
 
-def _has_ended(held: _Held) -> bool:
+def _has_ended(held: _HeldRing) -> bool:
     fields = read_stat(_ROOT, held.pid)
     return fields is None or fields[0] in _GONE or int(fields[19]) != held.start_ticks
 
 
-def _keep(held: _Held) -> None:
+def _keep(held: _HeldRing) -> None:
     """Adds to the file what it lacks, and says how the recording ended, if not by itself."""
     try:
         ring = read_ring(os.pread(held.number, RING_BYTES, 0))
@@ -118,7 +118,7 @@ def _add_lacking(ring: Ring, path: Path) -> tuple[int, int]:
     return add_records(path, PHASES, data) // PHASES.record_bytes, len(lacking)
 
 
-def _note(held: _Held, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:
+def _note(held: _HeldRing, ring: Ring, *, kept: int, lost: int, reason: str | None) -> None:
     try:
         writer = LineWriter(held.paths.events)
     except OSError:

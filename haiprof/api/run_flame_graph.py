@@ -37,7 +37,7 @@ class RunFlameGraph:
 
     def __repr__(self) -> str:
         """What it rests on."""
-        return f"<flame graph of {self.flames.run}: {self.flames.missing or self.flames.facts}>"
+        return f"<flame graph of {self.flames.run}: {self.flames.missing or self.flames.basis}>"
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, for a notebook."""

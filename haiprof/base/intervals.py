@@ -68,7 +68,7 @@ def complement(intervals: Intervals) -> Intervals:
     return Intervals(starts, ends)
 
 
-def covered(intervals: Intervals, starts: Ints, ends: Ints) -> Ints:
+def covered_lengths(intervals: Intervals, starts: Ints, ends: Ints) -> Ints:
     """How much of each given interval the disjoint ones cover.
 
     Args:

@@ -467,7 +467,7 @@ def merge_options(*layers: Mapping[str, object]) -> Options:
     return Options(**fields, interval_s=intervals)  # type: ignore[arg-type]
 
 
-def enabled(environ: Mapping[str, str]) -> bool:
+def is_enabled(environ: Mapping[str, str]) -> bool:
     """HAIPROF_ENABLED=0 runs the job without haiprof; any other value, and none, records.
 
     Raises:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, cast
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
-from haiprof.cli.kept import Recording, ask, print_kept
 from haiprof.cli.names import COMMANDS
+from haiprof.cli.stored_answers import Recording, ask, print_stored
 from haiprof.cli.target import LOG_DIR, default_log_dir
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def run_command(argv: Sequence[str]) -> int:
         question = None  # the command itself says what is wrong
     if question is None:
         return _run(words)
-    kept = question.kept()
+    kept = question.load()
     if kept is not None:
-        print_kept(kept)
+        print_stored(kept)
         return 0
     with Recording() as recording:
         status = _run(words)

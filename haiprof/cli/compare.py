@@ -73,7 +73,7 @@ def compare(
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
-    from haiprof.diagnosis.compare.compared_run import side_of
+    from haiprof.diagnosis.compare.compared_run import compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
     from haiprof.show.tables.compare import headline, what_would_decide
     from haiprof.show.views.compare import compare_data, compare_view
@@ -81,7 +81,7 @@ def compare(
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)
     output = Output(json=as_json)
-    after = side_of(open_target(last))
+    after = compared_run_of(open_target(last))
     before = baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
     data = compare_data(found, chosen=chosen)

@@ -54,7 +54,7 @@ def _options() -> list[str]:
 def _fish_script() -> str:
     first = "__fish_use_subcommand"
     lines = [
-        f"complete -c haiprof -n {first} -a {name} -d {_quoted(line.split(': ', 1)[-1])}"
+        f"complete -c haiprof -n {first} -a {name} -d {_quote(line.split(': ', 1)[-1])}"
         for name, line in COMMANDS.items()
     ]
     lines += [f"complete -c haiprof -n {first} -l {spec.name}" for spec in OPTIONS]
@@ -62,6 +62,6 @@ def _fish_script() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

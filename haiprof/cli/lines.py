@@ -93,7 +93,7 @@ def lines(
         _write(speedscope, stack_export.speedscope(samples, name=analyzer.run.root.name), force)
         output.hint(f"wrote {speedscope}")
     if collapsed is not None:
-        _write(collapsed, stack_export.collapsed(samples), force)
+        _write(collapsed, stack_export.collapsed_lines(samples), force)
         output.hint(f"wrote {collapsed}")
     if html is not None:
         output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")

@@ -85,15 +85,15 @@ def show_error(error: HaiprofError) -> int:
 
 def json_text(data: Mapping[str, Any]) -> str:
     """JSON for scripts: what is missing or not finite is null."""
-    return _escaped(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
+    return _escape_json(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def json_line(data: Mapping[str, Any]) -> str:
     """The same on one line."""
-    return _escaped(json.dumps(plain(data), ensure_ascii=False, allow_nan=False))
+    return _escape_json(json.dumps(plain(data), ensure_ascii=False, allow_nan=False))
 
 
-def _escaped(text: str) -> str:
+def _escape_json(text: str) -> str:
     """JSON whose text is safe on a terminal too: what is not visible is written as an escape."""
     return _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text)
 

@@ -33,7 +33,7 @@ def _notes(spans: pl.DataFrame) -> Iterator[str]:
     for (rank,), rows in spans.group_by("rank", maintain_order=True):
         if rows.height < 2:
             continue
-        counts = _listed(rows["len"].to_list())
+        counts = _list_attempts(rows["len"].to_list())
         last = rows["attempt"][-1]
         if _side_by_side(rows):
             yield (
@@ -59,7 +59,7 @@ def _side_by_side(rows: pl.DataFrame) -> bool:
     )
 
 
-def _listed(counts: Sequence[int]) -> str:
+def _list_attempts(counts: Sequence[int]) -> str:
     shown = [f"{count:,}" for count in counts[:_NAMED]]
     more = len(counts) - _NAMED
     shown += [f"{more} more"] if more > 0 else []

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import CodeLine, Finding, place_text
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
 from haiprof.run_analysis.code_samples import (
     CODE_PHASES,
@@ -90,12 +90,12 @@ class CodeAnswers:
 
     Args:
         analyzer: Of the run.
-        facts: Its judged steps: only samples in their time count.
+        inputs: Its judged steps: only samples in their time count.
     """
 
-    def __init__(self, analyzer: RunFrames, facts: Facts) -> None:
+    def __init__(self, analyzer: RunFrames, inputs: RuleInputs) -> None:
         self._analyzer = analyzer
-        self._facts = facts
+        self._facts = inputs
         self._samples: CodeSamples | None = None
 
     def name_lines(self, finding: Finding) -> Finding:
@@ -117,7 +117,7 @@ class CodeAnswers:
         return replace(
             finding,
             code_lines=lines,
-            remedy=f"{finding.remedy}; begin at {lines[0].place}",
+            remedy=f"{finding.remedy}; begin at {lines[0].location}",
             missing=missing,
         )
 

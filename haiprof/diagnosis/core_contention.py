@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Evidence
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CORE_WAIT_WARNING_RATIO,
     CORES_FULL_RATIO,
@@ -61,12 +61,12 @@ class Contention:
         )
 
 
-def contention(facts: Facts, ranks: Collection[int], core_count: float) -> Contention | None:
+def contention(inputs: RuleInputs, ranks: Collection[int], core_count: float) -> Contention | None:
     """How much these ranks want their cores; null where something of one is not known."""
-    if not all(rank in facts.busy_cores and rank in facts.core_waits for rank in ranks):
+    if not all(rank in inputs.busy_cores and rank in inputs.core_waits for rank in ranks):
         return None
-    busy = sum(facts.busy_cores[rank] for rank in ranks)
-    waits = [facts.core_waits[rank] for rank in ranks]
+    busy = sum(inputs.busy_cores[rank] for rank in ranks)
+    waits = [inputs.core_waits[rank] for rank in ranks]
     return Contention(
         core_count=core_count,
         busy_cores=busy,
@@ -75,23 +75,23 @@ def contention(facts: Facts, ranks: Collection[int], core_count: float) -> Conte
     )
 
 
-def hosts_of(facts: Facts) -> dict[int, str]:
+def hosts_of(inputs: RuleInputs) -> dict[int, str]:
     """The last host of each rank, where its CPUs were counted."""
-    rows = facts.ranks.select("rank", "host").drop_nulls().rows()
-    return {rank: host for rank, host in rows if host in facts.node_cpus}
+    rows = inputs.ranks.select("rank", "host").drop_nulls().rows()
+    return {rank: host for rank, host in rows if host in inputs.node_cpus}
 
 
-def cores_of(facts: Facts, host: str) -> float | None:
+def cores_of(inputs: RuleInputs, host: str) -> float | None:
     """CPUs of a host; None where they were not counted."""
-    count = facts.node_cpus[host].core_count
+    count = inputs.node_cpus[host].core_count
     return None if count is None else float(count)
 
 
-def used_by_others(facts: Facts, host: str, hosts: Mapping[int, str]) -> float | None:
+def used_by_others(inputs: RuleInputs, host: str, hosts: Mapping[int, str]) -> float | None:
     """Cores of a host that others than its ranks used; null where that is not known."""
-    cores = cores_of(facts, host)
-    busy = facts.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
-    ranks = [rank for rank in facts.world if hosts.get(rank) == host]
-    if cores is None or busy is None or not all(r in facts.busy_cores for r in ranks):
+    cores = cores_of(inputs, host)
+    busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
+    ranks = [rank for rank in inputs.world if hosts.get(rank) == host]
+    if cores is None or busy is None or not all(r in inputs.busy_cores for r in ranks):
         return None
-    return max(busy * cores - sum(facts.busy_cores[r] for r in ranks), 0.0)
+    return max(busy * cores - sum(inputs.busy_cores[r] for r in ranks), 0.0)

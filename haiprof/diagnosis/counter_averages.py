@@ -68,13 +68,13 @@ _MEAN_SCHEMA = {
 }  # fmt: skip
 STOLEN_SCHEMA = {"host": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 POINT_SCHEMA = {"rank": pl.Int64, "metric": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
-Window = tuple[int, int]
+TimeRange = tuple[int, int]
 """First and last Unix time in ns."""
 Means = Mapping[str | None, Mapping[str, float | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class CounterAverages:
     """Counters in the time of the judged steps."""
 
     medians: Mapping[str, Mapping[int, float]]
@@ -93,7 +93,7 @@ class Counted:
         return self.medians.get(metric, {})
 
 
-def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) -> Counted:
+def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) -> CounterAverages:
     """Reads file by file, so that memory holds one source of one node at a time.
 
     Args:
@@ -122,12 +122,12 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         for metric, ranks in _medians(series).items():
             medians.setdefault(metric, {}).update(ranks)
         waits |= _mean_waits(series)
-        points.append(_thinned([each for each in series if each.metric in _SERIES]))
+        points.append(_thin([each for each in series if each.metric in _SERIES]))
         nodes[node.host] = _means(shared, of_hosts.get(node.host))
-        stolen += [_stolen(node.host, each, of_hosts.get(node.host)) for each in shared]
+        stolen += [_steal_series(node.host, each, of_hosts.get(node.host)) for each in shared]
     ordered = {metric: dict(sorted(values.items())) for metric, values in sorted(medians.items())}
     core_waits = dict(sorted(waits.items()))
-    return Counted(
+    return CounterAverages(
         medians=ordered, core_waits=core_waits, points=pl.concat(points), nodes=nodes,
         stolen=pl.concat(stolen),
     )  # fmt: skip
@@ -145,7 +145,7 @@ class _Series:
     values: Floats
 
 
-def _of_ranks(found: SourceMetrics, windows: Mapping[int, Window]) -> Iterator[_Series]:
+def _of_ranks(found: SourceMetrics, windows: Mapping[int, TimeRange]) -> Iterator[_Series]:
     """Every metric of every rank that has steps."""
     shown = [metric.shown for metric in found.metrics]
     for rank in sorted({rank for rank in found.ranks if rank is not None and rank in windows}):
@@ -186,7 +186,7 @@ def _medians(series: Iterable[_Series]) -> dict[str, dict[int, float]]:
     return found
 
 
-def _thinned(series: Sequence[_Series]) -> pl.DataFrame:
+def _thin(series: Sequence[_Series]) -> pl.DataFrame:
     """At most POINT_COUNT points of each series."""
     if not series:
         return pl.DataFrame(schema=POINT_SCHEMA)
@@ -215,7 +215,7 @@ def _thinned(series: Sequence[_Series]) -> pl.DataFrame:
     )
 
 
-def _stolen(host: str, found: SourceMetrics, window: Window | None) -> pl.DataFrame:
+def _steal_series(host: str, found: SourceMetrics, window: TimeRange | None) -> pl.DataFrame:
     """Steal by steal and work, over time."""
     values = {m.name: m.values for m in found.metrics if found.source == "host"}
     if window is None or not {"cpu_steal_ratio", "cpu_utilization_ratio"} <= values.keys():
@@ -235,7 +235,7 @@ def _stolen(host: str, found: SourceMetrics, window: Window | None) -> pl.DataFr
     )
 
 
-def _means(shared: Sequence[SourceMetrics], window: Window | None) -> Means:
+def _means(shared: Sequence[SourceMetrics], window: TimeRange | None) -> Means:
     """By entity and metric, of the samples in the window, in order of time."""
     if window is None:
         return {}

@@ -15,7 +15,7 @@ from haiprof.diagnosis.finding import Abstention, Finding
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
 from haiprof.diagnosis.reactions import reacted_lines
 from haiprof.diagnosis.recorded_windows import traced_lines
-from haiprof.diagnosis.rule_inputs import Facts, gather_facts, typical_rank, usual_split
+from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs, typical_rank, usual_split
 from haiprof.diagnosis.rules import RULES
 from haiprof.diagnosis.steal import stolen_notes
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
@@ -45,67 +45,67 @@ def diagnose(
         RunNotFoundError: There is no run.
         RunFormatError: It is of another version, or nothing in it can be read.
     """
-    facts = gather_facts(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
+    inputs = gather_inputs(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
     manifest = analyzer.files.manifest
     deaths = analyzer.deaths()
     death = next((each for each in deaths if each.final), None)
     split: Mapping[str, float | None] = dict.fromkeys(STEP_PHASES)
-    if facts.steps.height:
-        split = usual_split(facts.of_rank(typical_rank(facts)))
-    findings, abstained, checked = _judge(facts, split)
-    answers = CodeAnswers(analyzer, facts)
+    if inputs.steps.height:
+        split = usual_split(inputs.of_rank(typical_rank(inputs)))
+    findings, abstained, checked = _judge(inputs, split)
+    answers = CodeAnswers(analyzer, inputs)
     findings = tuple(answers.name_lines(finding) for finding in findings)
     run = str(analyzer.run.root)
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else _headline(analyzer, facts, findings, len(checked)),
+        headline=death.headline if death else _headline(analyzer, inputs, findings, len(checked)),
         death=death,
         memory_at_end=analyzer.memory_at_end() if death else (),
         gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
         split=split,
-        step_ns=sum(ns or 0.0 for ns in split.values()) if facts.steps.height else None,
-        step_count=facts.step_count,
+        step_ns=sum(ns or 0.0 for ns in split.values()) if inputs.steps.height else None,
+        step_count=inputs.step_count,
         most_steps=analyzer.most_steps(),
         end_wall_ns=manifest.end_wall_ns if manifest else None,
-        ranks=facts.world,
+        ranks=inputs.world,
         findings=findings,
         abstained=abstained,
         checked=checked,
-        not_measured=not_measured(analyzer, facts),
-        evaluation_ns=_largest(facts.ranks["eval_ns"] - _compiled_in_evaluation(facts)),
-        compile_ns=_largest(facts.ranks["compile_ns"]),
+        not_measured=not_measured(analyzer, inputs),
+        evaluation_ns=_largest(inputs.ranks["eval_ns"] - _compiled_in_evaluation(inputs)),
+        compile_ns=_largest(inputs.ranks["compile_ns"]),
         events=_events(analyzer.pauses()),
-        cost=_cost(analyzer, facts),
-        next_command=_next_command(run, facts, findings),
+        cost=_cost(analyzer, inputs),
+        next_command=_next_command(run, inputs, findings),
         notes=(
-            *([WORDS[facts.marked_by]] if facts.marked_by else []),
+            *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
             *analyzer.notes(),
             *attempt_notes(analyzer.steps()),
-            *short_notes(facts),
-            *stolen_notes(facts),
+            *short_notes(inputs),
+            *stolen_notes(inputs),
         ),
         traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
-        reactions=reacted_lines(facts.reactions, analyzer.run),
+        reactions=reacted_lines(inputs.reactions, analyzer.run),
     )
 
 
 def _judge(
-    facts: Facts, split: Mapping[str, float | None]
+    inputs: RuleInputs, split: Mapping[str, float | None]
 ) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Findings in order, the rules that could not be judged, and those that found nothing."""
-    if not facts.steps.height:
+    if not inputs.steps.height:
         return (), tuple((rule.__name__, "no steps") for rule in RULES), ()
-    judged = [(rule.__name__, rule(facts)) for rule in RULES]
+    judged = [(rule.__name__, rule(inputs)) for rule in RULES]
     fired = [judgement for _, judgement in judged if isinstance(judgement, Finding)]
     impossible = impossible_findings(fired, split)
     fired = [found for found in fired if found.rule not in impossible]
-    if facts.steps.height < CRITICAL_MIN_STEPS:
+    if inputs.steps.height < CRITICAL_MIN_STEPS:
         fired = [_less_sure(found) for found in fired]
     findings = agreeing(fired)
-    if facts.is_short:  # too short for its counters: whatever it shows is a note
+    if inputs.is_short:  # too short for its counters: whatever it shows is a note
         findings = tuple(_as_note(found) for found in findings)
     named = {found.rule for found in findings}
     abstained = [(x.rule, x.why) for _, x in judged if isinstance(x, Abstention)]
@@ -130,9 +130,9 @@ def _as_note(found: Finding) -> Finding:
     return replace(found, lost_ratio=None, severity="info")
 
 
-def short_notes(facts: Facts) -> tuple[str, ...]:
+def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
     """What the verdict says of a run that is too short for its counters."""
-    if not facts.step_count or not facts.is_short:
+    if not inputs.step_count or not inputs.is_short:
         return ()
     return (
         f"less than {SHORT_RUN_S:g} s of steps were judged: too short for counters, so that who "
@@ -141,10 +141,10 @@ def short_notes(facts: Facts) -> tuple[str, ...]:
 
 
 def _headline(
-    analyzer: RunFrames, facts: Facts, findings: tuple[Finding, ...], checked: int
+    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], checked: int
 ) -> str:
-    if not facts.step_count:
-        return f"no training steps: {why_no_steps(analyzer, facts)[0]}"
+    if not inputs.step_count:
+        return f"no training steps: {why_no_steps(analyzer, inputs)[0]}"
     return findings[0].title if findings else f"{_BALANCED}: {checked} causes were checked"
 
 
@@ -166,7 +166,7 @@ def _events(phases: pl.DataFrame) -> dict[str, Events]:
     }
 
 
-def _cost(analyzer: RunFrames, facts: Facts) -> Cost:
+def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
     agents = []
     for node in analyzer.files.nodes:
         line = node.of_type("cost")[-1:]
@@ -175,14 +175,14 @@ def _cost(analyzer: RunFrames, facts: Facts) -> Cost:
         if spent is not None and elapsed:
             agents.append(spent / elapsed)
     return Cost(
-        hook_ns_per_step=number(facts.ranks["cost_ns_per_step"].max()),
-        hook_ratio=number(facts.ranks["cost_ratio"].max()),
+        hook_ns_per_step=number(inputs.ranks["cost_ns_per_step"].max()),
+        hook_ratio=number(inputs.ranks["cost_ratio"].max()),
         agent_cpu_ratio=max(agents, default=None),
     )
 
 
-def _compiled_in_evaluation(facts: Facts) -> pl.Series:
-    return facts.ranks["eval_compile_ns"].fill_null(0)
+def _compiled_in_evaluation(inputs: RuleInputs) -> pl.Series:
+    return inputs.ranks["eval_compile_ns"].fill_null(0)
 
 
 def _largest(values: pl.Series) -> int | None:
@@ -190,11 +190,11 @@ def _largest(values: pl.Series) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _next_command(run: str, facts: Facts, findings: tuple[Finding, ...]) -> str:
+def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -> str:
     """The rank that a finding is about, or the one with the longest steps."""
-    if not facts.steps.height:
+    if not inputs.steps.height:
         return f"haiprof overview {run}"
     named = next((finding.rank for finding in findings if finding.rank is not None), None)
-    means = facts.steps.group_by("rank").agg(pl.col("step_ns").mean())
+    means = inputs.steps.group_by("rank").agg(pl.col("step_ns").mean())
     slowest = means.sort("step_ns", "rank", descending=[True, False])["rank"][0]
     return f"haiprof rank {run} {slowest if named is None else named}"

@@ -56,7 +56,7 @@ class CodeLine:
     `train.py:307 log_metrics`."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """`train.py:88 load_image`; the names are whatever the run directory holds."""
         return place_text(self.file, self.line, self.function)
 
@@ -67,7 +67,7 @@ class CodeLine:
             between = f" ({100 * self.low:.0f} to {ratio_text(self.high)})"
         inside = visible(f", in {' > '.join(self.callees)}") if self.callees else ""
         by = f", called by {' < '.join(self.callers)}" if self.callers else ""
-        return f"{self.place}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
+        return f"{self.location}: {ratio_text(self.share)} of {self.of}{between}{inside}{by}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

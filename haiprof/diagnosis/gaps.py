@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 
@@ -24,46 +24,46 @@ _NO_OPTIMIZER = (
 )
 
 
-def not_measured(analyzer: RunFrames, facts: Facts) -> tuple[tuple[str, str], ...]:
+def not_measured(analyzer: RunFrames, inputs: RuleInputs) -> tuple[tuple[str, str], ...]:
     """(what, why): phases that are null, counters that are missing, processes unseen."""
     hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
-    gaps = [*_phases(facts), *_device(facts), *_counters(analyzer), *hooks[:_NAMED_PROCESSES]]
+    gaps = [*_phases(inputs), *_device(inputs), *_counters(analyzer), *hooks[:_NAMED_PROCESSES]]
     gaps += _processes(analyzer)
     return tuple(dict.fromkeys(gaps))
 
 
-def why_no_steps(analyzer: RunFrames, facts: Facts) -> list[str]:
+def why_no_steps(analyzer: RunFrames, inputs: RuleInputs) -> list[str]:
     """Likely reasons for a run without steps, the likeliest first."""
-    if not facts.ranks.height:
+    if not inputs.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
         unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
         return failed or unseen or [_NOBODY]
-    evaluated = facts.ranks["eval_ns"].sum()
-    unread = facts.ranks["step_count"].null_count()
-    if unread == facts.ranks.height:
+    evaluated = inputs.ranks["eval_ns"].sum()
+    unread = inputs.ranks["step_count"].null_count()
+    if unread == inputs.ranks.height:
         return ["no rank's spans can be read", *analyzer.notes()[:1]]
     if evaluated:
         return ["the ranks only evaluated: forward passes without gradients, no optimizer step"]
     return [_NO_OPTIMIZER]
 
 
-def _phases(facts: Facts) -> Iterable[tuple[str, str]]:
+def _phases(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
     """Phases that are null in a rank that has steps, with that rank's own words."""
     for phase in PHASES:
-        if facts.marked_by and phase in ("backward", "optimizer"):
+        if inputs.marked_by and phase in ("backward", "optimizer"):
             continue
-        if not facts.steps.height or not facts.steps[f"{phase}_host_ns"].null_count():
+        if not inputs.steps.height or not inputs.steps[f"{phase}_host_ns"].null_count():
             continue
         prefix = f"{phase}: "
-        notes = [note for notes in facts.ranks["notes"].to_list() for note in notes or []]
+        notes = [note for notes in inputs.ranks["notes"].to_list() for note in notes or []]
         why = next((n.removeprefix(prefix) for n in notes if n.startswith(prefix)), "not seen")
         yield phase, why
 
 
-def _device(facts: Facts) -> Iterable[tuple[str, str]]:
-    if not facts.steps.height or facts.steps["other_device_ns"].drop_nulls().len():
+def _device(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
+    if not inputs.steps.height or inputs.steps["other_device_ns"].drop_nulls().len():
         return
-    devices = set(facts.ranks["device"].drop_nulls().to_list())
+    devices = set(inputs.ranks["device"].drop_nulls().to_list())
     why = "the ranks used no GPU" if devices <= {"cpu"} else "no complete device times"
     yield "device time", why
 
@@ -81,7 +81,7 @@ def _counters(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
             elif metric == _ALL and not _is_optional(source):
                 others[source.replace("_", " ")] = None
     for (source, reason), metrics in found.items():
-        yield source if _ALL in metrics else f"{source} {_listed(list(metrics))}", reason
+        yield source if _ALL in metrics else f"{source} {_join_names(list(metrics))}", reason
     if others:
         yield ", ".join(others), "`haiprof doctor` says what each would need"
 
@@ -91,7 +91,7 @@ def _is_optional(source: str) -> bool:
     return source in ("dcgm", "gpu_health", "infiniband_health")
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     """The first few, and how many more there are."""
     more = len(names) - _NAMED_METRICS
     return ", ".join(names[:_NAMED_METRICS]) + (f" and {more} more" if more > 0 else "")

@@ -9,7 +9,7 @@ import numpy as np
 from haiprof.base.arrays import Floats
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
     BURST_RARE_RATIO,
@@ -67,62 +67,62 @@ class _Loading:
         return None
 
 
-def loader_cause(facts: Facts, share: float) -> LoaderCause | None:
+def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
     """The reason that the numbers show; null where nothing tells one.
 
     Args:
-        facts: Of a run that waits for batches.
+        inputs: Of a run that waits for batches.
         share: Of the step, the typical rank's.
     """
-    loading = _of_typical_rank(facts, share)
+    loading = _of_typical_rank(inputs, share)
     return (
-        _epochs(facts, loading)
-        or _rare_samples(facts, loading)
-        or _storage(facts, loading)
+        _epochs(inputs, loading)
+        or _rare_samples(inputs, loading)
+        or _storage(inputs, loading)
         or _workers(loading)
     )
 
 
-def _of_typical_rank(facts: Facts, share: float) -> _Loading:
+def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
     """The rank that waits as long as the typical one: the lower middle."""
-    means = {rank: _mean_wait(facts, rank) for rank in facts.world}
+    means = {rank: _mean_wait(inputs, rank) for rank in inputs.world}
     ranks = sorted(means, key=lambda rank: (means[rank], rank))
     rank = ranks[(len(ranks) - 1) // 2]
-    loader = facts.told.loaders.get(rank)
-    main, busy = facts.main_cores.get(rank), facts.busy_cores.get(rank)
-    placed = facts.placements.get(rank)
+    loader = inputs.last_attempts.loaders.get(rank)
+    main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
+    placed = inputs.placements.get(rank)
     allowed = len(placed.allowed_cpus or ()) if placed is not None else 0
-    beside = (r for r in facts.busy_cores if r != rank and _share(facts, r, rank))
-    hosts = hosts_of(facts)
-    strangers = used_by_others(facts, hosts[rank], hosts) if rank in hosts else None
-    others = sum(facts.busy_cores[r] for r in beside) + (strangers or 0.0)
+    beside = (r for r in inputs.busy_cores if r != rank and _share(inputs, r, rank))
+    hosts = hosts_of(inputs)
+    strangers = used_by_others(inputs, hosts[rank], hosts) if rank in hosts else None
+    others = sum(inputs.busy_cores[r] for r in beside) + (strangers or 0.0)
     return _Loading(
         workers=None if loader is None else loader.workers,
         wait_share=share,
         main_cores=main,
-        core_wait=facts.core_waits.get(rank, 0.0),
+        core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
         free_cores=max(allowed - busy - others, 0.0) if allowed and busy is not None else None,
     )
 
 
-def _share(facts: Facts, one: int, other: int) -> bool:
+def _share(inputs: RuleInputs, one: int, other: int) -> bool:
     """Whether two ranks may run on the same cores."""
-    first, second = facts.placements.get(one), facts.placements.get(other)
+    first, second = inputs.placements.get(one), inputs.placements.get(other)
     if first is None or second is None or first.host != second.host:
         return False
     return bool((first.allowed_cpus or frozenset()) & (second.allowed_cpus or frozenset()))
 
 
-def _mean_wait(facts: Facts, rank: int) -> float:
-    value = facts.of_rank(rank)["dataloader_host_ns"].mean()
+def _mean_wait(inputs: RuleInputs, rank: int) -> float:
+    value = inputs.of_rank(rank)["dataloader_host_ns"].mean()
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _epochs(facts: Facts, loading: _Loading) -> LoaderCause | None:
+def _epochs(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     """Most of the waiting is at the edges of epochs."""
     names = ("epoch_count", "epoch_ns", "wait_ns")
-    count, edge, wait = (int(facts.loading[name].sum()) for name in names)
+    count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
     workers = bool(loading.workers)
@@ -144,14 +144,14 @@ def _epochs(facts: Facts, loading: _Loading) -> LoaderCause | None:
     )  # fmt: skip
 
 
-def _rare_samples(facts: Facts, loading: _Loading) -> LoaderCause | None:
+def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     """Few steps hold most of the waiting: fewer than bursts of so many workers would give.
 
     What each step waits as usual, the median, is left out: slow samples are slow beside others.
     """
     if loading.workers is None:
         return None
-    rare = [_rare_share(facts.of_rank(r)["dataloader_host_ns"].to_numpy()) for r in facts.world]
+    rare = [_rare_share(inputs.of_rank(r)["dataloader_host_ns"].to_numpy()) for r in inputs.world]
     typical = sorted(rare)[(len(rare) - 1) // 2]
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
@@ -178,7 +178,7 @@ def _rare_share(waits: Floats) -> float:
     return float((int(reached.argmax()) + 1) / len(ordered))
 
 
-def _storage(facts: Facts, loading: _Loading) -> LoaderCause | None:
+def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     """Whoever makes the batches waits himself: for storage, a network, or a lock."""
     if loading.is_computing is not False:
         return None
@@ -190,7 +190,7 @@ def _storage(facts: Facts, loading: _Loading) -> LoaderCause | None:
         title="and the loader itself waits: storage, network, or a lock",
         remedy=f"{many}read less often and more at once: larger files (tar, parquet, memory maps), "
         "a local copy of the data set, no request per sample",
-        evidence=(*_cpu(loading), *_traffic(facts)),
+        evidence=(*_cpu(loading), *_traffic(inputs)),
     )
 
 
@@ -200,7 +200,9 @@ def _workers(loading: _Loading) -> LoaderCause | None:
         return None
     evidence = _cpu(loading)
     missing = () if loading.is_computing is not None else ("CPU use of the loader",)
-    if loading.free_cores is not None and loading.free_cores < FREE_CORES * _needed(loading):
+    if loading.free_cores is not None and loading.free_cores < FREE_CORES * _cores_per_worker(
+        loading
+    ):
         return LoaderCause(
             slug="cores_full",
             title="and the cores are full",
@@ -224,7 +226,7 @@ def _workers(loading: _Loading) -> LoaderCause | None:
     )  # fmt: skip
 
 
-def _needed(loading: _Loading) -> float:
+def _cores_per_worker(loading: _Loading) -> float:
     """Cores that one more worker needs: all of one, unless training leaves its own while it waits.
 
     Without workers the main thread's own core is free in the time in which it made batches.
@@ -246,10 +248,10 @@ def _cpu(loading: _Loading) -> tuple[Evidence, ...]:
     )  # fmt: skip
 
 
-def _traffic(facts: Facts) -> tuple[Evidence, ...]:
+def _traffic(inputs: RuleInputs) -> tuple[Evidence, ...]:
     """What was read in the meantime."""
     called, stored = (
-        facts.counted.of(name) for name in ("read_bytes_per_s", "storage_read_bytes_per_s")
+        inputs.counted.of(name) for name in ("read_bytes_per_s", "storage_read_bytes_per_s")
     )
     return tuple(
         Evidence(name=name, value=sum(values.values()), unit="bytes/s")

@@ -84,7 +84,9 @@ def find_misplacement(placed: Sequence[Placement]) -> Misplacement | None:
     Network adapters count where no GPU says where the rank belongs; a rank beside a GPU without an
     adapter of its node is how the machine is built.
     """
-    judged = [(placement, _misplaced(placement)) for placement in placed if placement.cpu_nodes]
+    judged = [
+        (placement, _misplacement_kind(placement)) for placement in placed if placement.cpu_nodes
+    ]
     kinds = [kind for _, kind in judged if kind is not None]
     if not kinds:
         return None
@@ -92,7 +94,7 @@ def find_misplacement(placed: Sequence[Placement]) -> Misplacement | None:
     return Misplacement(kind=worst, placements=tuple(p for p, kind in judged if kind is worst))
 
 
-def _misplaced(placement: Placement) -> MisplacementKind | None:
+def _misplacement_kind(placement: Placement) -> MisplacementKind | None:
     """The heaviest kind that fits."""
     gpu, cores = placement.gpu_node, placement.cpu_nodes
     if len(placement.nodes) < 2:

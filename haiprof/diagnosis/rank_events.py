@@ -30,7 +30,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class LastAttempts:
     """Of each rank's last attempt."""
 
     loaders: Mapping[int, Loader]
@@ -49,7 +49,7 @@ class Told:
     """The last allocation that failed, of ranks that did not die of one."""
 
 
-def told(files: RunFiles) -> Told:
+def read_last_attempts(files: RunFiles) -> LastAttempts:
     """Reads the lines of the last attempts."""
     last = {rank.rank: rank for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))}
     loaders = {number: _loader(rank) for number, rank in last.items()}
@@ -59,7 +59,7 @@ def told(files: RunFiles) -> Told:
     rows = [row for number, rank in last.items() for row in _compilations(number, rank)]
     compiling = {number: compile_intervals(rank) for number, rank in last.items()}
     counted = {number: _allocator(rank) for number, rank in last.items()}
-    return Told(
+    return LastAttempts(
         loaders={number: loader for number, loader in loaders.items() if loader is not None},
         operator_threads={n: count for n, count in threads.items() if count is not None},
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from haiprof.base.arrays import Floats
 from haiprof.diagnosis.finding import Abstention
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import MIN_STEPS
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
@@ -37,28 +37,28 @@ class RankWork:
         return total
 
 
-def rank_work(facts: Facts, rule: str) -> RankWork | Abstention:
+def rank_work(inputs: RuleInputs, rule: str) -> RankWork | Abstention:
     """The work of all ranks, or why a rule cannot compare it."""
-    if len(facts.world) < 2:
+    if len(inputs.world) < 2:
         return Abstention(rule=rule, why="one rank")
-    if any(steps["backward_host_ns"].null_count() for steps in facts.by_rank.values()):
+    if any(steps["backward_host_ns"].null_count() for steps in inputs.by_rank.values()):
         return Abstention(rule=rule, why="backward, where ranks wait, is not measured on all ranks")
-    waits = _SHARDED_WAITS if facts.sharded else _WAITS
+    waits = _SHARDED_WAITS if inputs.sharded else _WAITS
     own = tuple(phase for phase in STEP_PHASES if phase not in waits)
-    phases, step_ns = _matched(facts, own)
+    phases, step_ns = _match_steps(inputs, own)
     if len(step_ns) < MIN_STEPS:
         return Abstention(rule=rule, why="the ranks have no steps in common")
     return RankWork(own=own, waits=waits, phases=phases, step_ns=step_ns)
 
 
-def _matched(facts: Facts, own: Sequence[str]) -> tuple[Floats, Floats]:
+def _match_steps(inputs: RuleInputs, own: Sequence[str]) -> tuple[Floats, Floats]:
     """[own phase, rank, step] and the longest rank's step, for the steps that all ranks have."""
     columns = [*(f"{phase}_host_ns" for phase in own), "step_ns"]
-    common = facts.by_rank[facts.world[0]]["step"].to_numpy()
-    for steps in facts.by_rank.values():
+    common = inputs.by_rank[inputs.world[0]]["step"].to_numpy()
+    for steps in inputs.by_rank.values():
         common = np.intersect1d(common, steps["step"].to_numpy(), assume_unique=True)
-    table = np.empty((len(columns), len(facts.world), len(common)))
-    for place, steps in enumerate(facts.by_rank.values()):
+    table = np.empty((len(columns), len(inputs.world), len(common)))
+    for place, steps in enumerate(inputs.by_rank.values()):
         rows = np.searchsorted(steps["step"].to_numpy(), common)
         for row, name in enumerate(columns):
             table[row, place] = steps[name].fill_null(0).to_numpy()[rows]

@@ -26,11 +26,11 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
         steps: `Analyzer.steps()`.
         run: The run directory.
     """
-    watched = tuple(_watched(watched_frame(run)))
+    watched = tuple(_slow_step_lines(watched_frame(run)))
     if windows.is_empty():
         return watched
     kept = windows.filter(pl.col("path").is_not_null())
-    lines = list(_kept(kept, run))
+    lines = list(_stored_windows(kept, run))
     lines += _others(windows.filter(pl.col("path").is_null()))
     if len(lines) > LINE_LIMIT:
         more = len(lines) - LINE_LIMIT + 1
@@ -41,7 +41,7 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
     return (*watched, *(line for line in lines if line))
 
 
-def _watched(frame: pl.DataFrame) -> Iterable[str]:
+def _slow_step_lines(frame: pl.DataFrame) -> Iterable[str]:
     """How many steps `--keep-slow` looked at, what that took, and how it would be more."""
     frame = frame.filter(pl.col("step_count") > 0, pl.col("watched_count").is_not_null())
     if frame.is_empty():
@@ -90,7 +90,7 @@ def _rounded_up(ratio: float) -> float:
     return round(math.ceil(ratio / unit - 1e-9) * unit, 9)
 
 
-def _kept(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
+def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
     """Windows with a file, those of the same steps together."""
     keys = ("first_step", "end_step", "trigger", "state", "reason")
     for key, rows in windows.group_by(*keys, maintain_order=True):

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.counter_averages import Counted, count
+from haiprof.diagnosis.counter_averages import CounterAverages, count
 from haiprof.diagnosis.python_time import PythonTime, python_time
-from haiprof.diagnosis.rank_events import Told, told
+from haiprof.diagnosis.rank_events import LastAttempts, read_last_attempts
 from haiprof.diagnosis.thresholds import (
     BLOCK_COUNT,
     DEVICE_COVERAGE_RATIO,
@@ -51,7 +51,7 @@ class NodeCpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RuleInputs:
     """A run as the rules see it."""
 
     steps: pl.DataFrame
@@ -87,7 +87,7 @@ class Facts:
     """Time in training steps of each rank, the first ones included."""
     save_ns: float
     """Time in checkpoint saves while judged steps ran, all ranks together."""
-    counted: Counted
+    counted: CounterAverages
     """More counters of ranks and nodes."""
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
@@ -95,7 +95,7 @@ class Facts:
     """What starts of epochs cost; columns of `run_analysis.epochs`."""
     settings: Mapping[int, RankSettings]
     """What each rank was run with, where that was recorded."""
-    told: Told
+    last_attempts: LastAttempts
     """What ranks said of their loaders, compilations and allocators."""
     backward_work: pl.DataFrame
     """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
@@ -153,12 +153,12 @@ class Facts:
         return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
-def gather_facts(
+def gather_inputs(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
-) -> Facts:
+) -> RuleInputs:
     """Facts from the frames of a run, and from its traces up to a size."""
     found = analyzer.steps()
-    steps = _needed(found)
+    steps = _drop_unused_columns(found)
     restarted = bool((steps["attempt"] > 0).any())
     parts = _by_rank(_last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
@@ -172,7 +172,7 @@ def gather_facts(
     pauses = _last_attempts(analyzer.pauses())
     counted = count(analyzer.files, spans.drop("attempt"), windows)
     main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
-    return Facts(
+    return RuleInputs(
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
         step_count=sum(part.height for part in parts.values()),
@@ -186,13 +186,13 @@ def gather_facts(
         counted=counted,
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
-        stolen=_stolen(analyzer.ranks(), main_cores, node_cpus),
+        stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),
         trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
         save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
         loading=_last_attempts(analyzer.loading()),
         settings=analyzer.settings(),
-        told=told(analyzer.files),
+        last_attempts=read_last_attempts(analyzer.files),
         backward_work=analyzer.backward_work(),
         lateness=analyzer.lateness(),
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
@@ -215,7 +215,7 @@ def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
     return untraced if untraced.height > UNTRACED_MIN_RATIO * settled.height else settled
 
 
-def _needed(steps: pl.DataFrame) -> pl.DataFrame:
+def _drop_unused_columns(steps: pl.DataFrame) -> pl.DataFrame:
     """Without columns that no rule reads."""
     return steps.drop("skipped", "boundary", "confidence", "optimizer_step_count")
 
@@ -268,7 +268,7 @@ def _is_sharded(analyzer: RunFrames) -> bool:
     return any(name.startswith(_SHARDED_NAMES) for name in names)
 
 
-def _node_cpus(counted: Counted, windows: pl.DataFrame) -> dict[str, NodeCpu]:
+def _node_cpus(counted: CounterAverages, windows: pl.DataFrame) -> dict[str, NodeCpu]:
     """Counters of the host and of the job's cgroup in these windows."""
     return {
         host: _node_cpu(list(counted.nodes.get(host, {}).values()), (end - begin) / NS_PER_S)
@@ -276,7 +276,7 @@ def _node_cpus(counted: Counted, windows: pl.DataFrame) -> dict[str, NodeCpu]:
     }
 
 
-def _stolen(
+def _steal_ratios(
     ranks: pl.DataFrame, main_cores: Mapping[int, float], node_cpus: Mapping[str, NodeCpu]
 ) -> dict[int, float]:
     """By rank, where its node's steal and its own CPU use are known."""
@@ -326,58 +326,58 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
     return throttled / periods if periods and throttled is not None else None
 
 
-def own_backward_ns(facts: Facts, backward_ns: float, clock: str) -> float | None:
+def own_backward_ns(inputs: RuleInputs, backward_ns: float, clock: str) -> float | None:
     """Of a rank's backward its own work per step, the typical rank's; null where not known.
 
     Args:
-        facts: The run.
+        inputs: The run.
         backward_ns: Median time in backward per step.
         clock: `host` or `device`, of `backward_ns`.
     """
-    if len(facts.world) < 2:
+    if len(inputs.world) < 2:
         return backward_ns
-    known = facts.backward_work.sort("own_ns")["own_ns"]
+    known = inputs.backward_work.sort("own_ns")["own_ns"]
     if known.is_empty() or clock != "host":
         return None
-    return min(float(known[(len(known) - 1) // 2]) * _passes(facts), backward_ns)
+    return min(float(known[(len(known) - 1) // 2]) * _passes(inputs), backward_ns)
 
 
-def after_gradients_ns(facts: Facts) -> float:
+def after_gradients_ns(inputs: RuleInputs) -> float:
     """Of a step's backward what comes after its last collective began, without waiting for ranks.
 
     0 where that is not known: for one rank it is part of its own work.
     """
-    known = facts.backward_work["after_ns"].drop_nulls()
-    return float(known[0]) * _passes(facts) if len(known) and len(facts.world) > 1 else 0.0
+    known = inputs.backward_work["after_ns"].drop_nulls()
+    return float(known[0]) * _passes(inputs) if len(known) and len(inputs.world) > 1 else 0.0
 
 
-def _passes(facts: Facts) -> float:
+def _passes(inputs: RuleInputs) -> float:
     """Backward passes of a step."""
-    return median(facts.steps["micro_step_count"]) or 1.0
+    return median(inputs.steps["micro_step_count"]) or 1.0
 
 
-def usual_phases(facts: Facts, *phases: str) -> tuple[str, tuple[float, ...]] | None:
+def usual_phases(inputs: RuleInputs, *phases: str) -> tuple[str, tuple[float, ...]] | None:
     """Time in some phases of the usual step, as the verdict's bar has it; None without one of them.
 
     Returns:
         The clock, of all phases the same one (`common_clock`); and ns per phase, then per step.
     """
-    clock = common_clock(facts.steps, phases)
-    steps = facts.of_rank(typical_rank(facts))
+    clock = common_clock(inputs.steps, phases)
+    steps = inputs.of_rank(typical_rank(inputs))
     split = usual_split(steps, clock=clock)
     values = tuple(value for phase in phases if (value := split[phase]) is not None)
     whole = sum(value or 0.0 for value in usual_split(steps).values())
     return (clock, (*values, whole)) if len(values) == len(phases) and whole else None
 
 
-def usual_share(facts: Facts, phase: str) -> float | None:
+def usual_share(inputs: RuleInputs, phase: str) -> float | None:
     """A phase's share of the usual step; None where it is not measured."""
-    split = usual_split(facts.of_rank(typical_rank(facts)))
+    split = usual_split(inputs.of_rank(typical_rank(inputs)))
     value, whole = split[phase], sum(ns or 0.0 for ns in split.values())
     return None if value is None or not whole else value / whole
 
 
-def typical_rank(facts: Facts) -> int:
+def typical_rank(inputs: RuleInputs) -> int:
     """The rank whose own work per step is the lower middle of all: one slow rank is none.
 
     Own is what lies outside of backward, where ranks wait for each other. Source: the median over
@@ -386,7 +386,7 @@ def typical_rank(facts: Facts) -> int:
     work = {
         rank: float(int(steps["step_ns"].sum()) - int(steps["backward_host_ns"].sum() or 0))
         / steps.height
-        for rank, steps in facts.by_rank.items()
+        for rank, steps in inputs.by_rank.items()
     }
     return sorted(work, key=lambda rank: (work[rank], rank))[(len(work) - 1) // 2]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Evidence
-from haiprof.diagnosis.rule_inputs import Facts, usual_share
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
 
 MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
@@ -24,23 +24,23 @@ class Price:
     phases: tuple[str, ...]
 
 
-def touched_ratio(facts: Facts, phases: tuple[str, ...]) -> float:
+def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
     """Share of the usual step in some phases."""
-    return min(sum(usual_share(facts, phase) or 0.0 for phase in phases), 1.0)
+    return min(sum(usual_share(inputs, phase) or 0.0 for phase in phases), 1.0)
 
 
-def lost_ratio(facts: Facts, price: Price, *, on: float = 1.0) -> float:
+def lost_ratio(inputs: RuleInputs, price: Price, *, on: float = 1.0) -> float:
     """Of the usual step, what a setting costs at least.
 
     Args:
-        facts: The run.
+        inputs: The run.
         price: Of the setting.
         on: Share of the time for which it is on.
     """
-    return on * touched_ratio(facts, price.phases) * max(1 - 1 / price.least, 0.0)
+    return on * touched_ratio(inputs, price.phases) * max(1 - 1 / price.least, 0.0)
 
 
-def price_evidence(facts: Facts, price: Price) -> tuple[Evidence, ...]:
+def price_evidence(inputs: RuleInputs, price: Price) -> tuple[Evidence, ...]:
     """The price, and the share of the step that it is paid for."""
     phases = " and ".join(price.phases) if len(price.phases) < 3 else "all phases of the model"
     return (
@@ -48,7 +48,7 @@ def price_evidence(facts: Facts, price: Price) -> tuple[Evidence, ...]:
         Evidence(name="measured price, most", value=price.most, unit=""),
         Evidence(
             name=f"{phases}, share of the step",
-            value=touched_ratio(facts, price.phases),
+            value=touched_ratio(inputs, price.phases),
             unit="ratio",
         ),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.numa_binding import find_misplacement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import DRIFT_PHASE_RATIO, HARDWARE_DIFFERENCE_RATIO
 
 _THROTTLES = {
@@ -31,31 +31,35 @@ class RankState:
     evidence: tuple[Evidence, ...]
 
 
-def state_of(facts: Facts, rank: int, share: float) -> RankState | None:
+def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
     """The first difference that would make a rank slow; null where its hardware is as others'.
 
     Args:
-        facts: The run.
+        inputs: The run.
         rank: The slow one.
         share: What it loses, of a step.
     """
-    return _throttled(facts, rank) or _starved(facts, rank, share) or _far(facts, rank)
+    return (
+        _find_throttling(inputs, rank)
+        or _find_starvation(inputs, rank, share)
+        or _far(inputs, rank)
+    )
 
 
-def _beyond(facts: Facts, metric: str, rank: int) -> float:
+def _beyond(inputs: RuleInputs, metric: str, rank: int) -> float:
     """A rank's ratio beyond the lower-median rank's; 0 where it is not known."""
-    values = facts.counted.of(metric)
+    values = inputs.counted.of(metric)
     if rank not in values or len(values) < 2:
         return 0.0
     return values[rank] - sorted(values.values())[(len(values) - 1) // 2]
 
 
-def _throttled(facts: Facts, rank: int) -> RankState | None:
-    beyond = {name: _beyond(facts, name, rank) for name in _THROTTLES}
+def _find_throttling(inputs: RuleInputs, rank: int) -> RankState | None:
+    beyond = {name: _beyond(inputs, name, rank) for name in _THROTTLES}
     worst = max(beyond, key=lambda name: beyond[name])
     if beyond[worst] < HARDWARE_DIFFERENCE_RATIO:
         return None
-    share = facts.counted.of(worst)[rank]
+    share = inputs.counted.of(worst)[rank]
     why = _THROTTLES[worst]
     return RankState(
         cause="throttled",
@@ -66,16 +70,16 @@ def _throttled(facts: Facts, rank: int) -> RankState | None:
     )
 
 
-def _starved(facts: Facts, rank: int, share: float) -> RankState | None:
+def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
     """Waiting for cores must make most of what the rank loses.
 
     Ranks are compared by their wait for each second in which they could run: one that works more
     also waits more, and is not starved by that.
     """
-    hungers = {r: _hunger(facts, r) for r in facts.core_waits}
+    hungers = {r: _hunger(inputs, r) for r in inputs.core_waits}
     if rank not in hungers or len(hungers) < 2:
         return None
-    wait = facts.core_waits[rank]
+    wait = inputs.core_waits[rank]
     beyond = hungers[rank] - sorted(hungers.values())[(len(hungers) - 1) // 2]
     if beyond < HARDWARE_DIFFERENCE_RATIO or wait < DRIFT_PHASE_RATIO * share:
         return None
@@ -88,15 +92,17 @@ def _starved(facts: Facts, rank: int, share: float) -> RankState | None:
     )
 
 
-def _hunger(facts: Facts, rank: int) -> float:
+def _hunger(inputs: RuleInputs, rank: int) -> float:
     """Of the time in which its main thread could run, the share in which it got no core."""
-    wait = facts.core_waits[rank]
-    could = wait + min(facts.main_cores.get(rank, 1.0), 1.0)
+    wait = inputs.core_waits[rank]
+    could = wait + min(inputs.main_cores.get(rank, 1.0), 1.0)
     return wait / could if could else 0.0
 
 
-def _far(facts: Facts, rank: int) -> RankState | None:
-    placed = find_misplacement([facts.placements[r] for r in facts.world if r in facts.placements])
+def _far(inputs: RuleInputs, rank: int) -> RankState | None:
+    placed = find_misplacement(
+        [inputs.placements[r] for r in inputs.world if r in inputs.placements]
+    )
     if placed is None or placed.ranks != [rank]:
         return None
     return RankState(

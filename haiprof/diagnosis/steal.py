@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import STOLEN_NOTED_RATIO, STOLEN_WARNING_RATIO
 
 
@@ -12,9 +12,9 @@ def explain_by_steal(share: str, lost: float) -> str:
     return f"{share}, of which {ratio_text(lost)} may be what the hypervisor took of the cores"
 
 
-def stolen_notes(facts: Facts) -> tuple[str, ...]:
+def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     """What the verdict says of steal that is no finding."""
-    lost = max(facts.stolen.values(), default=0.0)
+    lost = max(inputs.stolen.values(), default=0.0)
     if not STOLEN_NOTED_RATIO <= lost < STOLEN_WARNING_RATIO:
         return ()
     return (

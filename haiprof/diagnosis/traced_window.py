@@ -85,11 +85,11 @@ def places(patterns: Patterns, table: str, by: str, where: pl.Expr | None = None
     order = summed.filter(pl.col(by) > 0).sort(
         -pl.col(by), "operator", "module", "line", nulls_last=True
     )
-    texts = (_place(*row) for row in order.select("operator", "module", "line").rows())
+    texts = (_location(*row) for row in order.select("operator", "module", "line").rows())
     return [text for text in texts if text][:_MANY]
 
 
-def _place(operator: str | None, module: str | None, line: str | None) -> str:
+def _location(operator: str | None, module: str | None, line: str | None) -> str:
     what = " in ".join(part for part in (operator, module) if part)
     return " at ".join(part for part in (what, line) if part)
 

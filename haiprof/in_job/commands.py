@@ -85,7 +85,7 @@ class Line:
         Raises:
             OSError: It could not be sent.
         """
-        rights = [] if give is None else [_given(give)]
+        rights = [] if give is None else [_inspect_descriptor(give)]
         with self._borrow() as connection:
             connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -117,7 +117,7 @@ class Line:
             connection.detach()
 
 
-def _given(number: int) -> tuple[int, int, array[int]]:
+def _inspect_descriptor(number: int) -> tuple[int, int, array[int]]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [number])
 
 

@@ -23,7 +23,7 @@ def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
             try:
                 if id(self) not in told:
                     told.add(id(self))
-                    recorder.lines.append(described(self))
+                    recorder.lines.append(describe_loader(self))
             except Exception as error:
                 recorder.fault("dataloader", error)
         return original(self)
@@ -31,7 +31,7 @@ def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
     return __iter__
 
 
-def described(loader: Any) -> dict[str, Any]:
+def describe_loader(loader: Any) -> dict[str, Any]:
     """`workers`, `batch_size`, `persistent`, `prefetch`: as given; null what is no number."""
     return {
         "type": "dataloader",

@@ -106,7 +106,7 @@ class DeviceTimer:
         self._pending.append(interval)
         self._interval = _Interval(last)
         # A query would break the capture of a CUDA graph.
-        while not capturing and self._pending and self._done(self._pending[0]):
+        while not capturing and self._pending and self._is_done(self._pending[0]):
             self._records.append(self._record(self._pending.popleft()))
 
     def _mark(self) -> Any:
@@ -114,7 +114,7 @@ class DeviceTimer:
         event.record()
         return event
 
-    def _done(self, interval: _Interval) -> bool:
+    def _is_done(self, interval: _Interval) -> bool:
         if interval.last is not None and interval.last.query():
             return True
         if interval.last is not None and len(self._pending) <= MAX_PENDING:

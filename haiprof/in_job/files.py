@@ -11,7 +11,7 @@ from typing import Any
 from haiprof.base.safe_files import write_file
 from haiprof.in_job.collectives import FlightRecorder
 from haiprof.in_job.identity import claim_folder, environment_line, rank_and_world, report_in
-from haiprof.in_job.torch_counters import SideFacts
+from haiprof.in_job.torch_counters import TorchCounters
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import DEVICE, PHASES
@@ -24,13 +24,15 @@ class RankFiles:
     Args:
         run: The run directory.
         phases: Which phases are measured: `ok`, or why not.
-        facts: Version and device, as the training thread saw them.
+        details: Version and device, as the training thread saw them.
 
     Raises:
         OSError: The run directory is gone, read-only or full.
     """
 
-    def __init__(self, run: RunPaths, phases: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: RunPaths, phases: Mapping[str, str], details: Mapping[str, Any]
+    ) -> None:
         rank, _ = rank_and_world()
         attempt, self._paths = claim_folder(run, rank)
         self._clock = ClockAnchor.now()
@@ -45,10 +47,10 @@ class RankFiles:
         self.collectives: FlightRecorder | None = FlightRecorder(self._paths, self._clock)
         report_in(
             self._paths, rank=rank, attempt=attempt, clock=self._clock,
-            facts={**facts, "phases": dict(phases)},
+            details={**details, "phases": dict(phases)},
         )  # fmt: skip
         self.note(environment_line())
-        self._side_facts: SideFacts | None = SideFacts()
+        self._torch_counters: TorchCounters | None = TorchCounters()
         self._lost_counts: dict[str, int] = {}
         self.event_count = 0
         self.drain_cpu_ns = 0
@@ -115,17 +117,17 @@ class RankFiles:
                 "dropped_bytes": sum(w.dropped_bytes for w in writers),
             }
         )
-        self._note_side_facts(allocator=True)
+        self._note_torch_counters(allocator=True)
 
-    def _note_side_facts(self, *, allocator: bool = False) -> None:
+    def _note_torch_counters(self, *, allocator: bool = False) -> None:
         """What torch counts; where reading it fails, it is not read again."""
-        facts = self._side_facts
-        if facts is None:
+        details = self._torch_counters
+        if details is None:
             return
         try:
-            line = facts.allocator_line() if allocator else facts.compile_line()
+            line = details.allocator_line() if allocator else details.compile_line()
         except Exception as error:
-            self._side_facts = None
+            self._torch_counters = None
             line = {"type": "side_facts_failed", "reason": f"{type(error).__name__}: {error}"}
         if line is not None:
             self.note(line)
@@ -133,7 +135,7 @@ class RankFiles:
     def beat(self) -> None:
         """Notes lost files, compilations and collectives; what fails is left alone."""
         self.note_lost()
-        self._note_side_facts()
+        self._note_torch_counters()
         if self.collectives is not None:
             try:
                 self.collectives.beat()

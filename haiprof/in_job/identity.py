@@ -77,7 +77,7 @@ def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
 
 
 def report_in(
-    paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, facts: Mapping[str, Any]
+    paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, details: Mapping[str, Any]
 ) -> None:
     """Writes rank.json.
 
@@ -101,7 +101,7 @@ def report_in(
             "python": platform.python_version(),
             "argv": mask_command(getattr(sys, "orig_argv", sys.argv)),
             "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
-            **facts,
+            **details,
         },
         below=paths.run_root,
     )
@@ -111,15 +111,15 @@ def torch_facts() -> dict[str, Any]:
     """Version and device; CUDA is asked only where the job itself has started it."""
     import torch
 
-    facts: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
-    facts["operator_threads"] = torch.get_num_threads()
+    details: dict[str, Any] = {"torch": str(torch.__version__), "device": "cpu", "gpu_uuid": None}
+    details["operator_threads"] = torch.get_num_threads()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        facts["device"] = "cuda"
+        details["device"] = "cuda"
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         uuid = getattr(properties, "uuid", None)
-        facts["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"
-        facts["gpu_name"] = str(properties.name)
-    return facts
+        details["gpu_uuid"] = None if uuid is None else f"GPU-{uuid}"
+        details["gpu_name"] = str(properties.name)
+    return details
 
 
 def environment_line() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import haiprof
 from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
 from haiprof.in_job.collector_pauses import CollectorPauses
-from haiprof.in_job.dataloader_settings import described, wrap_iter
+from haiprof.in_job.dataloader_settings import describe_loader, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
@@ -54,7 +54,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     DeviceTimer.begin,
     GpuMemory.begin_step,
     patches._compiler_is_tracing,
-    described,
+    describe_loader,
 )
 
 

@@ -21,7 +21,7 @@ def model_settings(module: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: The job adds modules at this moment.
     """
-    modules, parameters = _parts(module)
+    modules, parameters = _modules_and_parameters(module)
     known = _Tensors(parameters)
     is_whole = max(len(parameters), len(modules)) < PART_LIMIT
     kinds = Counter(map(type, modules))
@@ -58,7 +58,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _parts(module: Any) -> tuple[list[Any], list[Any]]:
+def _modules_and_parameters(module: Any) -> tuple[list[Any], list[Any]]:
     """Modules and parameters, each once; a third of the time that `Module.parameters` takes."""
     modules: dict[int, Any] = {}
     parameters: dict[int, Any] = {}

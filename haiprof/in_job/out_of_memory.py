@@ -113,8 +113,8 @@ class OutOfMemory:
         }  # fmt: skip
         for name, part in (
             ("stats", lambda: self._counts(device)),
-            ("place", self._place),
-            ("held", lambda: {"held": self._held(device)}),
+            ("place", self._describe_position),
+            ("held", lambda: {"held": self._owned_bytes(device)}),
             ("segments", lambda: self._free_blocks(device, requested)),
         ):
             try:
@@ -136,7 +136,7 @@ class OutOfMemory:
         properties = self._torch.cuda.get_device_properties(device)
         return {**found, "device_total_bytes": int(properties.total_memory)}
 
-    def _place(self) -> dict[str, Any]:
+    def _describe_position(self) -> dict[str, Any]:
         frames, module = _own_stack()
         outer = self._training_stack() if not frames else []
         stack = [*outer, *frames]
@@ -170,7 +170,7 @@ class OutOfMemory:
                     return f"{name} ({kind})" if name else kind
         return kind
 
-    def _held(self, device: int) -> dict[str, int]:
+    def _owned_bytes(self, device: int) -> dict[str, int]:
         """Bytes of the device in parameters, their gradients, buffers and optimizer state."""
         seen: set[int] = set()
         sums = dict.fromkeys(("parameters", "gradients", "buffers", "optimizer_state"), 0)

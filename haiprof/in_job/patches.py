@@ -125,7 +125,7 @@ class State(Gate):
             self.optimizer_count = self.steps_before = 0
             self.repeats, self.stepped = Repeats(), False
             if self.watch is not None:
-                self.watch.forked()
+                self.watch.after_fork()
 
     def steps_so_far(self) -> int:
         """Optimizer steps since these hooks were put in, whatever took their places since."""
@@ -261,7 +261,7 @@ class Watch(Protocol):
     def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
         """A span begins; what it returns is called when the span ends."""
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """This is a forked child now."""
 
 
@@ -444,7 +444,7 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
     begin, end = recorder.spans.begin, recorder.spans.end
 
     @functools.wraps(original)
-    def spanned(*args: Any, **kwargs: Any) -> Any:
+    def time_call(*args: Any, **kwargs: Any) -> Any:
         if state.is_tracing() or recorder.closed or state.idle:
             return original(*args, **kwargs)
         start = 0
@@ -468,7 +468,7 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
                 except Exception as error:
                     recorder.fault("span", error)
 
-    return spanned
+    return time_call
 
 
 class Staying:

@@ -20,7 +20,7 @@ from haiprof.in_job.commands import Commands
 from haiprof.in_job.files import RankFiles
 from haiprof.in_job.identity import has_process_group, torch_facts
 from haiprof.in_job.installed import Installed
-from haiprof.in_job.recording_window import Window
+from haiprof.in_job.recording_window import RecordingWindow
 from haiprof.in_job.replies import handlers
 from haiprof.in_job.spans import RingMemory, make_spans
 from haiprof.in_job.stack_sampler import StackSampler, stack_rate, why_not_sampled
@@ -89,7 +89,7 @@ class Recorder:
         self._ring: RingMemory | None = None
         self._sampler: StackSampler | None = None
         self._start_noted = False
-        self._window = Window(time_s=time_s, warmup_s=warmup_s)
+        self._window = RecordingWindow(time_s=time_s, warmup_s=warmup_s)
         self._exiting = False
         self._pause_s = DRAIN_INTERVAL_S
         self._make_locks()

@@ -25,7 +25,7 @@ _STEP_ENDS = (OPTIMIZER, MARK)
 _MODULES = (FORWARD, FORWARD_EVAL, EVAL, NOGRAD)
 
 
-class Window:
+class RecordingWindow:
     """Cuts the stream of spans to the asked-for window.
 
     Both clocks start with the job's first training span (backward, optimizer, or a marked step);
@@ -45,9 +45,9 @@ class Window:
         self._untrained = False
         self._marked = False
 
-    def fresh(self) -> Window:
+    def fresh(self) -> RecordingWindow:
         """The same window, not begun: for a forked child."""
-        return Window(time_s=self.time_s, warmup_s=self.warmup_s)
+        return RecordingWindow(time_s=self.time_s, warmup_s=self.warmup_s)
 
     def limits(self) -> tuple[int, int]:
         """From which time in ns on spans are kept, and after which a step's end is the last one."""

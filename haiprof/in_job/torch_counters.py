@@ -12,7 +12,7 @@ _COMPILATIONS = ("_compile.compile_inner", "_compile.<locals>.compile_inner")
 _now = time.perf_counter_ns
 
 
-class SideFacts:
+class TorchCounters:
     """Lines for events.jsonl when something changed. Nothing is imported for it."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Canary:
             _report_signals(self._fd, write_fd)
         os.close(write_fd)
 
-    def heard(self, number: int) -> bool:
+    def has_received(self, number: int) -> bool:
         """Whether the same signal reached the canary, waiting a moment for it."""
         deadline = time.monotonic() + ANSWER_S
         answer = False

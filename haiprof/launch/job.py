@@ -221,12 +221,12 @@ class Job:
     def _start_burst(self, nsys: Nsys | Refusal, host: str) -> None:
         from haiprof.agent.burst import Burst, has_trained
 
-        def trained() -> bool:
+        def has_rank_trained() -> bool:
             return any(has_trained(paths.phases) for _, _, paths in self.run.rank_folders())
 
         node = self.run.node(host)
         self._burst = Burst(
-            node, self.options, nsys, has_trained=trained, in_child=self._in_child()
+            node, self.options, nsys, has_trained=has_rank_trained, in_child=self._in_child()
         )
 
     def _start_agent(self) -> None:

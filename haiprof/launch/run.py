@@ -16,7 +16,7 @@ from haiprof.base.options import (
     ENV_ACTIVE,
     ENV_DEBUG,
     Options,
-    enabled,
+    is_enabled,
     merge_options,
     options_from_environment,
     options_from_pyproject,
@@ -49,7 +49,7 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     if words[0] == "trace":  # hai-platform's spelling of a traced run
         words = ["--trace", *words[1:]]
     line = parse_command_line(words)
-    if not enabled(environ):
+    if not is_enabled(environ):
         return _run_plain(line.command)
     options = merge_options(
         options_from_pyproject(Path("pyproject.toml")),

@@ -248,7 +248,7 @@ class Supervisor:
 
     def _pass_on_end(self, got: Signal) -> None:
         """Handles a request to end after the job: it concerns the launcher's remaining work."""
-        if not self._canary.heard(got.number):
+        if not self._canary.has_received(got.number):
             self._signal_companion(got.number)
 
     def asked_to_end(self, wait_s: float = 0.1) -> bool:
@@ -304,7 +304,9 @@ class Supervisor:
 
     def _pass_on(self, got: Signal) -> None:
         number = got.number
-        heard = self._canary.heard(number)  # asked in any case, so that no answer is left over
+        heard = self._canary.has_received(
+            number
+        )  # asked in any case, so that no answer is left over
         by_terminal = got.code == _SI_KERNEL and number in _FROM_TERMINAL
         if number not in _NOT_NOTED:
             self.tell(
@@ -324,7 +326,7 @@ class Supervisor:
         A launcher that stopped itself by another one would drop that SIGCONT, and stay stopped.
         """
         for number in signal.sigpending() & set(STOPS):
-            if not (self._canary.heard(number) and _in_our_group(child.pid)):
+            if not (self._canary.has_received(number) and _in_our_group(child.pid)):
                 _send(child, number)
             if _stops(child.pid):
                 self._signal_companion(signal.SIGSTOP)
@@ -340,7 +342,7 @@ class Supervisor:
             self._signal_companion(signal.SIGCONT)
         if is_stopped(self._canary.pid):
             os.kill(self._canary.pid, signal.SIGCONT)
-            self._canary.heard(signal.SIGCONT)
+            self._canary.has_received(signal.SIGCONT)
 
     def _signal_companion(self, number: int) -> None:
         if self._companion:

@@ -265,28 +265,28 @@ def _record(
         )
     progress(f"recording {count} ranks for {request.time_s:g} s into {run.root}")
     began = time.time_ns()
-    wait(lambda: len(_reported(run)) >= count, time.monotonic() + REPORT_S, progress)
-    if not _reported(run):
+    wait(lambda: len(_reported_ranks(run)) >= count, time.monotonic() + REPORT_S, progress)
+    if not _reported_ranks(run):
         raise MissingDataError(
             f"{run.root}: no step within {REPORT_S:.0f} s", hint="haiprof snapshot JOB"
         )
     limit = time.monotonic() + request.time_s + LATE_S
     trace = trace_now(run, request.trace, progress=progress) if request.trace is not None else None
-    wait(lambda: all(_is_over(paths) for paths in _reported(run).values()), limit, progress)
+    wait(lambda: all(_is_over(paths) for paths in _reported_ranks(run).values()), limit, progress)
     if agent.failure is not None:
         progress(f"the node's agent stopped: {agent.failure}")
     return Attached(
         run=str(run.root),
         how=how,
         between=(began, time.time_ns()),
-        ranks=tuple(sorted(_reported(run))),
+        ranks=tuple(sorted(_reported_ranks(run))),
         refused=refused,
         trace=trace,
         seen=(),
     )
 
 
-def _reported(run: RunPaths) -> dict[int, RankPaths]:
+def _reported_ranks(run: RunPaths) -> dict[int, RankPaths]:
     return {rank: paths for rank, _, paths in run.rank_folders() if paths.report.exists()}
 
 

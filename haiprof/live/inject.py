@@ -161,7 +161,7 @@ def _answer(pid: int, run: RunPaths) -> str | None:
     limit = time.monotonic() + ANSWER_S
     while time.monotonic() < limit:
         with contextlib.suppress(RunFormatError):  # missing yet, or incomplete
-            answer = read_json(run.injected(pid))
+            answer = read_json(run.injection_result(pid))
             return None if answer.get("state") == "done" else str(answer.get("reason"))
         time.sleep(_POLL_S)
     return "no answer: its main thread runs no Python code (it waits inside a C function)"

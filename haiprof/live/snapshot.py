@@ -26,13 +26,13 @@ from haiprof.live.standstill import (
     GONE,
     RankState,
     Suspect,
+    is_suspended,
     moves,
     saving,
     suspects,
-    suspended,
 )
 from haiprof.run_analysis.lateness import collective_frame
-from haiprof.run_analysis.mismatches import Mismatch, mismatched
+from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
 from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
@@ -133,7 +133,7 @@ def take_snapshot(
     notes += [absent.note] if absent.note else []
     states = (
         *(_state(m, stacks, before, after, spied, begun=m not in absent.late) for m in everybody),
-        *(_lost(m) for m in lost_members(run)),
+        *(_lost_rank(m) for m in lost_members(run)),
     )
     states = tuple(_with_worker(state, spy, progress) for state in states)
     standing = hang or moves(states) is False
@@ -150,7 +150,7 @@ def take_snapshot(
         run=str(run.root),
         states=states,
         moves=moves(states),
-        suspended=suspended(states),
+        suspended=is_suspended(states),
         suspects=tuple(found),
         mismatches=tuple(mismatches),
         threads={m.rank: _threads(stacks, m) for m in everybody},
@@ -170,7 +170,7 @@ def _everybody(run: RunPaths, stacks: Answers) -> list[Member]:
     return sorted(asked.values(), key=lambda member: member.rank)
 
 
-def _lost(member: Member) -> RankState:
+def _lost_rank(member: Member) -> RankState:
     return RankState(
         rank=member.rank,
         host=member.host,
@@ -239,7 +239,7 @@ def _spy(spy: str | None, *, allowed: bool) -> str | None:
 def _mismatches(files: RunFiles, since_wall_ns: int) -> list[Mismatch]:
     """Contradictions among the collectives that the ranks have just written."""
     frame, _ = collective_frame(files, since_wall_ns=since_wall_ns)
-    return mismatched(frame)
+    return find_mismatches(frame)
 
 
 def _sample_silent(

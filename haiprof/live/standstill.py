@@ -65,12 +65,12 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
     others are in it, or whose main thread is elsewhere than that of more than half of the ranks. In
     a job that is suspended as a whole no rank blocks another.
     """
-    if suspended(states):
+    if is_suspended(states):
         return []
     found: dict[int, Suspect] = {}
     for suspect in (
-        *_stopped(states),
-        *_mismatched(mismatches),
+        *_stopped_ranks(states),
+        *_mismatched_ranks(mismatches),
         *_mute(states),
         *_not_begun(states),
         *_behind(states),
@@ -78,12 +78,12 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
         *_odd(states),
     ):
         found.setdefault(suspect.rank, suspect)
-    for suspect in () if found else _tied(states):
+    for suspect in () if found else _tied_ranks(states):
         found[suspect.rank] = suspect
     return sorted(found.values(), key=lambda s: (not s.certain, s.rank))
 
 
-def suspended(states: Sequence[RankState]) -> bool:
+def is_suspended(states: Sequence[RankState]) -> bool:
     """Whether all ranks are stopped: the job is suspended."""
     return bool(states) and all(state.process_state in STOPPED for state in states)
 
@@ -96,7 +96,7 @@ def moves(states: Sequence[RankState]) -> bool | None:
     return any(before != after for before, after in pairs)
 
 
-def _stopped(states: Sequence[RankState]) -> list[Suspect]:
+def _stopped_ranks(states: Sequence[RankState]) -> list[Suspect]:
     found = []
     for state in states:
         if state.process_state in STOPPED:
@@ -139,7 +139,7 @@ def _waits(state: RankState) -> bool:
     )
 
 
-def _tied(states: Sequence[RankState]) -> list[Suspect]:
+def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
     """Where nothing tells more: ranks that do not wait, else all that do different things."""
     known = [state for state in states if state.stack]
     if len(known) < 2 or len({state.stack for state in known}) < 2 or moves(states):
@@ -256,7 +256,7 @@ def doing(state: RankState) -> str:
     return "not known: it did not answer"
 
 
-def _mismatched(mismatches: Sequence[Mismatch]) -> list[Suspect]:
+def _mismatched_ranks(mismatches: Sequence[Mismatch]) -> list[Suspect]:
     return [
         Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
         for mismatch in mismatches

@@ -246,7 +246,7 @@ def _with_files(
             told = True
             progress("the traces are being compressed")
         time.sleep(_POLL_S)
-    done = [_located(rank, {**elsewhere, **paths}) for rank in found.ranks]
+    done = [_locate(rank, {**elsewhere, **paths}) for rank in found.ranks]
     return replace(found, ranks=tuple(done))
 
 
@@ -262,7 +262,7 @@ def _file(run: RunPaths, stem: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _located(rank: RankTrace, paths: Mapping[object, object]) -> RankTrace:
+def _locate(rank: RankTrace, paths: Mapping[object, object]) -> RankTrace:
     path = paths.get(rank.rank)
     return RankTrace(**{**asdict(rank), "steps": rank.steps, "path": str(path) if path else None})
 

@@ -248,15 +248,15 @@ def _of_source(
     which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
     values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
     flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
-    taken = partial(_taken, dtype=pl.String)
+    taken = partial(_take_values, dtype=pl.String)
     return pl.DataFrame(
         {
             "time_ns": found.time_ns[rows],
             "host": pl.Series([node.host]).new_from_index(0, len(rows)),
             "source": pl.Series([found.source]).new_from_index(0, len(rows)),
             "entity": taken(found.entities, owner),
-            "rank": _taken(found.ranks, owner, dtype=pl.Int64),
-            "gpu": _taken(found.gpus, owner, dtype=pl.Int64),
+            "rank": _take_values(found.ranks, owner, dtype=pl.Int64),
+            "gpu": _take_values(found.gpus, owner, dtype=pl.Int64),
             "metric": taken([m.name for m in metrics], which),
             "unit": taken([m.unit for m in metrics], which),
             "value": pl.Series(values, dtype=pl.Float64).fill_nan(None),
@@ -266,7 +266,7 @@ def _of_source(
     )
 
 
-def _taken(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) -> pl.Series:  # noqa: ANN401
+def _take_values(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) -> pl.Series:  # noqa: ANN401
     return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
 
 

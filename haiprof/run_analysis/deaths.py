@@ -16,14 +16,14 @@ from haiprof.run_analysis.end_causes import (
     is_launchers,
     kind_of,
     signal_name,
-    waited,
+    wait_failure,
     what_happened,
 )
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.last_collectives import LastCollective, behind, last_collectives
 from haiprof.run_analysis.last_line import last_line
 from haiprof.run_analysis.last_moments import last_moments
-from haiprof.run_analysis.mismatches import mismatched
+from haiprof.run_analysis.mismatches import find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import integer
@@ -161,14 +161,14 @@ def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
 
 def _find_death(evidence: Evidence, generation: int, *, final: bool) -> Death | None:
     ends = {end.rank: end for end in _ranks(evidence.ends) if end.generation == generation}
-    if not _failed(evidence, ends.values(), final=final):
+    if not _has_failed(evidence, ends.values(), final=final):
         return None
     case = _Case(evidence, {r: e for r, e in ends.items() if r is not None}, generation)
     found = case.judge()
     return replace(found, generation=generation, final=final)
 
 
-def _failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool) -> bool:
+def _has_failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool) -> bool:
     """Whether this start of the ranks failed."""
     if any(end.over and not end.clean for end in ends):
         return True
@@ -204,14 +204,14 @@ class _Case:
             for moment in last_moments(evidence.files)
             if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
         }
-        self.victims = {r: by for r, e in ends.items() if (by := self._waited(e)) is not None}
+        self.victims = {r: by for r, e in ends.items() if (by := self._wait_failure(e)) is not None}
         self.stopped: dict[int, str] = {}
         self._find_stopped()
 
     def judge(self) -> Death:
         """The first cause that is proved, the surest kinds of proof first."""
         for ask in (
-            self._signal, self._own_failure, self._accused, self._node_lost, self._mismatch,
+            self._signal, self._own_failure, self._find_accused, self._node_lost, self._mismatch,
             self._never_started, self._early_exit, self._hang, self._behind, self._launcher,
         ):  # fmt: skip
             found = ask()
@@ -221,8 +221,8 @@ class _Case:
 
     # -- who is a victim ------------------------------------------------------------------------
 
-    def _waited(self, end: ProcessEnd) -> str | None:
-        by = waited(end.error)
+    def _wait_failure(self, end: ProcessEnd) -> str | None:
+        by = wait_failure(end.error)
         if by is not None:
             return by
         aborts = [e for e in self.ends.values() if e.signal == signal.SIGABRT and e.error is None]
@@ -328,7 +328,7 @@ class _Case:
             same = (one.type, one.line) == (two.type, two.line)
         return near and same
 
-    def _accused(self) -> Death | None:
+    def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
         named = sorted({r for e in self.ends.values() for r in accused_ranks(e.error)})
         if not named:
@@ -362,7 +362,7 @@ class _Case:
         """Ranks that were at the same place of a group with different collectives."""
         if not self.victims:
             return None
-        found = mismatched(self.evidence.collectives())
+        found = find_mismatches(self.evidence.collectives())
         if not found:
             return None
         odd = found[0].odd
@@ -427,9 +427,9 @@ class _Case:
             return None
         started = min((e.started_ns or 0 for e in self.ends.values()), default=0)
         hang = hangs[-1]
-        return hang if hang.wall_ns >= started and not self._resumed(hang) else None
+        return hang if hang.wall_ns >= started and not self._has_resumed(hang) else None
 
-    def _resumed(self, hang: Reaction) -> bool:
+    def _has_resumed(self, hang: Reaction) -> bool:
         """Whether steps ended after a standstill was noticed."""
         steps = [s for r in self.ends if (s := self._step(r)) is not None]
         return hang.step is not None and bool(steps) and max(steps) > hang.step + 2
@@ -459,7 +459,7 @@ class _Case:
         what = f"{ranks_text(ranks)} did not come where the others waited: {why}"
         line = None
         if thread is not None and thread.error is not None:
-            line = thread.error.place or None
+            line = thread.error.location or None
             what += f"; its thread {thread.thread} had died of {thread.error.short}"
             what += f" ({line})" if line else ""
         return self._death("hang", ranks, what, what=what, died_ns=self._first_ns(), line=line,
@@ -521,7 +521,7 @@ class _Case:
         headline += f", in {phase}" if phase else ""
         headline += f", last seen at {seen_at}" if seen_at else ""
         if error is not None and line is None:
-            line = inner_error(error)[1] or error.place or None
+            line = inner_error(error)[1] or error.location or None
         return Death(
             headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
             cause=cause,
@@ -589,7 +589,7 @@ class _Case:
             pid=None if end is None else end.pid,
             role=role,
             what=what,
-            line=end.error.place or None if end is not None and end.error is not None else None,
+            line=end.error.location or None if end is not None and end.error is not None else None,
             ended_ns=None if end is None else end.failed_ns,
             step=self._step(rank),
             phase=self.phases.get(rank),

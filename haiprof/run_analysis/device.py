@@ -44,7 +44,7 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     sums = np.zeros((len(columns), count))
     for place, value in enumerate(values):
         np.add.at(sums[place], step, value)
-    covered, apart = _covered(found, step, end)
+    covered, apart = _find_covered_steps(found, step, end)
     sums[:, ~covered] = np.nan
     sums[-1, ~apart] = np.nan
     sums[-1] -= sums[:-1].sum(axis=0)
@@ -61,7 +61,7 @@ def _matching(keys: Ints, wanted: Ints) -> tuple[Ints, Bools]:
     return row, keys[row] == wanted
 
 
-def _covered(found: Segmentation, step: Ints, end: Ints) -> tuple[Bools, Bools]:
+def _find_covered_steps(found: Segmentation, step: Ints, end: Ints) -> tuple[Bools, Bools]:
     """Steps whose records cover them alone; steps with no evaluation just before them."""
     count = len(found.steps.start_ns)
     closed = np.bincount(step, minlength=count) > 0

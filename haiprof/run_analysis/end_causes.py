@@ -52,7 +52,7 @@ _SIGNALS: dict[int, str] = {
 }
 
 
-def waited(error: Error | None) -> str | None:
+def wait_failure(error: Error | None) -> str | None:
     """What ended a rank that waited for another one; None where its error is its own."""
     if error is None:
         return None
@@ -101,7 +101,7 @@ def what_happened(end: ProcessEnd) -> str:
         return end.gpu_memory.text
     if error is not None and error.type != "SystemExit":
         inner = inner_error(error)
-        place = inner[1] or error.place
+        place = inner[1] or error.location
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and left with status {end.status}" if exits and end.status else ""
         return f"{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
@@ -111,7 +111,7 @@ def what_happened(end: ProcessEnd) -> str:
         return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
     if end.status is not None:
         way = "sys.exit" if end.closed or error is not None else "os._exit, or native code"
-        place = f" at {error.place}" if error is not None and error.place else ""
+        place = f" at {error.location}" if error is not None and error.location else ""
         return f"it left with exit status {end.status} ({way}){place}"
     return "it is gone without a word: killed, or its machine was lost"
 

@@ -119,7 +119,7 @@ def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
     """
     grower = _Grower(by_line=len(sources) == 1)
     series = [one for source in sources for one in _series_of(source, grower)]
-    return _pruned(grower, series)
+    return _prune(grower, series)
 
 
 def _series_of(source: FlameSource, grower: _Grower) -> Iterator[FlameSeries]:
@@ -281,7 +281,7 @@ def own_path(file: str, folder: str) -> str:
     return file.removeprefix(below) if folder else file
 
 
-def _pruned(grower: _Grower, series: Sequence[FlameSeries]) -> FlameGraph:
+def _prune(grower: _Grower, series: Sequence[FlameSeries]) -> FlameGraph:
     """Without nodes that are too small to be seen: their time is their caller's own."""
     parents = [parent for parent, _ in grower.nodes]
     largest = np.zeros(len(parents))

@@ -58,7 +58,7 @@ def last_collectives(
             found[rank][group] = LastCollective(group=group, sequence=sequence, kind=kind)
     kinds = {(g, s): k for g, s, k in own.select("group", "sequence", "kind").unique().rows()}
     return {
-        rank: {g: _named(last, kinds) for g, last in groups.items()}
+        rank: {g: _with_name(last, kinds) for g, last in groups.items()}
         for rank, groups in found.items()
     }
 
@@ -81,7 +81,7 @@ def behind(last: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, LastCo
     return {}
 
 
-def _named(last: LastCollective, kinds: Mapping[tuple[str, int], str]) -> LastCollective:
+def _with_name(last: LastCollective, kinds: Mapping[tuple[str, int], str]) -> LastCollective:
     kind = last.kind or kinds.get((last.group, last.sequence))
     return LastCollective(group=last.group, sequence=last.sequence, kind=kind)
 

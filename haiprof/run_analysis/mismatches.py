@@ -39,7 +39,7 @@ _SIZED = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "allreduce")
 """Kinds whose ranks all bring the same number of elements."""
 
 
-def mismatched(collectives: pl.DataFrame) -> list[Mismatch]:
+def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     """The first place of each group at which the ranks' collectives contradict each other.
 
     Args:

@@ -46,7 +46,7 @@ class Error:
         return f"{name}: {said}" if said else name
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """`train.py:88 in step`; empty where there is none."""
         return frame_text(self.line) if self.line is not None else ""
 
@@ -181,7 +181,7 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
     for node in files.nodes:
         for line in (*node.of_type("process_end"), *node.of_type("job_end")):
             _take_end(found, node.host, line)
-    ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_kept(draft.facts))
+    ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_known_fields(draft.facts))
             for (host, pid), draft in found.items()]  # fmt: skip
     ends = [_with_said(end) for end in ends]
     ends = _place_generations([_without_helpers(end, ends) for end in ends])
@@ -322,7 +322,7 @@ def _take_end(found: dict[tuple[str, int], _Draft], host: str, line: Mapping[str
     facts["helper"] = facts.get("helper") or line.get("helper") is True
 
 
-def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
     known = ProcessEnd.__dataclass_fields__.keys()
     kept = {name: value for name, value in facts.items() if name in known}
     kept.setdefault("rank", None)

@@ -12,7 +12,7 @@ from haiprof.run_analysis.phases import pause_frame
 from haiprof.run_analysis.ranks import rank_row
 from haiprof.run_analysis.segments import RankSegments, cut_segments
 from haiprof.run_analysis.step_frame import SharedColumns, step_frame
-from haiprof.run_analysis.windows import Window, traced_steps
+from haiprof.run_analysis.windows import TraceWindow, traced_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class RankRows:
 
 def rank_rows(
     rank: RankSegments,
-    windows: Sequence[Window],
+    windows: Sequence[TraceWindow],
     *,
     between: tuple[int, int] | None,
     shared: SharedColumns,

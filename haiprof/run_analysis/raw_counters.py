@@ -66,7 +66,7 @@ def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[
     for key, at in _slices(samples):
         for column in table.metrics:
             values = samples.columns[column.name][at]
-            known = _known(values, column)
+            known = _is_known(values, column)
             if not known.any():
                 continue
             time_ns = samples.time_ns[at][known] + offset_ns
@@ -91,7 +91,7 @@ def _slices(samples: Samples) -> Iterator[tuple[Key, slice]]:
         yield key, slice(start, end)
 
 
-def _known(values: npt.NDArray[Any], column: Column) -> npt.NDArray[np.bool_]:
+def _is_known(values: npt.NDArray[Any], column: Column) -> npt.NDArray[np.bool_]:
     """Where there is a value; a count below 0 is damage."""
     whole = values.dtype.kind == "i"
     known: npt.NDArray[np.bool_] = values != NULL_I64 if whole else np.isfinite(values)

@@ -32,7 +32,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open
 from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns
-from haiprof.run_analysis.windows import Window, all_windows, recorded_windows, window_frame
+from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
 
@@ -282,7 +282,7 @@ class RunFrames:
         return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
 
     @cached_property
-    def _recorded_windows(self) -> list[Window]:
+    def _recorded_windows(self) -> list[TraceWindow]:
         return recorded_windows(self.files)
 
     @cached_property

@@ -39,7 +39,7 @@ def speedscope(samples: CodeSamples, *, name: str) -> bytes:
     return json.dumps(content).encode()
 
 
-def collapsed(samples: CodeSamples) -> bytes:
+def collapsed_lines(samples: CodeSamples) -> bytes:
     """Lines of `rank 0;phase;frame;frame COUNT`, as flamegraph.pl and others read them."""
     lines = []
     for title, rows in _groups(samples):

@@ -96,12 +96,12 @@ def _begin(line: Mapping[str, Any]) -> _Read:
 
 def _add(read: _Read, line: Mapping[str, Any]) -> None:
     """Takes in one line of samples; what does not fit in it is passed over."""
-    for number, frame in _numbered(line, "frames", "first_frame"):
+    for number, frame in _number_entries(line, "frames", "first_frame"):
         if len(frame) >= 3:
             file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
             if file is not None and at is not None and name is not None:
                 read.frames[number] = Frame(file, at, name)
-    for number, entry in _numbered(line, "stacks", "first_stack"):
+    for number, entry in _number_entries(line, "stacks", "first_stack"):
         parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
         known = parent is not None and 0 <= parent < number and place in read.frames
         if known and (parent == 0 or parent in read.stacks):
@@ -122,7 +122,9 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
                 read.others.append((begin + values[0] * _NS_PER_US, values[2], values[3]))
 
 
-def _numbered(line: Mapping[str, Any], name: str, first: str) -> Iterable[tuple[int, list[Any]]]:
+def _number_entries(
+    line: Mapping[str, Any], name: str, first: str
+) -> Iterable[tuple[int, list[Any]]]:
     """The entries of a list that counts on from a number."""
     number, entries = integer(line.get(first)), line.get(name)
     if number is None or not 0 <= number <= _STACK_LIMIT or not isinstance(entries, list):

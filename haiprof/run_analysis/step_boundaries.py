@@ -182,7 +182,7 @@ def _assemble(
     rest = int(last[-1]) + 1 if len(head) else 0
     pending = cuts[cuts >= rest]
     rest_by_loader = len(pending) > 0 and len(head) > 0
-    boundary, confidence = _graded(tokens, by_loader, split[step_segment], run[head], run)
+    boundary, confidence = _grade(tokens, by_loader, split[step_segment], run[head], run)
     return Boundaries(
         first=first,
         last_closing=last,
@@ -194,7 +194,7 @@ def _assemble(
     )
 
 
-def _graded(
+def _grade(
     tokens: TrainTokens, by_loader: Bools, split: Bools, head_run: Ints, run: Ints
 ) -> tuple[Codes, npt.NDArray[np.float64]]:
     """What marks each step, and how sure that is."""

@@ -142,7 +142,7 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
         steps=_columns(nested, kind, step, training, found, start, end),
         evaluation_start_ns=training.eval_start_ns,
         evaluation_end_ns=training.eval_end_ns,
-        unfinished_micro_step_count=_unfinished(kind, nested, training, found),
+        unfinished_micro_step_count=_count_unfinished(kind, nested, training, found),
     )
 
 
@@ -310,7 +310,7 @@ def _counts(step: Ints, mask: Bools, count: int) -> Ints:
     return np.bincount(step[mask & (step >= 0)], minlength=count)
 
 
-def _unfinished(kind: Codes, nested: Nested, training: _Training, found: Boundaries) -> int:
+def _count_unfinished(kind: Codes, nested: Nested, training: _Training, found: Boundaries) -> int:
     """Backward passes after the last step, forward passes where the rank has none."""
     if not training.tokens.closing.any():
         return 0

@@ -53,7 +53,7 @@ WINDOW_SCHEMA = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class TraceWindow:
     """One window of one rank."""
 
     rank: int
@@ -78,9 +78,9 @@ class Window:
     stem: str | None = None
 
 
-def recorded_windows(files: RunFiles) -> list[Window]:
+def recorded_windows(files: RunFiles) -> list[TraceWindow]:
     """What ranks and agents said of windows, also of those that were refused or failed."""
-    said = _facts(files)
+    said = _read_sidecars(files)
     found = [
         _window(files, line, said, rank=rank.rank, attempt=rank.attempt)
         for rank in files.ranks
@@ -98,8 +98,8 @@ def recorded_windows(files: RunFiles) -> list[Window]:
 
 
 def all_windows(
-    files: RunFiles, recorded: Sequence[Window], step_counts: Mapping[Key, int]
-) -> list[Window]:
+    files: RunFiles, recorded: Sequence[TraceWindow], step_counts: Mapping[Key, int]
+) -> list[TraceWindow]:
     """Windows of all ranks, by rank, attempt and number; also those that were never reached.
 
     Args:
@@ -112,7 +112,9 @@ def all_windows(
     return sorted(found, key=lambda w: (w.rank, w.attempt, w.window if w.window is not None else 0))
 
 
-def window_frame(windows: Iterable[Window], wall_offsets_ns: Mapping[Key, int]) -> pl.DataFrame:
+def window_frame(
+    windows: Iterable[TraceWindow], wall_offsets_ns: Mapping[Key, int]
+) -> pl.DataFrame:
     """Trace windows of all ranks.
 
     Args:
@@ -144,7 +146,7 @@ def window_frame(windows: Iterable[Window], wall_offsets_ns: Mapping[Key, int]) 
     return pl.DataFrame(rows, schema=WINDOW_SCHEMA)
 
 
-def traced_steps(rank: RankSegments, windows: Sequence[Window]) -> Bools:
+def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
     """Which steps of a rank a window touched, with what it made the training thread wait.
 
     Of a window that was planned also the `LEAD_STEPS` before it, in which torch.profiler is
@@ -179,7 +181,7 @@ def _with_lead(touched: Bools, count: int) -> Bools:
     return lead
 
 
-def _facts(files: RunFiles) -> dict[str, Mapping[str, Any]]:
+def _read_sidecars(files: RunFiles) -> dict[str, Mapping[str, Any]]:
     """What ranks said of their windows in sidecars, by stem; finished ones first."""
     found: dict[str, Mapping[str, Any]] = {}
     for line in _node_lines(files, "trace_written"):
@@ -188,7 +190,7 @@ def _facts(files: RunFiles) -> dict[str, Mapping[str, Any]]:
             found[text(line.get("stem")) or ""] = part
     for waiting in complete_parts(files.paths):
         with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
-            found.setdefault(waiting.stem.text, waiting.facts())
+            found.setdefault(waiting.stem.text, waiting.sidecar_content())
     return {stem: facts for stem, facts in found.items() if parse_stem(stem)}
 
 
@@ -204,7 +206,7 @@ def _window(
     *,
     rank: int,
     attempt: int,
-) -> Window:
+) -> TraceWindow:
     """From a rank's line, and what its sidecar adds."""
     stem = text(line.get("stem"))
     facts = said.get(stem or "", {})
@@ -217,7 +219,7 @@ def _window(
     stalls = {name: integer(both.get(name)) for name in _STALLS}
     known = [ns for ns in stalls.values() if ns is not None]
     said_ns = integer(line.get("stall_ns"))  # with what the rehearsal before it took
-    window = Window(
+    window = TraceWindow(
         rank=rank,
         attempt=attempt,
         window=integer(both.get("window")),
@@ -238,7 +240,7 @@ def _window(
     return _with_files(files, window)
 
 
-def _with_files(files: RunFiles, window: Window) -> Window:
+def _with_files(files: RunFiles, window: TraceWindow) -> TraceWindow:
     """With the files that there are: finished, or raw with a sidecar."""
     stem = parse_stem(window.stem or "")
     if stem is None or stem.text != window.stem:
@@ -255,7 +257,7 @@ def _with_files(files: RunFiles, window: Window) -> Window:
 
 def _silent(
     files: RunFiles, stem: str, line: Mapping[str, Any], said: Mapping[str, Mapping[str, Any]]
-) -> list[Window]:
+) -> list[TraceWindow]:
     """A window that its rank has no line about."""
     found = parse_stem(stem)
     if found is None:
@@ -269,7 +271,9 @@ def _silent(
     return [_window(files, {**line, "stem": stem}, said, rank=found.rank, attempt=attempt)]
 
 
-def _not_reached(files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]) -> list[Window]:
+def _not_reached(
+    files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]
+) -> list[TraceWindow]:
     """Ranks that ended before their window began, where one was asked for."""
     manifest = files.manifest
     if manifest is None or manifest.options.get("trace") is not True:
@@ -281,7 +285,9 @@ def _not_reached(files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]
         if (rank.rank, rank.attempt) in told or not ended:
             continue
         why = _why_not_reached(rank, step_counts.get((rank.rank, rank.attempt)), first)
-        found.append(Window(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why))
+        found.append(
+            TraceWindow(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why)
+        )
     return found
 
 

@@ -159,7 +159,7 @@ class RunPaths:
         """The script that `haiprof attach --inject` runs in a process not started under haiprof."""
         return self.boot / "enter.py"
 
-    def injected(self, pid: int) -> Path:
+    def injection_result(self, pid: int) -> Path:
         """The result of that script in one process."""
         return self.boot / f"injected-{pid}.json"
 

@@ -79,7 +79,7 @@ class Part:
         """The execution trace, finished."""
         return self.run.traces / f"{self.stem.text}{ET_SUFFIX}"
 
-    def facts(self) -> Mapping[str, Any]:
+    def sidecar_content(self) -> Mapping[str, Any]:
         """The sidecar.
 
         Raises:

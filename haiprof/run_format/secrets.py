@@ -147,7 +147,7 @@ def mask_text(text: str) -> str:
 
 def _is_value(option: str, word: str) -> bool:
     """Whether a word is the secret of the option before it."""
-    parts = _parts(option)
+    parts = _words(option)
     is_switch = bool(parts) and parts[0] in _SWITCHES
     if word.startswith("-") or is_switch:
         return _is_secret(option, word) and _is_random(word)
@@ -158,7 +158,7 @@ def _is_secret(name: str, value: str) -> bool:
     """Whether a name says that its value is a secret, and the value may be one."""
     if not value or value == MASK:
         return False
-    parts = _parts(name)
+    parts = _words(name)
     if not parts or parts[-1] in _ABOUT:
         return False
     if not _SECRET.isdisjoint(parts) or parts[-1].endswith(_SECRET_ENDS):
@@ -171,7 +171,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _parts(name: str) -> tuple[str, ...]:
+def _words(name: str) -> tuple[str, ...]:
     """The words of a name: `WANDB_API_KEY`, `--apiKey` and `logger.api-key` end in the same two."""
     return tuple(part.lower() for part in _PARTS.findall(name[-200:]))
 

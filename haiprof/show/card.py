@@ -179,17 +179,17 @@ def _finding(finding: Finding, *, titled: bool, limit: int | None = None) -> Ren
         head,
         Padding(rows, (0, 0, 0, 2)),
         *(
-            _labelled("at", printable(line.describe()), style="bold")
+            _with_label("at", printable(line.describe()), style="bold")
             for line in finding.code_lines[: limit and 1]
         ),
-        _labelled("do", finding.remedy),
+        _with_label("do", finding.remedy),
     ]
     if finding.missing and limit is None:
-        parts.append(_labelled("not known", ", ".join(finding.missing), style="dim"))
+        parts.append(_with_label("not known", ", ".join(finding.missing), style="dim"))
     return Group(*parts)
 
 
-def _labelled(label: str, text: str, *, style: str = "") -> RenderableType:
+def _with_label(label: str, text: str, *, style: str = "") -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(
         Text(f"  {label}:", style="bold green" if label == "do" else "dim"), Text(text, style=style)

@@ -45,7 +45,7 @@ def death_block(verdict: Verdict) -> RenderableType:
         place = f"{death.line}:  " if death.line else ""
         parts.append(Text(f"  {printable(place + death.source)}", style="bold"))
     parts.append(Padding(_fate_table(death), (0, 0, 0, 2)))
-    parts += [Text(f"  {line}", style="dim") for line in _facts(verdict)]
+    parts += [Text(f"  {line}", style="dim") for line in _death_lines(verdict)]
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     return Group(*parts, grid)
@@ -68,7 +68,7 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
     order = ("cause", "victim", "stopped", "absent", "unknown", "clean")
     found: dict[tuple[str, str], list[Fate]] = {}
     for fate in sorted(death.fates, key=lambda f: (order.index(f.role), f.ended_ns or 0)):
-        found.setdefault((fate.role, _what(fate)), []).append(fate)
+        found.setdefault((fate.role, _fate_text(fate)), []).append(fate)
     for (role, what), fates in found.items():
         times = [f.ended_ns - death.died_ns for f in fates if f.ended_ns and death.died_ns]
         later = max(times, default=0)
@@ -76,7 +76,7 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
         yield ranks_text([f.rank for f in fates]), role, what + when
 
 
-def _what(fate: Fate) -> str:
+def _fate_text(fate: Fate) -> str:
     text = fate.what
     if fate.waited_in and fate.role != "cause":
         text = f"waited in {fate.waited_in}, {text}"
@@ -85,7 +85,7 @@ def _what(fate: Fate) -> str:
     return text
 
 
-def _facts(verdict: Verdict) -> Iterator[str]:
+def _death_lines(verdict: Verdict) -> Iterator[str]:
     death = verdict.death
     assert death is not None
     if death.died_ns:
@@ -131,7 +131,7 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
         lines.append(f"- line: `{_code(death.line)}`{source}")
     if death.step is not None:
         lines.append(f"- last step recorded: {death.step}")
-    lines += [f"- {_plain(line)}" for line in _facts(verdict)]
+    lines += [f"- {_plain(line)}" for line in _death_lines(verdict)]
     lines += ["", "| ranks | | what became of them |", "|---|---|---|"]
     lines += [f"| {who} | {role} | {_plain(text)} |" for who, role, text in grouped_fates(death)]
     if death.traceback:

@@ -9,7 +9,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.compare.baseline import baseline_named
-from haiprof.diagnosis.compare.compared_run import side_of
+from haiprof.diagnosis.compare.compared_run import compared_run_of
 from haiprof.run_analysis.flame_graph import (
     IN_STEP,
     FlameGraph,
@@ -49,7 +49,7 @@ class RunFlames:
     """What was damaged or left out."""
 
     @property
-    def facts(self) -> str:
+    def basis(self) -> str:
         """What the graph rests on: `412 samples in 300 steps of 2 ranks`."""
         own = [one for one in self.graph.series if not one.run]
         samples = count_text(own[0].sample_count, "sample")
@@ -90,7 +90,7 @@ def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
         RunNotFoundError: There is no such run.
         MissingDataError: There is no last good run.
     """
-    return baseline_named(baseline, side_of(analyzer)).side.analyzer
+    return baseline_named(baseline, compared_run_of(analyzer)).side.analyzer
 
 
 def flame_source(analyzer: RunFrames, *, run: str = "") -> tuple[FlameSource, list[str]]:

@@ -168,7 +168,7 @@ def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:
     except HaiprofError as error:
         problem = str(error)
     header = run_header(run, manifest)
-    judged = _judged(run, manifest.end_wall_ns if manifest else None)
+    judged = _saved_verdict(run, manifest.end_wall_ns if manifest else None)
     entry = RunEntry(
         name=header.name,
         path=header.path,
@@ -186,7 +186,7 @@ def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:
     return (entry, False) if judged is None else (replace(entry, **judged), True)
 
 
-def _judged(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | None:
+def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | None:
     """What the verdict that was saved at the job's end says; None where there is none.
 
     Args:

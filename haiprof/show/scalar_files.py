@@ -97,7 +97,7 @@ class EventFiles:
         for writer in self._writers.values():
             writer.close()
 
-    def written(self) -> Written:
+    def count_written(self) -> Written:
         """The number of points so far."""
         ranks = tuple(sorted(self._writers))
         return Written(path=str(self.folder), ranks=ranks, point_count=self.point_count)
@@ -149,7 +149,7 @@ def write_scalars(
                 f"{error.strerror or error}",
                 hint="the folder must be yours, and nobody else's to write to: chmod -R go-w DIR",
             ) from None
-    return files.written()
+    return files.count_written()
 
 
 def _look_until_end(

@@ -57,7 +57,7 @@ def time_range(steps: pl.DataFrame, counters: pl.DataFrame) -> TimeRange | None:
     return TimeRange(start_ns=first, end_ns=last)
 
 
-def bucketed(
+def bucket_means(
     frame: pl.DataFrame, *, span: TimeRange, bucket_count: int = BUCKET_COUNT
 ) -> tuple[float | None, ...]:
     """Mean of the values in equal buckets of the time axis.
@@ -122,7 +122,7 @@ def make_series(
         unit=unit,
         mean=float(mean) if isinstance(mean, float) else None,
         max=float(top) if isinstance(top, float) else None,
-        values=bucketed(frame, span=span),
+        values=bucket_means(frame, span=span),
     )
 
 

@@ -82,10 +82,10 @@ def comparison(data: RunFrames, baseline: str | Path) -> None:
         MissingDataError: There is no last good run.
     """
     from haiprof.diagnosis.compare.baseline import baseline_named
-    from haiprof.diagnosis.compare.compared_run import side_of
+    from haiprof.diagnosis.compare.compared_run import compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs
 
-    after = side_of(data)
+    after = compared_run_of(data)
     chosen = baseline_named(str(baseline), after)
     found = compare_runs(chosen.side, after)
     if in_notebook():

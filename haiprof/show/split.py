@@ -10,7 +10,7 @@ from haiprof.show.metrics import training_window
 from haiprof.show.series import TimeRange, time_range
 
 
-def settled(steps: pl.DataFrame) -> pl.DataFrame:
+def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of one attempt of one rank that count, as in the verdict: warm and not traced."""
     return judged_steps(steps.sort("step"))
 
@@ -18,7 +18,7 @@ def settled(steps: pl.DataFrame) -> pl.DataFrame:
 def counted_steps(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of all ranks and attempts that count: warm and not traced."""
     frames = steps.partition_by("rank", "attempt", maintain_order=True)
-    return pl.concat([steps.clear(), *map(settled, frames)])
+    return pl.concat([steps.clear(), *map(settled_steps, frames)])
 
 
 def counted_samples(
@@ -55,4 +55,4 @@ def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
     Returns:
         Time in ns by phase; None for a phase without a value on that clock.
     """
-    return usual_split(settled(steps), clock=clock)
+    return usual_split(settled_steps(steps), clock=clock)

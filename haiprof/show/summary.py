@@ -23,7 +23,7 @@ from haiprof.show.split import (
     counted_steps,
     counted_time,
     phase_split,
-    settled,
+    settled_steps,
 )
 from haiprof.show.text import moment_text
 
@@ -143,11 +143,11 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
         ),
         nodes=tuple(
             _node_summary(owner[1], values)
-            for owner, values in _sorted(stats)
+            for owner, values in _sort_stats(stats)
             if owner[0] == m.HOST
         ),
         gpus=tuple(
-            _gpu_summary(owner, values) for owner, values in _sorted(stats) if owner[0] == m.GPU
+            _gpu_summary(owner, values) for owner, values in _sort_stats(stats) if owner[0] == m.GPU
         ),
         missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
@@ -161,7 +161,7 @@ def _reaction_line(row: Mapping[str, Any]) -> str:
     return f"{moment_text(row['noticed_ns'])}  {row['reason']}: {row['outcome']}"
 
 
-def _sorted(stats: m.Metrics) -> list[tuple[m.Owner, Mapping[str, m.MetricStat]]]:
+def _sort_stats(stats: m.Metrics) -> list[tuple[m.Owner, Mapping[str, m.MetricStat]]]:
     return sorted(stats.items(), key=lambda item: tuple(str(part) for part in item[0]))
 
 
@@ -178,7 +178,7 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
 def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -> RankSummary:
     process = m.metrics_of_rank(stats, m.PROCESS, rank=row["rank"])
     gpu = m.metrics_of_rank(stats, m.GPU, rank=row["rank"])
-    median = settled(own)["step_ns"].median()
+    median = settled_steps(own)["step_ns"].median()
     device_split = phase_split(own, clock="device")
     return RankSummary(
         rank=row["rank"],

@@ -58,7 +58,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
         others in place of the mean of all, which a late rank itself moves.
     """
-    steps = _by_step(_counted(waits))
+    steps = _by_step(_without_first(waits))
     if steps.is_empty():
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
@@ -104,16 +104,16 @@ def _ns(value: str | pl.Expr) -> pl.Expr:
     return found.round().cast(pl.Int64)
 
 
-def _timed(waits: pl.DataFrame) -> pl.DataFrame:
+def _with_known_arrivals(waits: pl.DataFrame) -> pl.DataFrame:
     """Collectives whose arrivals are known, with whether each is the first of its group."""
     known = waits.filter(pl.col("missing").is_null())
     first = pl.col("collective").min().over(_GROUP)
     return known.with_columns(is_first=pl.col("collective") == first)
 
 
-def _counted(waits: pl.DataFrame) -> pl.DataFrame:
+def _without_first(waits: pl.DataFrame) -> pl.DataFrame:
     """Without the first of each group, and in steps where there are any."""
-    found = _timed(waits).filter(~pl.col("is_first"))
+    found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
     return found.drop_nulls("step") if found["step"].count() else found
 
 
@@ -172,8 +172,8 @@ def _verdict(rows: pl.DataFrame) -> str:
             f"{rank} begins its collectives latest, {much} later than the others"
             f"{_followers(rows)}"
         )
-    between = f"{ratio_text(CONFIDENCE)} interval {_signed(most['low_ns'])} to "
-    between += f"{_signed(most['high_ns'])}, {steps}"
+    between = f"{ratio_text(CONFIDENCE)} interval {_sign_text(most['low_ns'])} to "
+    between += f"{_sign_text(most['high_ns'])}, {steps}"
     if most["is_late"]:
         late = int(rows["is_late"].sum())
         more = f"; {late - 1} more ranks are late too" if late > 1 else ""
@@ -192,14 +192,14 @@ def _followers(rows: pl.DataFrame) -> str:
     return f" ({found})" if found else ""
 
 
-def _signed(ns: int) -> str:
+def _sign_text(ns: int) -> str:
     return f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
 
 
 def _unequal_starts(waits: pl.DataFrame) -> list[str]:
     """Why steps of the ranks differ in length where they came to the window at different times."""
     spread = (
-        _timed(waits)
+        _with_known_arrivals(waits)
         .group_by("collective")
         .agg(
             (pl.col("start_ns").max() - pl.col("start_ns").min()).alias("spread"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import covered, union
+from haiprof.base.intervals import covered_lengths, union
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 BACKENDS = r"^(?:gloo|mpi|ucc):"
@@ -55,7 +55,7 @@ def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataF
         busy = union(begins, ends)
         done = (rows["ts_ns"] + rows["dur_ns"]).to_numpy()
         at = np.searchsorted(busy.ends, done, side="right") - 1
-        idle = (at >= 0) & (covered(busy, done, done + 1) == 0)
+        idle = (at >= 0) & (covered_lengths(busy, done, done + 1) == 0)
         waits = rows.with_columns(
             name=pl.lit(WAIT),
             tid=pl.lit(tid, pl.Int64),

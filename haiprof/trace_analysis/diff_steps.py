@@ -13,7 +13,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import union
 from haiprof.trace_analysis.call_stacks import uncovered_starts
 from haiprof.trace_analysis.call_tree import nest
-from haiprof.trace_analysis.kernel_names import FULL, renamed
+from haiprof.trace_analysis.kernel_names import FULL, name_normalizer
 from haiprof.trace_analysis.temporal import Steps, step_window, with_launch
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 
@@ -82,9 +82,9 @@ def step_samples(
     parts = [_step_rows(windows)]
     for kind in of:
         events = _events(trace, kind, by_launch=windows[0].step is not None)
-        events = _compared_names(events, renamed(names, is_kernel=kind == KERNEL))
+        events = _compared_names(events, name_normalizer(names, is_kernel=kind == KERNEL))
         if kind == KERNEL:
-            parts.append(_unlaunched(events))
+            parts.append(_without_launch(events))
         parts.append(_per_window(events, windows, kind))
     typed = [pl.col(name).cast(dtype) for name, dtype in SAMPLE_SCHEMA.items()]
     return pl.concat([part.select(typed) for part in parts])
@@ -148,7 +148,7 @@ def _compared_names(events: pl.DataFrame, rename: Callable[[str], str]) -> pl.Da
     )  # fmt: skip
 
 
-def _unlaunched(events: pl.DataFrame) -> pl.DataFrame:
+def _without_launch(events: pl.DataFrame) -> pl.DataFrame:
     lost = events.filter(pl.col("when_ns").is_null())
     return lost.group_by(pl.lit(None, pl.Int64).alias("step")).agg(
         pl.lit(UNLAUNCHED).alias("of"), pl.lit(UNLAUNCHED).alias("name"),

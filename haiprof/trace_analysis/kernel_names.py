@@ -19,7 +19,7 @@ _GENERATION = re.compile(
 _TILE = re.compile(r"_\d+x\d+(?:x\d+)*")
 
 
-def renamed(style: str, *, is_kernel: bool) -> Callable[[str], str]:
+def name_normalizer(style: str, *, is_kernel: bool) -> Callable[[str], str]:
     """The function that normalizes a name for a comparison.
 
     Args:

@@ -41,7 +41,7 @@ def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
     return own.join(first, on="correlation", how="left").sort("ts_ns", "event")
 
 
-def launched(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+def launched_events(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     """GPU events whose launch is in the trace, with the call: columns of `with_call`.
 
     Raises:
@@ -91,7 +91,7 @@ def launch_statistics(
         as well (D16). HTA counts a graph's kernels as a launch each (D17). The delay holds the
         time in which earlier work kept the stream busy; see `queue_length`.
     """
-    found = launched(trace, steps)
+    found = launched_events(trace, steps)
     if not include_memory_events:
         found = found.filter(~pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
     cpu, gpu, delay = (

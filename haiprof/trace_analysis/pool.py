@@ -101,7 +101,7 @@ class LocalProcesses:
             try:
                 return [task.result() for task in tasks]
             except BrokenProcessPool:
-                raise _killed(tasks, paths) from None
+                raise _killed_error(tasks, paths) from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -156,7 +156,7 @@ def report_progress(progress: Progress | None, done: int, count: int) -> None:
         progress(done, count)
 
 
-def _killed(tasks: Sequence[Future[Any]], paths: Sequence[Path]) -> HaiprofError:
+def _killed_error(tasks: Sequence[Future[Any]], paths: Sequence[Path]) -> HaiprofError:
     """The error of a dead worker; which of the unfinished files it was reading is not known."""
     lost = [
         path.name

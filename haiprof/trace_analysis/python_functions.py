@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered, intersection, union
+from haiprof.base.intervals import Intervals, covered_lengths, intersection, union
 from haiprof.trace_analysis.call_stacks import (
     Stacks,
     is_outermost,
@@ -216,16 +216,18 @@ def _times(starts: Ints, ends: Ints, parent: Ints, trace: Trace, steps: Steps) -
         ("total_ns", "self_ns", None),
         ("non_overlapped_ns", "self_non_overlapped_ns", busy),
     ):
-        columns[total] = _uncovered(window, active, starts, ends)
+        columns[total] = _uncovered_ns(window, active, starts, ends)
         columns[own] = columns[total].copy()
-        np.subtract.at(columns[own], parent[inner], _uncovered(window, active, begins, ends[inner]))
+        np.subtract.at(
+            columns[own], parent[inner], _uncovered_ns(window, active, begins, ends[inner])
+        )
     return pl.DataFrame(columns)
 
 
-def _uncovered(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
+def _uncovered_ns(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
     """How much of each call lies in the window, and outside busy time where that is given."""
-    inside = covered(window, starts, ends)
-    return inside if busy is None else inside - covered(busy, starts, ends)
+    inside = covered_lengths(window, starts, ends)
+    return inside if busy is None else inside - covered_lengths(busy, starts, ends)
 
 
 def _threads(calls: _Calls) -> list[pl.Series]:

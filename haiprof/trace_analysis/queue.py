@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.trace_analysis.launches import launched
+from haiprof.trace_analysis.launches import launched_events
 from haiprof.trace_analysis.temporal import Steps
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -47,7 +47,7 @@ def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 def _entries(trace: Trace, steps: Steps) -> pl.DataFrame:
     """`device`, `stream`, `enter_ns`, `leave_ns` of each launch on each stream."""
-    entry = launched(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
+    entry = launched_events(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
     first = entry.agg(enter_ns=pl.col("call_ts_ns").first(), leave_ns=pl.col("ts_ns").min())
     return first.with_columns(leave_ns=pl.max_horizontal("enter_ns", "leave_ns"))
 

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered, difference, union
+from haiprof.base.intervals import Intervals, covered_lengths, difference, union
 from haiprof.trace_analysis.annotations import GPU_CATEGORY
 from haiprof.trace_analysis.classify import COMMUNICATION, COMPUTATION, MEMORY, with_kind
 from haiprof.trace_analysis.temporal import gpu_events, union_of, with_launch
@@ -56,11 +56,11 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
         operator as communication, where this one goes by the kernel.
     """
     roles = _roles(trace)
-    steps = _with_gpu_tails(trace) if gpu_tail else _marks(trace)
+    steps = _with_gpu_tails(trace) if gpu_tail else _step_marks(trace)
     if steps.is_empty():
         steps = _whole(roles)
     starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
-    parts = _parts(roles, starts, ends)
+    parts = _split_by_cause(roles, starts, ends)
     wall = ends - starts
     other = wall - sum((part for part in parts.values() if part is not None), np.zeros_like(wall))
     columns = {
@@ -70,14 +70,18 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
     return pl.DataFrame(columns, schema=STEP_TIME_SCHEMA)
 
 
-def _parts(roles: dict[str, Intervals | None], starts: Ints, ends: Ints) -> dict[str, Ints | None]:
+def _split_by_cause(
+    roles: dict[str, Intervals | None], starts: Ints, ends: Ints
+) -> dict[str, Ints | None]:
     """The time of each step that each cause gets; None where the cause was not recorded."""
     empty = np.zeros(0, dtype=np.int64)
     taken = Intervals(empty, empty)
     found: dict[str, Ints | None] = {}
     for cause in CAUSES:
         own = roles[cause]
-        found[cause] = None if own is None else covered(difference(own, taken), starts, ends)
+        found[cause] = (
+            None if own is None else covered_lengths(difference(own, taken), starts, ends)
+        )
         if own is not None:
             taken = union(np.append(taken.starts, own.starts), np.append(taken.ends, own.ends))
     return found
@@ -124,7 +128,7 @@ def _names(events: pl.DataFrame, pattern: str) -> list[str]:
     return names.filter(names.str.contains(pattern)).to_list()
 
 
-def _marks(trace: Trace) -> pl.DataFrame:
+def _step_marks(trace: Trace) -> pl.DataFrame:
     return trace.steps.select("step", "start_ns", "end_ns")
 
 
@@ -135,7 +139,7 @@ def _with_gpu_tails(trace: Trace) -> pl.DataFrame:
     still runs, and would be counted in the next step. So a step ends with its last GPU event, never
     before an earlier step does, and the next one begins there.
     """
-    marks = _marks(trace)
+    marks = _step_marks(trace)
     gpu = with_launch(gpu_events(trace, None), trace.runtime)
     if marks.is_empty() or gpu.is_empty():
         return marks

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import polars as pl
 
 from haiprof.trace_analysis.files import TraceFile
-from haiprof.trace_format.checks.finding import ALL_RANKS, Finding, counted, milliseconds
+from haiprof.trace_format.checks.finding import ALL_RANKS, Finding, count_text, milliseconds
 from haiprof.trace_format.find import SUMMARY_SUFFIX
 
 CHECK_SCHEMA = {
@@ -106,7 +106,7 @@ def _missing_ranks(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
     yield Finding(
         check="missing_ranks",
         count=count,
-        text=f"{counted(count, 'rank')} of {size:,} without a trace",
+        text=f"{count_text(count, 'rank')} of {size:,} without a trace",
         effect="who waited for whom cannot be said of one rank" if alone else
         "the last to arrive at a collective may be one of them: waits are lower bounds",
         answers=ALL_RANKS,
@@ -124,7 +124,7 @@ def _different_steps(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
     yield Finding(
         check="different_steps",
         count=len(others),
-        text=f"{counted(len(others), 'rank')} with other profiler steps than {usual[0]} to "
+        text=f"{count_text(len(others), 'rank')} with other profiler steps than {usual[0]} to "
         f"{usual[1]}: {', '.join(map(str, others[:8]))}",
         effect="ranks are compared over different steps; --steps takes those they have in common",
         answers=(*ALL_RANKS, "temporal", "steps", "kernels"),

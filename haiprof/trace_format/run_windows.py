@@ -100,7 +100,7 @@ def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
                     found[str(line.get("stem"))] = part
     for part in readable_parts(run):
         with contextlib.suppress(RunFormatError):
-            found[part.stem.text] = part.facts()
+            found[part.stem.text] = part.sidecar_content()
     return found
 
 

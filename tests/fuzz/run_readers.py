@@ -441,7 +441,7 @@ def read_sidecar(data: bytes) -> object:
     run = RunPaths(folder() / "parts-run")
     put(f"parts-run/traces/.parts/{_STEM}.part.json", data)
     (part,) = complete_parts(run)
-    return len(part.facts())
+    return len(part.sidecar_content())
 
 
 _STEM = "rank0_node0_7.1700000000000000000"

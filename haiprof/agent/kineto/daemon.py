@@ -138,7 +138,7 @@ class KinetoAgent:
         if ask is not None:
             text, request = self.pending.note_client(pid, ask)
             if self._send(encode(REQUEST, os.fsencode(text)), sender) and request:
-                self.pending.delivered(pid, request)
+                self.pending.note_delivery(pid, request)
             return True
         if message.type == CONTEXT and is_context(message.payload):
             self._send(encode_count(max(len(self.pending.clients), 1)), sender)

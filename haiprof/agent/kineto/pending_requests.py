@@ -75,7 +75,7 @@ class PendingRequests:
                 return pending.text, name
         return "", ""
 
-    def delivered(self, pid: int, name: str) -> None:
+    def note_delivery(self, pid: int, name: str) -> None:
         """Notes that a process has received its configuration."""
         pending = self.requests[name]
         pending.states[pid] = "delivered"
@@ -86,7 +86,7 @@ class PendingRequests:
         self._forget()
         what = question.get("do")
         if what == "clients":
-            return {"clients": [self._described(client) for client in self.clients.values()]}
+            return {"clients": [self._describe(client) for client in self.clients.values()]}
         name = question.get("id")
         if not isinstance(name, str) or not 0 < len(name) <= _ID_LIMIT:
             return {"error": "no such question"}
@@ -122,7 +122,7 @@ class PendingRequests:
         self.requests[name] = Pending(str(text), int(expires or 0), states)
         return {"taken": sorted(states)}
 
-    def _described(self, client: Client) -> dict[str, Any]:
+    def _describe(self, client: Client) -> dict[str, Any]:
         return {
             "pid": client.pid,
             "pids": list(client.ask.pids),

@@ -60,18 +60,18 @@ class CgroupSampler(TableSampler):
         found = [self._cgroups[name] for name in _LIMITS]
         if all(isinstance(cgroup, Unavailable) for cgroup in found):
             raise next(cgroup for cgroup in found if isinstance(cgroup, Unavailable))
-        return [self._own(), *self._limited()]
+        return [self._own(), *self._new_limited_ancestors()]
 
     def refresh(self) -> None:
         """Detects another cgroup, and an ancestor with a new limit."""
         if self._identity() == self._seen:
-            for entity in self._limited():
+            for entity in self._new_limited_ancestors():
                 self.add(entity)
             return
         for entity in self.entities:
             self.drop(entity.key)
         self._locate()
-        for entity in (self._own(), *self._limited()):
+        for entity in (self._own(), *self._new_limited_ancestors()):
             self.add(entity)
 
     def release(self) -> None:
@@ -120,7 +120,7 @@ class CgroupSampler(TableSampler):
     def _own(self) -> Entity:
         return self._entity(OWN, self._cgroups)
 
-    def _limited(self) -> list[Entity]:
+    def _new_limited_ancestors(self) -> list[Entity]:
         """The ancestors that have a limit and are not sampled yet."""
         found = [
             path

@@ -115,9 +115,9 @@ class FilesystemSampler(TableSampler):
                 self._nfs = nfs_counts(self._mountstats.read().decode(errors="replace"))
             except OSError as error:
                 self._nfs = error
-        return [self._seen(mount) for mount in mounts]
+        return [self._find_mount(mount) for mount in mounts]
 
-    def _seen(self, mount: Mount) -> _FoundMount:
+    def _find_mount(self, mount: Mount) -> _FoundMount:
         stats, born_ns = None, None
         if mount.type == LUSTRE:
             with contextlib.suppress(Unavailable):  # its reading says so

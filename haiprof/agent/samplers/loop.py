@@ -110,7 +110,7 @@ class SamplingLoop:
         header = {"host": self._host, "pid": os.getpid()}
         anchor = ClockAnchor.now()
         streams = []
-        for sampler in self._chosen():
+        for sampler in self._choose():
             interval_ns = int(self._options.interval(sampler.recorder) * sampler.every * NS_PER_S)
             stream = Stream(sampler, interval_ns, clock=self._clock, report=self._report)
             if stream.start(self._paths, anchor, header):
@@ -120,7 +120,7 @@ class SamplingLoop:
                 stream.close()
         return streams
 
-    def _chosen(self) -> Sequence[Sampler]:
+    def _choose(self) -> Sequence[Sampler]:
         if self._samplers is not None:
             return self._samplers
         from haiprof.agent.samplers.registry import (

@@ -307,7 +307,7 @@ class NvmlSampler(TableSampler):
         """One GPU; None for one that cannot be used, with the reason noted."""
         try:
             handle = self.nvml.call("nvmlDeviceGetHandleByIndex", index)
-            device = Device(self.nvml, index, handle, self._lost)
+            device = Device(self.nvml, index, handle, self._lose_device)
             details = device.details(self.root)
             readings = tuple(self.readings(device))
         except Unavailable as why:
@@ -318,7 +318,7 @@ class NvmlSampler(TableSampler):
         self.devices.append(device)
         return Entity(key=(index,), name=device.name, readings=readings, details=details)
 
-    def _lost(self, device: Device, reason: str) -> None:
+    def _lose_device(self, device: Device, reason: str) -> None:
         self.missing.note(device.name, f"{reason}; no further values")
 
 

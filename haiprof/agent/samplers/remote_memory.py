@@ -87,7 +87,7 @@ class RemoteMemorySampler(RankSampler):
                 try:
                     self._kernel.close(self._kernel.open(event.attr(), 0, -1))
                 except OSError as error:
-                    self._events[column] = self._refused(error, event)
+                    self._events[column] = self._refusal(error, event)
         refusals = {c: each for c, each in self._events.items() if isinstance(each, Unavailable)}
         if len(refusals) == len(self._events):
             raise next(iter(refusals.values()))
@@ -119,7 +119,7 @@ class RemoteMemorySampler(RankSampler):
             ),
         )
 
-    def _refused(self, error: OSError, event: Event) -> Unavailable:
+    def _refusal(self, error: OSError, event: Event) -> Unavailable:
         virtual = no_core_pmu(self.root, self._cpu)
         return refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual)
 
@@ -167,7 +167,7 @@ class RankCounters:
         if not self._sums:
             self._sums = self._open()
         values = {column: self._value(self._sums[column]) for column in self._events}
-        if self._virtual and _filtered(values):
+        if self._virtual and _is_filtered(values):
             values = {**values, LOCAL: _FILTERED, REMOTE: _FILTERED}
         return (*values.values(), self._share.take())
 
@@ -235,7 +235,7 @@ class RankCounters:
             raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
 
 
-def _filtered(values: Mapping[str, Value | Unavailable]) -> bool:
+def _is_filtered(values: Mapping[str, Value | Unavailable]) -> bool:
     """Nobody runs so many instructions without a byte from memory."""
     done = values.get(INSTRUCTIONS)
     return isinstance(done, int) and done > _MANY and values.get(LOCAL) == 0

@@ -116,9 +116,9 @@ class Uncore:
                 socket = self._sockets.get(cpu)
                 if socket is None:
                     raise Unavailable(f"{pmu.name}: the socket of CPU {cpu} is not known")
-                sums[socket].append(self._opened(event, unit, cpu, self._shares[socket]))
+                sums[socket].append(self._open_event(event, unit, cpu, self._shares[socket]))
 
-    def _opened(self, event: Event, unit: Fraction, cpu: int, share: Share) -> ScaledSum:
+    def _open_event(self, event: Event, unit: Fraction, cpu: int, share: Share) -> ScaledSum:
         try:
             return ScaledSum([open_counter(self._kernel, event, share, pid=-1, cpu=cpu)], unit)
         except OSError as error:

@@ -103,7 +103,7 @@ def _judge(process: _Python, label_below: int, job: _Job) -> Unreported | None:
     """The finding about a process, if there is one."""
     if label_below == _REPORTED or (label_below == _LABELLED and not process.is_labelled):
         return None
-    blocked = _blocked(process, job.root, job.boot_dir)
+    blocked = _why_blocked(process, job.root, job.boot_dir)
     if blocked is None or not (
         process.is_labelled or has_mapped(process.pid, b"libtorch", proc=job.root / "proc")
     ):
@@ -113,7 +113,7 @@ def _judge(process: _Python, label_below: int, job: _Job) -> Unreported | None:
     return Unreported(pid=process.pid, command=command, reason=reason, remedy=remedy)
 
 
-def _blocked(process: _Python, root: Path, boot_dir: Path) -> tuple[str, str] | None:
+def _why_blocked(process: _Python, root: Path, boot_dir: Path) -> tuple[str, str] | None:
     """Why the process cannot load the hook, and what to do; None when it can."""
     for flag in interpreter_flags(process.argv):
         if flag in _BLOCKING_FLAGS:

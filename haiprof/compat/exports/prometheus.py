@@ -43,15 +43,15 @@ def exposition(found: Iterable[Family]) -> Iterator[str]:
     for family in found:
         name = family.instrument.prometheus_sample_name
         kind = "counter" if family.instrument.kind == "counter" else "gauge"
-        yield f"# HELP {name} {_escaped(family.instrument.description)}\n# TYPE {name} {kind}\n"
+        yield f"# HELP {name} {_escape(family.instrument.description)}\n# TYPE {name} {kind}\n"
         for sample in family.samples:
-            labels = ",".join(f'{k}="{_quoted(v)}"' for k, v in sample.labels.items())
+            labels = ",".join(f'{k}="{_quote(v)}"' for k, v in sample.labels.items())
             yield f"{name}{{{labels}}} {sample.value!r} {sample.time_ns // NS_PER_MS}\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n")
 
 
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', r"\"")
+def _quote(text: str) -> str:
+    return _escape(text).replace('"', r"\"")

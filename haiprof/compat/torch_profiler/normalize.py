@@ -78,7 +78,7 @@ def normalise_trace(trace: dict[str, Any]) -> Normal:
     for event in events:
         _set_times(event, origin_ns)
     spans = [event for event in events if event["cat"] in _HOST]
-    launches = _linked(spans)
+    launches = _link_launches(spans)
     for event in events:
         if event["cat"] in _DEVICE:
             _link_device(event, launches)
@@ -87,9 +87,9 @@ def normalise_trace(trace: dict[str, Any]) -> Normal:
         for event in events
         if event["cat"] == ANNOTATION and event["name"].startswith(_COLLECTIVES)
     )
-    kept = [_finished(event) for event in events if _is_kept(event)]
+    kept = [_finish(event) for event in events if _is_kept(event)]
     metadata = {key: value for key, value in trace.items() if key != "traceEvents"}
-    metadata["deviceProperties"] = _escaped(metadata.get("deviceProperties"))
+    metadata["deviceProperties"] = _escape_names(metadata.get("deviceProperties"))
     return Normal(trace={**metadata, "traceEvents": kept}, origin_ns=origin_ns, collectives=names)
 
 
@@ -145,7 +145,7 @@ def _ticks(ns: int) -> int:
     return (ns * _TICKS_PER_US + _NS_PER_US // 2) // _NS_PER_US
 
 
-def _linked(spans: list[Event]) -> dict[Any, Event]:
+def _link_launches(spans: list[Event]) -> dict[Any, Event]:
     """Launches by correlation, each with `owner`; spans get ids, stacks, and ends that nest."""
     noted = _recorded_operators(spans)
     for number, span in enumerate(spans, start=1):
@@ -252,7 +252,7 @@ def _is_kept(event: Event) -> bool:
     return event["cat"] != "python_function" or "Python module id" in event["args"]
 
 
-def _finished(event: Event) -> Event:
+def _finish(event: Event) -> Event:
     """The event with times in us, and its category of 2021."""
     args, name, category = event["args"], event["name"], event["cat"]
     found = {**event, "ts": event["ts"] / _TICKS_PER_US}
@@ -274,7 +274,7 @@ def _list(value: Any) -> list[Any]:  # noqa: ANN401 - whatever stands in the fil
     return value if isinstance(value, list) else []
 
 
-def _escaped(devices: Any) -> list[Event] | None:  # noqa: ANN401 - whatever stands in the file
+def _escape_names(devices: Any) -> list[Event] | None:  # noqa: ANN401 - whatever stands in the file
     """GPUs with names that the plugin's pages, which take them for HTML, show as they are."""
     if not isinstance(devices, list):
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
 from haiprof.base.safe_files import make_folder
-from haiprof.diagnosis.compare.compared_run import Side, open_side
+from haiprof.diagnosis.compare.compared_run import ComparedRun, open_compared_run
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
@@ -23,12 +23,12 @@ _NAMED = 3
 class Baseline:
     """The chosen run."""
 
-    side: Side
+    side: ComparedRun
     why: str
     """For people: what it is the newest of, and what was passed over; empty where it was named."""
 
 
-def baseline_named(name: str, side: Side) -> Baseline:
+def baseline_named(name: str, side: ComparedRun) -> Baseline:
     """The run that `--baseline` means.
 
     Args:
@@ -43,13 +43,13 @@ def baseline_named(name: str, side: Side) -> Baseline:
     if name == LAST_GOOD:
         return last_good(side)
     try:
-        return Baseline(side=open_side(Path(name)), why="")
+        return Baseline(side=open_compared_run(Path(name)), why="")
     except RunNotFoundError as error:
         hint = f"a baseline is a run directory, a log directory, or {LAST_GOOD}"
         raise RunNotFoundError(str(error), hint=error.hint or hint) from None
 
 
-def last_good(side: Side) -> Baseline:
+def last_good(side: ComparedRun) -> Baseline:
     """The newest run before this one that is fit for comparison.
 
     It lies in the same log directory, has the same name and as many ranks, ended with exit status
@@ -82,7 +82,7 @@ def last_good(side: Side) -> Baseline:
     )
 
 
-def note_outcome(side: Side, data: dict[str, Any]) -> bool:
+def note_outcome(side: ComparedRun, data: dict[str, Any]) -> bool:
     """Writes down how a run compared, so that a slower one is no baseline; whether that worked."""
     try:
         run = side.analyzer.run
@@ -100,7 +100,7 @@ def _why(name: str, against: list[str]) -> str:
     return f"the newest earlier run of {name!r} that ended well and was not found slower{passed}"
 
 
-def _why_not(manifest: Manifest, candidate: Side | None, side: Side) -> str:
+def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRun) -> str:
     if manifest.exit_status != 0:
         return "did not end with exit status 0"
     if candidate is None:
@@ -112,7 +112,7 @@ def _why_not(manifest: Manifest, candidate: Side | None, side: Side) -> str:
     return "was itself found slower" if _was_slower(candidate) else ""
 
 
-def _was_slower(side: Side) -> bool:
+def _was_slower(side: ComparedRun) -> bool:
     try:
         verdict = read_json(side.analyzer.run.comparison_json).get("verdict")
     except RunFormatError:
@@ -127,8 +127,8 @@ def _manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def _open(folder: Path) -> Side | None:
+def _open(folder: Path) -> ComparedRun | None:
     try:
-        return open_side(folder)
+        return open_compared_run(folder)
     except HaiprofError:
         return None

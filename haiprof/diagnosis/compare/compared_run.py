@@ -24,7 +24,7 @@ PAUSES = ("gc_ns", "save_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ComparedRun:
     """What is compared of one run."""
 
     analyzer: RunFrames
@@ -76,12 +76,12 @@ class Side:
         }
 
 
-def open_side(path: Path) -> Side:
+def open_compared_run(path: Path) -> ComparedRun:
     """Reads one run, as `side_of`."""
-    return side_of(RunFrames(path))
+    return compared_run_of(RunFrames(path))
 
 
-def side_of(analyzer: RunFrames) -> Side:
+def compared_run_of(analyzer: RunFrames) -> ComparedRun:
     """What is compared of a run.
 
     The time of a step is the median over ranks. Ranks of a synchronous job wait for each other, so
@@ -100,7 +100,7 @@ def side_of(analyzer: RunFrames) -> Side:
         manifest = analyzer.manifest()
     except RunFormatError:
         manifest = None
-    return Side(
+    return ComparedRun(
         analyzer=analyzer,
         manifest=manifest,
         steps=warm,

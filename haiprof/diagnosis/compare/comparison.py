@@ -8,7 +8,7 @@ from typing import Literal
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.diagnosis.compare.compared_run import Side
+from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.compare.counters import CounterChange, Load, counter_changes, load_of
 from haiprof.diagnosis.compare.environment import Differs, differences, unknown
 from haiprof.diagnosis.compare.lines import LineChange, line_changes
@@ -38,8 +38,8 @@ State = Literal["slower", "faster", "same", "undecided"]
 class Comparison:
     """A baseline against a new run."""
 
-    before: Side
-    after: Side
+    before: ComparedRun
+    after: ComparedRun
     change: Change
     parts: tuple[Part, ...]
     lines: tuple[LineChange, ...]
@@ -81,7 +81,9 @@ class Comparison:
         return "faster" if self.change.is_faster else "same"
 
 
-def compare_runs(before: Side, after: Side, *, read_traces: bool = True) -> Comparison:
+def compare_runs(
+    before: ComparedRun, after: ComparedRun, *, read_traces: bool = True
+) -> Comparison:
     """Compares two runs.
 
     Args:
@@ -211,7 +213,7 @@ def _of_load(found: Comparison) -> Iterator[str]:
         )
 
 
-def _kernels(before: Side, after: Side) -> tuple[TraceDiff | None, str]:
+def _kernels(before: ComparedRun, after: ComparedRun) -> tuple[TraceDiff | None, str]:
     for word, side in (("baseline", before), ("new run", after)):
         if not side.analyzer.run.traces.is_dir():
             return None, f"no traces in the {word}: --trace records some"

@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.arrays import Floats
 from haiprof.base.statistics.bootstrap import Uncertain, resample
 from haiprof.base.statistics.rank_sum import adjust_p_values
-from haiprof.diagnosis.compare.compared_run import Side
+from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
     COMPARE_MIN_EFFECTIVE,
@@ -64,7 +64,7 @@ class Load:
         return self.other_cores / self.core_count if known else None  # type: ignore[operator]
 
 
-def counter_changes(before: Side, after: Side) -> tuple[CounterChange, ...]:
+def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterChange, ...]:
     """Metrics that differ beyond chance (all asked together) and by enough, the largest first.
 
     Needs eight samples of each run. Intervals as those of the step time, by
@@ -85,14 +85,14 @@ def counter_changes(before: Side, after: Side) -> tuple[CounterChange, ...]:
     return tuple(sorted(sure, key=lambda c: (-abs(c.size), c.source, c.metric)))
 
 
-def _inside(side: Side) -> pl.DataFrame:
+def _inside(side: ComparedRun) -> pl.DataFrame:
     """Samples taken while judged steps ran."""
     ends = side.steps["start_ns"] + side.steps["step_ns"]
     times = pl.col("time_ns").is_between(pl.lit(side.steps["start_ns"].min()), pl.lit(ends.max()))
     return side.analyzer.counters().filter(times & pl.col("value").is_not_null())
 
 
-def _series(side: Side) -> dict[tuple[str, str, str], Floats]:
+def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:
     inside = _inside(side)
     if not inside.height:
         return {}
@@ -124,7 +124,7 @@ def _change(key: tuple[str, str, str], old: Floats, new: Floats) -> Iterator[Cou
     )  # fmt: skip
 
 
-def load_of(side: Side) -> Load:
+def load_of(side: ComparedRun) -> Load:
     """What others used of the nodes' cores, and how the ranks waited for one."""
     inside = _inside(side)
     host = inside.filter((pl.col("source") == "host") & pl.col("entity").is_null())

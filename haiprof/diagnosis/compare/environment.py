@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from haiprof.diagnosis.compare.compared_run import Side
+from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.run_analysis.run_files import RankFiles
 
 _NOT_SPEED = ("log_dir", "name", "run_id", "quiet", "tensorboard", "prometheus_port")
@@ -28,12 +28,12 @@ class Differs:
     after: Any
 
 
-def differences(before: Side, after: Side) -> tuple[Differs, ...]:
+def differences(before: ComparedRun, after: ComparedRun) -> tuple[Differs, ...]:
     """What differs, most telling first; only what both runs recorded."""
     return (*_of_runs(before, after), *_of_ranks(before, after), *_of_options(before, after))
 
 
-def unknown(before: Side, after: Side) -> tuple[str, ...]:
+def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
     """What could not be compared, and why."""
     found = []
     for word, side in (("baseline", before), ("new run", after)):
@@ -51,7 +51,7 @@ def unknown(before: Side, after: Side) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_runs(before: Side, after: Side) -> Iterator[Differs]:
+def _of_runs(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
     if before.manifest is None or after.manifest is None:
         return
     if before.manifest.command != after.manifest.command:
@@ -76,7 +76,7 @@ def _of_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Differs
         yield from _pairs("code", *scripts, ("digest",), called="script")
 
 
-def _of_ranks(before: Side, after: Side) -> Iterator[Differs]:
+def _of_ranks(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
     files = [_first_rank(side) for side in (before, after)]
     worlds = [len(side.world) for side in (before, after)]
     if worlds[0] != worlds[1]:
@@ -96,7 +96,7 @@ def _of_ranks(before: Side, after: Side) -> Iterator[Differs]:
     yield from _pairs("variable", *(_part(lines[side], "variables") for side in (0, 1)))
 
 
-def _of_options(before: Side, after: Side) -> Iterator[Differs]:
+def _of_options(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
     if before.manifest is None or after.manifest is None:
         return
     options = before.manifest.options, after.manifest.options
@@ -117,7 +117,7 @@ def _pairs(
             yield Differs(kind=kind, name=called or name, before=old.get(name), after=new.get(name))
 
 
-def _environment(side: Side) -> Mapping[str, Any]:
+def _environment(side: ComparedRun) -> Mapping[str, Any]:
     return side.manifest.environment if side.manifest is not None else {}
 
 
@@ -126,7 +126,7 @@ def _part(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _first_rank(side: Side) -> RankFiles | None:
+def _first_rank(side: ComparedRun) -> RankFiles | None:
     files = [rank for rank in side.analyzer.files.ranks if rank.report]
     return files[0] if files else None
 

@@ -12,7 +12,7 @@ from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import RunFormatError
 from haiprof.base.statistics.bootstrap import Resampled, Uncertain, resample
 from haiprof.base.statistics.rank_sum import adjust_p_values
-from haiprof.diagnosis.compare.compared_run import Side
+from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.compare.step_time import Change, run_spread
 from haiprof.diagnosis.thresholds import (
     COMPARE_LINE_RANKS,
@@ -85,7 +85,9 @@ class _Sampled:
         return found
 
 
-def line_changes(before: Side, after: Side, change: Change) -> tuple[tuple[LineChange, ...], str]:
+def line_changes(
+    before: ComparedRun, after: ComparedRun, change: Change
+) -> tuple[tuple[LineChange, ...], str]:
     """Functions whose time per step differs beyond chance, the largest difference first.
 
     The time of a phase is shared among its samples; that of a function in each step is a series,
@@ -100,7 +102,7 @@ def line_changes(before: Side, after: Side, change: Change) -> tuple[tuple[LineC
         return (), "steps are not compared"
     found = []
     for word, side in (("baseline", before), ("new run", after)):
-        sampled = _sampled(side)
+        sampled = _load_samples(side)
         if sampled is None:
             return (), f"no stacks were sampled in the steps of the {word}"
         found.append(sampled)
@@ -111,7 +113,7 @@ def line_changes(before: Side, after: Side, change: Change) -> tuple[tuple[LineC
     return tuple(sorted(sure, key=lambda one: -abs(one.difference_ns))), ""
 
 
-def _sampled(side: Side) -> _Sampled | None:
+def _load_samples(side: ComparedRun) -> _Sampled | None:
     """None where no sample fell into a step that is compared."""
     ranks = side.world[:: max(len(side.world) // COMPARE_LINE_RANKS, 1)]
     samples = side.analyzer.code_samples(set(ranks))
@@ -137,7 +139,7 @@ def _sampled(side: Side) -> _Sampled | None:
     )  # fmt: skip
 
 
-def _rows(samples: CodeSamples, side: Side) -> Ints:
+def _rows(samples: CodeSamples, side: ComparedRun) -> Ints:
     """Per sample: the row of its step in the side's series; -1 for none.
 
     Samples of workers are of the step that the training process is in at that time.
@@ -159,7 +161,7 @@ def _rows(samples: CodeSamples, side: Side) -> Ints:
     return found
 
 
-def _folder(side: Side) -> str:
+def _folder(side: ComparedRun) -> str:
     try:
         return side.analyzer.manifest().cwd
     except RunFormatError:

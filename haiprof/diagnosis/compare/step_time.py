@@ -11,7 +11,7 @@ import numpy as np
 from haiprof.base.arrays import Floats
 from haiprof.base.statistics.bootstrap import Resampled, Uncertain, resample, segment_spread
 from haiprof.base.statistics.rank_sum import adjust_p_values
-from haiprof.diagnosis.compare.compared_run import DEVICE_PHASES, HOST_PHASES, PAUSES, Side
+from haiprof.diagnosis.compare.compared_run import DEVICE_PHASES, HOST_PHASES, PAUSES, ComparedRun
 from haiprof.diagnosis.thresholds import (
     COMPARE_MAX_RANKS,
     COMPARE_MIN_EFFECTIVE,
@@ -181,7 +181,7 @@ def run_spread(logs: list[Floats]) -> tuple[float, float]:
     return variance, sum(freedom for _, freedom in found)
 
 
-def step_parts(before: Side, after: Side, change: Change) -> tuple[Part, ...]:
+def step_parts(before: ComparedRun, after: ComparedRun, change: Change) -> tuple[Part, ...]:
     """What makes the difference, the largest first; only what both runs have.
 
     Phases are means over ranks and over the middle half of the steps by their length, where they
@@ -213,7 +213,9 @@ def _adds_up(part: Part) -> bool:
     return part.clock == "host" and part.statistic == "middle"
 
 
-def _of_columns(before: Side, after: Side, names: tuple[str, ...], clock: str) -> Iterator[Part]:
+def _of_columns(
+    before: ComparedRun, after: ComparedRun, names: tuple[str, ...], clock: str
+) -> Iterator[Part]:
     shared = tuple(n for n in names if all(_has(side, n) for side in (before, after)))
     held = [side.columns(shared) for side in (before, after)]
     if not shared or held[0] is None or held[1] is None:
@@ -238,7 +240,7 @@ def _of_columns(before: Side, after: Side, names: tuple[str, ...], clock: str) -
         )  # fmt: skip
 
 
-def _has(side: Side, name: str) -> bool:
+def _has(side: ComparedRun, name: str) -> bool:
     return side.columns((name,)) is not None
 
 
@@ -248,7 +250,7 @@ def _name(column: str) -> str:
     return column.removesuffix("_ns").removesuffix("_host").removesuffix("_device")
 
 
-def rank_changes(before: Side, after: Side) -> tuple[RankChange, ...]:
+def rank_changes(before: ComparedRun, after: ComparedRun) -> tuple[RankChange, ...]:
     """Ranks that both runs have, by how much they changed; none where there is only one rank.
 
     Of more than `COMPARE_MAX_RANKS` those that changed most.

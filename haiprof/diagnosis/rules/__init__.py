@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from haiprof.diagnosis.finding import Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.rules.allocator_retries import allocator_retries
 from haiprof.diagnosis.rules.anomaly_detection import anomaly_detection
 from haiprof.diagnosis.rules.backward_bound import backward_bound
@@ -53,7 +53,7 @@ from haiprof.diagnosis.rules.tensor_cores_unused import tensor_cores_unused
 from haiprof.diagnosis.rules.threads_over_cores import threads_over_cores
 from haiprof.diagnosis.rules.too_few_cores import too_few_cores
 
-RULES: tuple[Callable[[Facts], Judgement], ...] = (
+RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     standstill,
     dataloader_bound,
     first_batch,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import ALLOCATOR_RETRY_MIN_COUNT
 
 RULE = "allocator_retries"
 
 
-def allocator_retries(facts: Facts) -> Judgement:
+def allocator_retries(inputs: RuleInputs) -> Judgement:
     """Fires where an allocation failed and was tried again, more than once after the start."""
-    counted = {rank: counts for rank, counts in facts.told.allocator.items() if rank in facts.world}
+    counted = {
+        rank: counts
+        for rank, counts in inputs.last_attempts.allocator.items()
+        if rank in inputs.world
+    }
     if not counted:
         return Abstention(rule=RULE, why="no counts of a GPU's allocator")
     rank = max(counted, key=lambda r: (counted[r][0], -r))

@@ -7,7 +7,7 @@ import numpy as np
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.python_time import MIN_COUNT
-from haiprof.diagnosis.rule_inputs import Facts, typical_rank
+from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.setting_prices import MODEL, PRICES, UNKNOWN, lost_ratio, touched_ratio
 from haiprof.diagnosis.thresholds import MIN_STEPS, SWITCHED_ON_RATIO
 from haiprof.run_analysis.code_samples import CODE_PHASES
@@ -17,24 +17,24 @@ _WRITERS = ("/traceback.py", "/linecache.py")
 """Where Python writes the stack of each operator that autograd is to name in its errors."""
 
 
-def anomaly_detection(facts: Facts) -> Judgement:
+def anomaly_detection(inputs: RuleInputs) -> Judgement:
     """Fires where it was on at a tenth of the looks, one a second.
 
     Each operator then has its Python stack written down as text, and each gradient is looked
     through for NaN (torch/csrc/autograd/anomaly_mode.h). What the writing takes is seen in sampled
     stacks of this job; without them a CPU job is judged by the least price measured.
     """
-    if not facts.settings:
+    if not inputs.settings:
         return Abstention(rule=RULE, why="no settings were recorded")
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    on = {rank: each.on_ratio("anomaly") for rank, each in facts.settings.items()}
+    on = {rank: each.on_ratio("anomaly") for rank, each in inputs.settings.items()}
     ranks = [rank for rank, ratio in on.items() if ratio >= SWITCHED_ON_RATIO]
     if not ranks:
         return None
     ratio = max(on.values())
-    seen = writing_ratio(facts)
-    known = [] if facts.uses_gpu else [lost_ratio(facts, PRICES["anomaly"], on=ratio)]
+    seen = writing_ratio(inputs)
+    known = [] if inputs.uses_gpu else [lost_ratio(inputs, PRICES["anomaly"], on=ratio)]
     known += [] if seen is None else [seen]
     return Finding(
         rule=RULE,
@@ -45,7 +45,7 @@ def anomaly_detection(facts: Facts) -> Judgement:
             Evidence(name="writing stacks, of the step (samples)", value=seen, unit="ratio"),
             Evidence(
                 name="forward and backward, share of the step",
-                value=touched_ratio(facts, MODEL),
+                value=touched_ratio(inputs, MODEL),
                 unit="ratio",
             ),
         ),
@@ -55,14 +55,14 @@ def anomaly_detection(facts: Facts) -> Judgement:
         severity="info",
         lost_ratio=max(known, default=None),
         missing=() if known else (UNKNOWN,),
-        rank=ranks[0] if len(ranks) == 1 < len(facts.world) else None,
+        rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
         explains=("forward_bound", "host_bound", "gpu_waits_for_host", "backward_bound"),
     )
 
 
-def writing_ratio(facts: Facts) -> float | None:
+def writing_ratio(inputs: RuleInputs) -> float | None:
     """Share of the step in which stacks are written, of the typical rank; None: not sampled."""
-    samples = facts.load_samples(typical_rank(facts))
+    samples = inputs.load_samples(typical_rank(inputs))
     phases = [CODE_PHASES.index(phase) for phase in (*MODEL, "optimizer", "dataloader", "other")]
     chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
     if int(chosen.sum()) < MIN_COUNT:

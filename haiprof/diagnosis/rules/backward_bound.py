@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, after_gradients_ns, own_backward_ns, usual_phases
+from haiprof.diagnosis.rule_inputs import (
+    RuleInputs,
+    after_gradients_ns,
+    own_backward_ns,
+    usual_phases,
+)
 from haiprof.diagnosis.thresholds import (
     BACKWARD_FORWARD_RATIO,
     BACKWARD_STEP_RATIO,
@@ -52,19 +57,19 @@ class _Measured:
         return self.after_ns > self.busy_ns / 2
 
 
-def backward_bound(facts: Facts) -> Judgement:
+def backward_bound(inputs: RuleInputs) -> Judgement:
     """Fires where backward without waiting for ranks is six times forward, and much of the step."""
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    if facts.sharded:
+    if inputs.sharded:
         return Abstention(rule=RULE, why="a sharded model waits in forward and backward")
-    measured = _measure(facts)
+    measured = _measure(inputs)
     if measured is None:
         return Abstention(rule=RULE, why="forward or backward is not measured")
     if measured.own_ns is None:
         return Abstention(rule=RULE, why=_WAITS)
     share, clock = measured.busy_ns / max(measured.step_ns, 1.0), measured.clock
-    code = None if facts.uses_gpu else facts.python_time("backward")
+    code = None if inputs.uses_gpu else inputs.python_time("backward")
     part = measured.backward_ns / max(measured.step_ns, 1.0)
     held = min(code.held_ratio * part, share) if code else 0.0
     bound = measured.ratio >= BACKWARD_FORWARD_RATIO and share >= BACKWARD_STEP_RATIO
@@ -82,14 +87,14 @@ def backward_bound(facts: Facts) -> Judgement:
             Evidence(name="of it the rank's own work", value=measured.own_ns, unit="ns"),
             Evidence(
                 name="after its last collective began, without waiting for ranks",
-                value=measured.after_ns if len(facts.world) > 1 else None,
+                value=measured.after_ns if len(inputs.world) > 1 else None,
                 unit="ns",
             ),
             Evidence(name=f"forward ({clock} time)", value=measured.forward_ns, unit="ns"),
             Evidence(name="backward / forward (about 2 is usual)", value=measured.ratio, unit=""),
             Evidence(name="backward, share of the step", value=share, unit="ratio"),
         ),
-        remedy=_remedy(facts, is_after=measured.is_after),
+        remedy=_remedy(inputs, is_after=measured.is_after),
         confidence=0.5 if measured.is_after else 0.6,
         lost_ratio=max(measured.lost, held),
         missing=("which function it is: a trace with --trace-stacks would say",),
@@ -108,22 +113,22 @@ _AFTER = (
 )
 
 
-def _remedy(facts: Facts, *, is_after: bool) -> str:
+def _remedy(inputs: RuleInputs, *, is_after: bool) -> str:
     if not is_after:
         return _OWN
-    hosts = facts.ranks["host"].drop_nulls().n_unique()
+    hosts = inputs.ranks["host"].drop_nulls().n_unique()
     measure = "measure the network between the nodes; " if hosts > 1 else ""
     return f"{_AFTER}{measure}accumulate with no_sync, compress with a communication hook)"
 
 
-def _measure(facts: Facts) -> _Measured | None:
+def _measure(inputs: RuleInputs) -> _Measured | None:
     """Medians over steps."""
-    medians = usual_phases(facts, "forward", "backward")
+    medians = usual_phases(inputs, "forward", "backward")
     if medians is None:
         return None
     clock, (forward, backward, whole) = medians
-    own = own_backward_ns(facts, backward, clock)
-    after = min(after_gradients_ns(facts), backward - own) if own is not None else 0.0
+    own = own_backward_ns(inputs, backward, clock)
+    after = min(after_gradients_ns(inputs), backward - own) if own is not None else 0.0
     return _Measured(
         forward_ns=forward, backward_ns=backward, own_ns=own, after_ns=after, step_ns=whole,
         clock=clock,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.setting_prices import PRICES, UNKNOWN, lost_ratio
 from haiprof.diagnosis.thresholds import MIN_STEPS
 from haiprof.run_analysis.settings import RankSettings
@@ -21,27 +21,27 @@ class _Switch:
     does: str
     """What it makes slower."""
     is_on: Callable[[RankSettings], bool]
-    concerns: Callable[[Facts], bool]
+    concerns: Callable[[RuleInputs], bool]
     """Whether it has an effect on such a job at all."""
     price: str | None = None
     """Of `PRICES`; None where none was measured."""
 
 
-def costly_switches(facts: Facts) -> Judgement:
+def costly_switches(inputs: RuleInputs) -> Judgement:
     """Fires where one is on that has an effect on this job; one finding names them all."""
-    if not facts.settings:
+    if not inputs.settings:
         return Abstention(rule=RULE, why="no settings were recorded")
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     on = [
         switch
         for switch in _SWITCHES
-        if switch.concerns(facts) and any(switch.is_on(each) for each in facts.settings.values())
+        if switch.concerns(inputs) and any(switch.is_on(each) for each in inputs.settings.values())
     ]
     if not on:
         return None
-    prices = {s.name: lost_ratio(facts, PRICES[s.price]) for s in on if s.price}
-    prices = {} if facts.uses_gpu else prices
+    prices = {s.name: lost_ratio(inputs, PRICES[s.price]) for s in on if s.price}
+    prices = {} if inputs.uses_gpu else prices
     unknown = [switch.name for switch in on if switch.name not in prices]
     return Finding(
         rule=RULE,
@@ -68,30 +68,30 @@ def _variable(name: str, *values: str) -> Callable[[RankSettings], bool]:
     return is_on
 
 
-def _always(facts: Facts) -> bool:
+def _always(inputs: RuleInputs) -> bool:
     return True
 
 
-def _on_gpu(facts: Facts) -> bool:
-    return facts.uses_gpu
+def _on_gpu(inputs: RuleInputs) -> bool:
+    return inputs.uses_gpu
 
 
-def _in_nccl(facts: Facts) -> bool:
-    backends = [str(each.flags.get("backend")) for each in facts.settings.values()]
-    return facts.uses_gpu and len(facts.world) > 1 and any("nccl" in name for name in backends)
+def _in_nccl(inputs: RuleInputs) -> bool:
+    backends = [str(each.flags.get("backend")) for each in inputs.settings.values()]
+    return inputs.uses_gpu and len(inputs.world) > 1 and any("nccl" in name for name in backends)
 
 
-def _in_nccl_on_one_node(facts: Facts) -> bool:
-    hosts = [each.host for each in facts.settings.values()]
-    return _in_nccl(facts) and len(set(hosts)) < len(hosts)
+def _in_nccl_on_one_node(inputs: RuleInputs) -> bool:
+    hosts = [each.host for each in inputs.settings.values()]
+    return _in_nccl(inputs) and len(set(hosts)) < len(hosts)
 
 
-def _in_nccl_on_nodes(facts: Facts) -> bool:
-    return _in_nccl(facts) and len({each.host for each in facts.settings.values()}) > 1
+def _in_nccl_on_nodes(inputs: RuleInputs) -> bool:
+    return _in_nccl(inputs) and len({each.host for each in inputs.settings.values()}) > 1
 
 
-def _has_ranks(facts: Facts) -> bool:
-    return len(facts.world) > 1
+def _has_ranks(inputs: RuleInputs) -> bool:
+    return len(inputs.world) > 1
 
 
 _SWITCHES = (

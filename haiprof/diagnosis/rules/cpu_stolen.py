@@ -6,22 +6,22 @@ from haiprof.base.units import ratio_text
 from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import STOLEN_WARNING_RATIO
 
 RULE = "cpu_stolen"
 
 
-def cpu_stolen(facts: Facts) -> Judgement:
+def cpu_stolen(inputs: RuleInputs) -> Judgement:
     """Fires where a main thread lost a quarter of the time to what the hypervisor did.
 
     Steal is "time spent in other operating systems when running in a virtualized environment"
     (proc(5), /proc/stat). Less of it is a note of the verdict, and taken off what other rules find.
     """
-    if not facts.stolen:
+    if not inputs.stolen:
         return Abstention(rule=RULE, why="no CPU times of a node, or of its ranks, were recorded")
-    rank = max(facts.stolen, key=lambda r: (facts.stolen[r], -r))
-    lost = facts.stolen[rank]
+    rank = max(inputs.stolen, key=lambda r: (inputs.stolen[r], -r))
+    lost = inputs.stolen[rank]
     if lost < STOLEN_WARNING_RATIO:
         return None
     return Finding(
@@ -31,11 +31,11 @@ def cpu_stolen(facts: Facts) -> Judgement:
         evidence=(
             Evidence(name=f"rank {rank}: main thread lost by steal", value=lost, unit="ratio"),
             Evidence(
-                name="cores used by that main thread", value=facts.main_cores[rank], unit="cores"
+                name="cores used by that main thread", value=inputs.main_cores[rank], unit="cores"
             ),
             Evidence(
                 name="ranks that lost a quarter or more",
-                value=float(sum(each >= STOLEN_WARNING_RATIO for each in facts.stolen.values())),
+                value=float(sum(each >= STOLEN_WARNING_RATIO for each in inputs.stolen.values())),
                 unit="count",
             ),
         ),

@@ -6,19 +6,19 @@ from haiprof.base.units import ratio_text
 from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rule_inputs import Facts, NodeCpu
+from haiprof.diagnosis.rule_inputs import NodeCpu, RuleInputs
 from haiprof.diagnosis.thresholds import THROTTLED_MIN_PERIODS, THROTTLED_RATIO
 
 RULE = "cpu_throttled"
 
 
-def cpu_throttled(facts: Facts) -> Judgement:
+def cpu_throttled(inputs: RuleInputs) -> Judgement:
     """Fires where something had to stop in a quarter of the limit's periods.
 
     The time lost is the main thread's wait for a core: the kernel counts a thread that is stopped
     at the limit as waiting (measured with 20 % of a core: 80 % waiting).
     """
-    counted = {h: node for h, node in facts.node_cpus.items() if node.period_count is not None}
+    counted = {h: node for h, node in inputs.node_cpus.items() if node.period_count is not None}
     if not counted:
         return Abstention(rule=RULE, why="no periods of a CPU limit were recorded")
     throttled = {h: node for h, node in counted.items() if _is_throttled(node)}
@@ -26,7 +26,7 @@ def cpu_throttled(facts: Facts) -> Judgement:
         return None
     host = max(throttled, key=lambda name: throttled[name].throttled_ratio or 0.0)
     node = throttled[host]
-    wait = _wait(facts, host)
+    wait = _wait(inputs, host)
     limit = (
         "its limit" if node.limit_cores is None else f"its limit of {node.limit_cores:.3g} cores"
     )
@@ -41,7 +41,7 @@ def cpu_throttled(facts: Facts) -> Judgement:
                 unit="ratio",
             ),
             Evidence(name="CPU limit", value=node.limit_cores, unit="cores"),
-            Evidence(name="cores used by the ranks", value=_busy(facts, host), unit="cores"),
+            Evidence(name="cores used by the ranks", value=_busy(inputs, host), unit="cores"),
             Evidence(
                 name="main thread could run and did not (median rank)", value=wait, unit="ratio"
             ),
@@ -69,19 +69,19 @@ def _is_throttled(node: NodeCpu) -> bool:
     return enough and (node.throttled_ratio or 0.0) >= THROTTLED_RATIO
 
 
-def _ranks(facts: Facts, host: str) -> list[int]:
-    rows = facts.ranks.filter(facts.ranks["host"] == host)["rank"].unique().to_list()
-    return sorted(set(rows) & set(facts.world))
+def _ranks(inputs: RuleInputs, host: str) -> list[int]:
+    rows = inputs.ranks.filter(inputs.ranks["host"] == host)["rank"].unique().to_list()
+    return sorted(set(rows) & set(inputs.world))
 
 
-def _wait(facts: Facts, host: str) -> float | None:
+def _wait(inputs: RuleInputs, host: str) -> float | None:
     """Of the lower median rank of the host; null where none is known."""
-    waits = sorted(facts.core_waits[r] for r in _ranks(facts, host) if r in facts.core_waits)
+    waits = sorted(inputs.core_waits[r] for r in _ranks(inputs, host) if r in inputs.core_waits)
     return waits[(len(waits) - 1) // 2] if waits else None
 
 
-def _busy(facts: Facts, host: str) -> float | None:
+def _busy(inputs: RuleInputs, host: str) -> float | None:
     """All ranks of the host together; null where one is not known."""
-    ranks = _ranks(facts, host)
-    known = [facts.busy_cores[rank] for rank in ranks if rank in facts.busy_cores]
+    ranks = _ranks(inputs, host)
+    known = [inputs.busy_cores[rank] for rank in ranks if rank in inputs.busy_cores]
     return sum(known) if known and len(known) == len(ranks) else None

@@ -7,7 +7,7 @@ import numpy as np
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rank_work import beyond_typical, rank_work
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     IMBALANCE_MAIN_RATIO,
@@ -20,12 +20,12 @@ from haiprof.diagnosis.thresholds import (
 RULE = "data_imbalance"
 
 
-def data_imbalance(facts: Facts) -> Judgement:
+def data_imbalance(inputs: RuleInputs) -> Judgement:
     """Fires where the slowest rank of each step holds the others up, and it is not always the same.
 
     A machine that is slow is slow in each step; a batch that is long is another rank's next time.
     """
-    work = rank_work(facts, RULE)
+    work = rank_work(inputs, RULE)
     if isinstance(work, Abstention):
         return work
     count = len(work.step_ns)
@@ -37,7 +37,7 @@ def data_imbalance(facts: Facts) -> Judgement:
     slowest = beyond.argmax(axis=0)
     lost = beyond.max(axis=0)
     share = float(np.median(lost) / max(work.step_ns.mean(), 1.0))
-    turns = np.bincount(slowest, minlength=len(facts.world)) / count
+    turns = np.bincount(slowest, minlength=len(inputs.world)) / count
     often = int((turns >= IMBALANCE_TURN_RATIO).sum())
     always = turns.max() >= IMBALANCE_MAIN_RATIO or (len(turns) <= 8 and often < 2)
     if share < RANK_EXCESS_WARNING_RATIO or always:

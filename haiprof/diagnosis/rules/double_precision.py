@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.setting_prices import (
     PRICES,
     STEP,
@@ -22,27 +22,27 @@ _GPU_RATIO = 0.5
 bytes."""
 
 
-def double_precision(facts: Facts) -> Judgement:
+def double_precision(inputs: RuleInputs) -> Judgement:
     """Fires where half of the parameters of what is trained are float64."""
-    if not facts.settings:
+    if not inputs.settings:
         return Abstention(rule=RULE, why="no settings were recorded")
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    shares = {rank: _double_ratio(each) for rank, each in facts.settings.items()}
+    shares = {rank: _double_ratio(each) for rank, each in inputs.settings.items()}
     share = max(shares.values())
     if share < FLOAT64_RATIO:
         return None
-    price, busy = PRICES["float64"], max(facts.gpu_use.values(), default=None)
-    if not facts.uses_gpu:
-        lost: float | None = lost_ratio(facts, price)
+    price, busy = PRICES["float64"], max(inputs.gpu_use.values(), default=None)
+    if not inputs.uses_gpu:
+        lost: float | None = lost_ratio(inputs, price)
     else:
-        lost = None if busy is None else touched_ratio(facts, STEP) * busy * _GPU_RATIO
+        lost = None if busy is None else touched_ratio(inputs, STEP) * busy * _GPU_RATIO
     return Finding(
         rule=RULE,
         title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
         evidence=(
             Evidence(name="float64, of what is trained", value=share, unit="ratio"),
-            *(() if facts.uses_gpu else price_evidence(facts, price)),
+            *(() if inputs.uses_gpu else price_evidence(inputs, price)),
         ),
         remedy="train in float32: model.float(), and no torch.set_default_dtype(torch.float64); "
         "arrays of numpy are float64, so that batches made from them need .float()",

@@ -6,21 +6,21 @@ import polars as pl
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import ALONE_RATIO, EVALUATION_RATIO
 
 RULE = "evaluation_heavy"
 
 
-def evaluation_heavy(facts: Facts) -> Judgement:
+def evaluation_heavy(inputs: RuleInputs) -> Judgement:
     """Fires where evaluation takes a fifth of the time, or a tenth while other ranks wait for it.
 
     What torch.compile worked in the meantime is taken off: a first evaluation compiles.
     """
     evaluated = {
-        rank: max(float(ns or 0) - _compiled(facts, rank), 0.0)
-        for rank, ns in facts.ranks.select("rank", "eval_ns").rows()
-        if rank in facts.by_rank
+        rank: max(float(ns or 0) - _compile_ns(inputs, rank), 0.0)
+        for rank, ns in inputs.ranks.select("rank", "eval_ns").rows()
+        if rank in inputs.by_rank
     }
     if not any(evaluated.values()):
         return None
@@ -28,7 +28,7 @@ def evaluation_heavy(facts: Facts) -> Judgement:
     evaluation = evaluated[rank]
     others = [ns for other, ns in evaluated.items() if other != rank]
     alone = bool(others) and max(others) < ALONE_RATIO * evaluation
-    training = facts.trained_ns.get(rank, 0.0)
+    training = inputs.trained_ns.get(rank, 0.0)
     share = evaluation / max(evaluation + training, 1.0)
     if share < (ALONE_RATIO if alone else EVALUATION_RATIO):
         return None
@@ -51,11 +51,11 @@ def evaluation_heavy(facts: Facts) -> Judgement:
     )
 
 
-def _compiled(facts: Facts, rank: int) -> float:
+def _compile_ns(inputs: RuleInputs, rank: int) -> float:
     """What torch.compile took of a rank's evaluations; all that it took where none tells when."""
-    ranks = facts.ranks.filter(pl.col("rank") == rank).sort("attempt")
+    ranks = inputs.ranks.filter(pl.col("rank") == rank).sort("attempt")
     inside = ranks["eval_compile_ns"][-1] if ranks.height else None
     if isinstance(inside, int):
         return float(inside)
-    spent = facts.told.compilations.filter(pl.col("rank") == rank)["spent_ns"].max()
+    spent = inputs.last_attempts.compilations.filter(pl.col("rank") == rank)["spent_ns"].max()
     return float(spent) if isinstance(spent, int) else 0.0

@@ -6,7 +6,7 @@ import polars as pl
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     EXPOSED_WARNING_RATIO,
     WAITING_RATIO,
@@ -17,9 +17,9 @@ from haiprof.trace_analysis.patterns.priority import COMMUNICATION
 RULE = "exposed_communication"
 
 
-def exposed_communication(facts: Facts) -> Judgement:
+def exposed_communication(inputs: RuleInputs) -> Judgement:
     """Fires where communication that nothing hides takes a tenth of the window or more."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     talk = patterns.functions.filter(pl.col("kind") == COMMUNICATION)

@@ -6,22 +6,22 @@ import polars as pl
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, median
+from haiprof.diagnosis.rule_inputs import RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FIRST_BATCH_RATIO
 
 RULE = "first_batch"
 
 
-def first_batch(facts: Facts) -> Judgement:
+def first_batch(inputs: RuleInputs) -> Judgement:
     """Fires where the first wait for the loader is a tenth of the time in training steps."""
-    waits = facts.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
+    waits = inputs.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
     if waits.is_empty():
         return Abstention(rule=RULE, why="no torch DataLoader ran in a training step")
-    if facts.steps.height < CRITICAL_MIN_STEPS:
+    if inputs.steps.height < CRITICAL_MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {CRITICAL_MIN_STEPS} steps")
     rank, first = waits.sort(-pl.col("ns"), "rank").row(0)
-    share = first / max(facts.training_ns, 1.0)
-    usual = median(facts.steps["dataloader_host_ns"])
+    share = first / max(inputs.training_ns, 1.0)
+    usual = median(inputs.steps["dataloader_host_ns"])
     if share < FIRST_BATCH_RATIO:
         return None
     return Finding(
@@ -31,7 +31,7 @@ def first_batch(facts: Facts) -> Judgement:
         evidence=(
             Evidence(name=f"first batch, rank {rank}", value=float(first), unit="ns"),
             Evidence(name="usual wait for a batch", value=usual, unit="ns"),
-            Evidence(name="training steps, all", value=facts.training_ns, unit="ns"),
+            Evidence(name="training steps, all", value=inputs.training_ns, unit="ns"),
         ),
         remedy="look at what happens once: files that are opened or listed in the dataset's "
         "__init__ or in the first __getitem__ of each worker, a shuffle buffer that fills, "

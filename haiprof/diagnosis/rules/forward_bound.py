@@ -8,7 +8,7 @@ import numpy as np
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, own_backward_ns, usual_phases
+from haiprof.diagnosis.rule_inputs import RuleInputs, own_backward_ns, usual_phases
 from haiprof.diagnosis.thresholds import (
     CPU_BUSY_CORES,
     FORWARD_BACKWARD_RATIO,
@@ -41,32 +41,32 @@ class _Measured:
         return self.forward_ns / max(self.backward_ns, 1.0)
 
 
-def forward_bound(facts: Facts) -> Judgement:
+def forward_bound(inputs: RuleInputs) -> Judgement:
     """Fires where forward is half again as long as backward, and a good part of the step."""
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    measured = _measure(facts)
+    measured = _measure(inputs)
     if measured is None:
         return Abstention(rule=RULE, why="forward or backward is not measured")
-    code = None if facts.uses_gpu else facts.python_time("forward")
+    code = None if inputs.uses_gpu else inputs.python_time("forward")
     if measured.ratio < FORWARD_BACKWARD_RATIO or measured.share < FORWARD_STEP_RATIO:
         held = code.held_ratio * measured.share if code else 0.0
         return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
     if code and code.own_ratio * measured.share < MODEL_OWN_RATIO * measured.lost:
         return None  # the model's own operators: frozen layers, a teacher inside, no gradients
-    gpu = float(np.median(list(facts.gpu_use.values()))) if facts.gpu_use else None
-    cores = float(np.median(list(facts.main_cores.values()))) if facts.main_cores else None
+    gpu = float(np.median(list(inputs.gpu_use.values()))) if inputs.gpu_use else None
+    cores = float(np.median(list(inputs.main_cores.values()))) if inputs.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
         return _left_on_cpu(measured, gpu, cores)
     return _plain(measured, gpu, cores)
 
 
-def _measure(facts: Facts) -> _Measured | None:
-    medians = usual_phases(facts, "forward", "backward")
+def _measure(inputs: RuleInputs) -> _Measured | None:
+    medians = usual_phases(inputs, "forward", "backward")
     if medians is None:
         return None
     clock, (forward, backward, whole) = medians
-    own = own_backward_ns(facts, backward, clock)  # the rest is waiting for other ranks
+    own = own_backward_ns(inputs, backward, clock)  # the rest is waiting for other ranks
     backward = backward if own is None else own
     return _Measured(forward_ns=forward, backward_ns=backward, share=forward / whole, clock=clock)
 

@@ -7,7 +7,7 @@ import polars as pl
 from haiprof.base.intervals import total, union
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     ASKED_MAIN_RATIO,
     DRIFT_PHASE_RATIO,
@@ -19,25 +19,25 @@ from haiprof.run_analysis.phases import GC_PHASE
 RULE = "garbage_collection"
 
 
-def garbage_collection(facts: Facts) -> Judgement:
+def garbage_collection(inputs: RuleInputs) -> Judgement:
     """Fires where pauses in steps, those of all ranks together, take a twentieth of the time.
 
     Ranks collect at different steps, and each pause is a wait for all others: so they add up, but
     for what they share.
     """
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    pauses = facts.pauses.filter((pl.col("phase") == GC_PHASE) & pl.col("step").is_not_null())
+    pauses = inputs.pauses.filter((pl.col("phase") == GC_PHASE) & pl.col("step").is_not_null())
     begin = pauses["start_ns"].to_numpy()
     spent = float(total(union(begin, begin + pauses["duration_ns"].to_numpy())))
-    whole = max(float(steps["step_ns"].sum()) for steps in facts.by_rank.values())
+    whole = max(float(steps["step_ns"].sum()) for steps in inputs.by_rank.values())
     share = min(spent / max(whole, 1.0), 1.0)
     if share < PAUSE_WARNING_RATIO:
         return None
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
     once = (spent - longest) / max(whole, 1.0) < PAUSE_WARNING_RATIO
-    other = float(facts.steps["other_host_ns"].sum())
-    asked = _asked_ratio(facts, whole) >= ASKED_MAIN_RATIO * share
+    other = float(inputs.steps["other_host_ns"].sum())
+    asked = _asked_ratio(inputs, whole) >= ASKED_MAIN_RATIO * share
     outside = ("outside_the_model",) if spent >= DRIFT_PHASE_RATIO * other else ()
     return Finding(
         rule=RULE,
@@ -72,7 +72,7 @@ def garbage_collection(facts: Facts) -> Judgement:
     )
 
 
-def _asked_ratio(facts: Facts, whole_ns: float) -> float:
+def _asked_ratio(inputs: RuleInputs, whole_ns: float) -> float:
     """What gc.collect() took of the time in steps, of the rank that called it most."""
-    spent = [each.looks.collect_ns or 0 for each in facts.settings.values()]
+    spent = [each.looks.collect_ns or 0 for each in inputs.settings.values()]
     return max(spent, default=0) / max(whole_ns, 1.0)

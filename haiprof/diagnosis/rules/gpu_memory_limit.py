@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import GPU_MEMORY_FULL_RATIO
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
@@ -12,19 +12,21 @@ from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
 RULE = "gpu_memory_limit"
 
 
-def gpu_memory_limit(facts: Facts) -> Judgement:
+def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
     """Fires where an allocation failed and was caught, or what steps begin with grows steadily.
 
     A note where the peak is near the limit.
     """
-    caught = {rank: failed for rank, failed in facts.told.caught.items() if rank in facts.world}
+    caught = {
+        rank: failed for rank, failed in inputs.last_attempts.caught.items() if rank in inputs.world
+    }
     if caught:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
-        return _caught(rank, caught[rank])
+        return _caught_failure(rank, caught[rank])
     counted = {
         rank: series
-        for rank, series in facts.told.gpu_memory.items()
-        if rank in facts.world and series.limit_bytes > 0
+        for rank, series in inputs.last_attempts.gpu_memory.items()
+        if rank in inputs.world and series.limit_bytes > 0
     }
     if not counted:
         return Abstention(rule=RULE, why="no counts of a GPU's allocator")
@@ -38,7 +40,7 @@ def gpu_memory_limit(facts: Facts) -> Judgement:
     )
 
 
-def _caught(rank: int, failed: GpuOutOfMemory) -> Finding:
+def _caught_failure(rank: int, failed: GpuOutOfMemory) -> Finding:
     sizes = {
         "asked for": failed.requested_bytes,
         "allocated": failed.allocated_bytes,

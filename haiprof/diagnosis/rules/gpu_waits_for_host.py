@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, usual_share
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
 from haiprof.diagnosis.thresholds import (
     CPU_FULL_CORES,
     DATALOADER_WARNING_RATIO,
@@ -14,16 +14,16 @@ from haiprof.diagnosis.thresholds import (
 RULE = "gpu_waits_for_host"
 
 
-def gpu_waits_for_host(facts: Facts) -> Judgement:
+def gpu_waits_for_host(inputs: RuleInputs) -> Judgement:
     """Fires where the GPU is mostly idle, the rank's process fills a core, and no batch is late."""
-    if not facts.gpu_use:
+    if not inputs.gpu_use:
         return Abstention(rule=RULE, why="no GPU utilization of a rank")
-    both = sorted(set(facts.gpu_use) & set(facts.main_cores))
+    both = sorted(set(inputs.gpu_use) & set(inputs.main_cores))
     if not both:
         return Abstention(rule=RULE, why="no CPU use of a rank with a GPU")
-    rank = min(both, key=lambda r: facts.gpu_use[r])
-    gpu, cores = facts.gpu_use[rank], facts.main_cores[rank]
-    loader = usual_share(facts, "dataloader") or 0.0
+    rank = min(both, key=lambda r: inputs.gpu_use[r])
+    gpu, cores = inputs.gpu_use[rank], inputs.main_cores[rank]
+    loader = usual_share(inputs, "dataloader") or 0.0
     if gpu >= GPU_IDLE_RATIO or cores < CPU_FULL_CORES or loader >= DATALOADER_WARNING_RATIO:
         return None
     return Finding(

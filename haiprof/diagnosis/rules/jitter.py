@@ -10,7 +10,7 @@ import polars as pl
 from haiprof.base.arrays import Floats
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, usual_split
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_split
 from haiprof.diagnosis.thresholds import (
     DRIFT_PHASE_RATIO,
     JITTER_WARNING_RATIO,
@@ -47,22 +47,22 @@ class _Spikes:
         return self.excess_ns / max(self.whole_ns, 1.0)
 
 
-def jitter(facts: Facts) -> Judgement:
+def jitter(inputs: RuleInputs) -> Judgement:
     """Fires where spikes in all parts of the run take a tenth of the time beyond usual steps."""
-    if min(steps.height for steps in facts.by_rank.values()) < SPIKE_WINDOW_STEPS:
+    if min(steps.height for steps in inputs.by_rank.values()) < SPIKE_WINDOW_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {SPIKE_WINDOW_STEPS} steps after warm-up")
-    shares = sorted((_spike_share(steps), rank) for rank, steps in facts.by_rank.items())
+    shares = sorted((_spike_share(steps), rank) for rank, steps in inputs.by_rank.items())
     share, rank = shares[(len(shares) - 1) // 2]
-    if share - _compiled(facts, rank) < JITTER_WARNING_RATIO:
+    if share - _compile_ratio(inputs, rank) < JITTER_WARNING_RATIO:
         return None
-    spikes = _spikes(rank, facts.of_rank(rank))
-    return _finding(facts, spikes) if _all_over(facts, spikes) else None
+    spikes = _spikes(rank, inputs.of_rank(rank))
+    return _finding(inputs, spikes) if _all_over(inputs, spikes) else None
 
 
-def _compiled(facts: Facts, rank: int) -> float:
+def _compile_ratio(inputs: RuleInputs, rank: int) -> float:
     """What torch.compile took of the time: a new shape is compiled once, and is no jitter."""
-    begin, end = facts.window_ns
-    lines = facts.told.compilations.filter(
+    begin, end = inputs.window_ns
+    lines = inputs.last_attempts.compilations.filter(
         (pl.col("rank") == rank) & pl.col("time_ns").is_between(begin, end + NS_PER_S)
     )
     spent = lines.sort("time_ns")["spent_ns"].to_list()
@@ -120,23 +120,23 @@ def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
     )
 
 
-def _all_over(facts: Facts, spikes: _Spikes) -> bool:
+def _all_over(inputs: RuleInputs, spikes: _Spikes) -> bool:
     """Whether there are some in each half of the run: what happens once is no jitter."""
     if len(spikes.steps) < SPIKE_MIN_COUNT:
         return False
-    all_steps = facts.of_rank(spikes.rank)["step"].to_numpy()
+    all_steps = inputs.of_rank(spikes.rank)["step"].to_numpy()
     middle = all_steps[len(all_steps) // 2]
     late = spikes.steps >= middle
     return bool(late.any() and not late.all())
 
 
-def _finding(facts: Facts, spikes: _Spikes) -> Finding:
+def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
     phase = max(spikes.by_phase, key=lambda name: spikes.by_phase[name])
     part = spikes.by_phase[phase] / max(spikes.excess_ns, 1.0)
-    usual = usual_split(facts.of_rank(spikes.rank))[phase] or 0.0
+    usual = usual_split(inputs.of_rank(spikes.rank))[phase] or 0.0
     share = min(PHASE_BEYOND_RATIO * usual / max(spikes.usual_ns, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
-    pause = _pause(facts, spikes)
+    pause = _pause(inputs, spikes)
     count = len(spikes.steps)
     mean = spikes.excess_ns / count
     where = _NAMES[pause] if pause else phase if named else "several phases alike"
@@ -151,7 +151,7 @@ def _finding(facts: Facts, spikes: _Spikes) -> Finding:
             Evidence(name="mean excess of such a step", value=mean, unit="ns"),
             Evidence(name=f"of the excess in {phase}", value=spikes.by_phase[phase], unit="ns"),
         ),
-        remedy=_remedy(facts, phase if named else None, pause),
+        remedy=_remedy(inputs, phase if named else None, pause),
         confidence=0.7 if named or pause else 0.5,
         lost_ratio=spikes.share,
         missing=("what happens in these steps: --keep-slow traces them",),
@@ -159,9 +159,9 @@ def _finding(facts: Facts, spikes: _Spikes) -> Finding:
     )
 
 
-def _pause(facts: Facts, spikes: _Spikes) -> str | None:
+def _pause(inputs: RuleInputs, spikes: _Spikes) -> str | None:
     """What interrupted the steps for half of the excess."""
-    own = facts.pauses.filter(
+    own = inputs.pauses.filter(
         (pl.col("rank") == spikes.rank) & pl.col("step").is_in(spikes.steps.tolist())
     )
     sums = own.group_by("phase").agg(pl.col("duration_ns").sum()).sort(-pl.col("duration_ns"))
@@ -170,7 +170,7 @@ def _pause(facts: Facts, spikes: _Spikes) -> str | None:
     return str(sums["phase"][0])
 
 
-def _remedy(facts: Facts, phase: str | None, pause: str | None) -> str:
+def _remedy(inputs: RuleInputs, phase: str | None, pause: str | None) -> str:
     if pause == "gc":
         return "gc.freeze() after set-up, and gc.collect() at steps of your choice, on all ranks"
     if pause == "save":
@@ -178,7 +178,7 @@ def _remedy(facts: Facts, phase: str | None, pause: str | None) -> str:
     look = {
         "dataloader": "single samples that are slow, a queue that runs empty (prefetch_factor)",
         "forward": "inputs whose length varies (sort by length), compilation for new shapes",
-        "backward": ("the network, a rank that is late, " if len(facts.world) > 1 else "")
+        "backward": ("the network, a rank that is late, " if len(inputs.world) > 1 else "")
         + "inputs whose length varies",
         "optimizer": "work that is done every so many steps: averaging, clipping, logging of norms",
         "other": "logging, metrics, uploads every so many steps",

@@ -8,7 +8,7 @@ import polars as pl
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, median
+from haiprof.diagnosis.rule_inputs import RuleInputs, median
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
@@ -23,29 +23,29 @@ _FROM_ONE = ("broadcast", "scatter", "broadcastoop", "send")
 """Collectives that one rank feeds: who is late there has made something before it."""
 
 
-def late_rank(facts: Facts) -> Judgement:
+def late_rank(inputs: RuleInputs) -> Judgement:
     """Fires where a rank holds the others up for a tenth of the step, and its phases do not say so.
 
     Time inside backward is work on the slow rank and waiting on the others, and looks the same on
     all of them; the time at which each begins a collective does not.
     """
-    if len(facts.world) < 2:
+    if len(inputs.world) < 2:
         return Abstention(rule=RULE, why="one rank")
-    known = facts.lateness.filter(pl.col("late_ns_per_step").is_not_null())
+    known = inputs.lateness.filter(pl.col("late_ns_per_step").is_not_null())
     if not known.height:
         return Abstention(rule=RULE, why="no collectives that ranks have in common were recorded")
     worst = known.row(0, named=True)
-    step_ns = median(facts.steps["step_ns"])
+    step_ns = median(inputs.steps["step_ns"])
     if step_ns is None or worst["step_count"] < MIN_STEPS:
         return Abstention(rule=RULE, why="too few steps with collectives")
     share = min(worst["late_ns_per_step"] / step_ns, 1.0)
     if share < RANK_EXCESS_WARNING_RATIO:
         return None
-    lost = facts.stolen.get(worst["rank"], 0.0)
+    lost = inputs.stolen.get(worst["rank"], 0.0)
     if share - lost < RANK_EXCESS_WARNING_RATIO:
         return Abstention(rule=RULE, why=explain_by_steal(ratio_text(share), lost))
-    found = _finding(facts, worst, share)
-    state = state_of(facts, worst["rank"], share)
+    found = _finding(inputs, worst, share)
+    state = state_of(inputs, worst["rank"], share)
     if state is None:
         return found
     return replace(
@@ -57,20 +57,20 @@ def late_rank(facts: Facts) -> Judgement:
     )
 
 
-def _finding(facts: Facts, worst: dict[str, object], share: float) -> Finding:
+def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Finding:
     rank, late = int(str(worst["rank"])), float(str(worst["late_ns_per_step"]))
     kind, count = worst["kind"], int(str(worst["step_count"]))
-    others = facts.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
+    others = inputs.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
         "late_ns_per_step"
     ].max()
-    where = "inside forward or backward" if facts.sharded else "inside backward"
-    if facts.marked_by and facts.steps["backward_host_ns"].null_count():
+    where = "inside forward or backward" if inputs.sharded else "inside backward"
+    if inputs.marked_by and inputs.steps["backward_host_ns"].null_count():
         where = "before its collectives"
     alone = str(kind).lower().replace("_", "") in _FROM_ONE
     title = f"rank {rank} prepares alone what the others wait for" if alone else (
         f"rank {rank} is slow {where}"
     )  # fmt: skip
-    gpu = "its GPU's clock and temperature, " if facts.uses_gpu else ""
+    gpu = "its GPU's clock and temperature, " if inputs.uses_gpu else ""
     return Finding(
         rule=RULE,
         title=f"{title}: it begins {kind} "

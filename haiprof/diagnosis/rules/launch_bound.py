@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import GPU_IDLE_RATIO, SHORT_LAUNCH_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
 
 RULE = "launch_bound"
 
 
-def launch_bound(facts: Facts) -> Judgement:
+def launch_bound(inputs: RuleInputs) -> Judgement:
     """Fires where the GPU is idle for half the window and half the kernels are short."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     known = {rank: signs for rank, signs in patterns.signs.items() if signs.launch_count}

@@ -11,7 +11,7 @@ from haiprof.base.arrays import Floats
 from haiprof.base.statistics.trend import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CREEP_LAST_RATIO,
     CREEP_RATIO,
@@ -46,10 +46,12 @@ class _Growth:
         return (self.last_bytes - self.first_bytes) / max(self.first_bytes, 1.0)
 
 
-def memory_creep(facts: Facts) -> Judgement:
+def memory_creep(inputs: RuleInputs) -> Judgement:
     """Fires where memory grows by a tenth, beyond chance, and still does at the end."""
-    series = facts.counted.points.filter(pl.col("metric").is_in(list(_METRICS)))
-    counted = list(facts.told.gpu_memory)  # by its allocator: `gpu_memory_limit` judges that
+    series = inputs.counted.points.filter(pl.col("metric").is_in(list(_METRICS)))
+    counted = list(
+        inputs.last_attempts.gpu_memory
+    )  # by its allocator: `gpu_memory_limit` judges that
     series = series.filter((pl.col("metric") != GPU_METRIC) | ~pl.col("rank").is_in(counted))
     long = [
         (int(str(rank)), str(metric), rows["value"].to_numpy())
@@ -58,22 +60,22 @@ def memory_creep(facts: Facts) -> Judgement:
     ]
     if not long:
         return Abstention(rule=RULE, why=f"fewer than {TREND_MIN_POINTS} samples of memory")
-    found = [_growth(facts, *each) for each in long if _grows(each[2])]
+    found = [_growth(inputs, *each) for each in long if _grows(each[2])]
     if not found:
         return None
     worst = max(found, key=lambda growth: (growth.share, -growth.rank))
-    return _finding(worst, len(found), _until_limit_ns(facts, series, worst))
+    return _finding(worst, len(found), _until_limit_ns(inputs, series, worst))
 
 
-def _until_limit_ns(facts: Facts, series: pl.DataFrame, worst: _Growth) -> float | None:
+def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, worst: _Growth) -> float | None:
     """When the host memory of a rank's node is used up, if its ranks go on to grow as they did.
 
     The limit is that of the tightest control group, else the node's memory; None where neither is
     known, and for GPU memory, whose allocator takes what it needs in pieces.
     """
-    hosts = dict(facts.ranks.select("rank", "host").rows())
+    hosts = dict(inputs.ranks.select("rank", "host").rows())
     host = hosts.get(worst.rank)
-    means = facts.counted.nodes.get(host or "", {})
+    means = inputs.counted.nodes.get(host or "", {})
     limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
     limits = limits or [means.get(None, {}).get("memory_total_bytes")]
     limit = min((each for each in limits if each), default=None)
@@ -101,13 +103,13 @@ def _grows(values: Floats) -> bool:
     return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * whole)
 
 
-def _growth(facts: Facts, rank: int, metric: str, values: Floats) -> _Growth:
+def _growth(inputs: RuleInputs, rank: int, metric: str, values: Floats) -> _Growth:
     return _Growth(
         rank=rank,
         metric=metric,
         first_bytes=float(values[0]),
         last_bytes=float(values[-1]),
-        per_step_bytes=float(values[-1] - values[0]) / max(facts.of_rank(rank).height, 1),
+        per_step_bytes=float(values[-1] - values[0]) / max(inputs.of_rank(rank).height, 1),
     )
 
 

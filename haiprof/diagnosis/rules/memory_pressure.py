@@ -5,15 +5,15 @@ from __future__ import annotations
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import AVAILABLE_RATIO, PRESSURE_RATIO
 
 RULE = "memory_pressure"
 
 
-def memory_pressure(facts: Facts) -> Judgement:
+def memory_pressure(inputs: RuleInputs) -> Judgement:
     """Fires where tasks wait for memory a tenth of the time, or the node swaps with little free."""
-    nodes = {host: means.get(None, {}) for host, means in facts.counted.nodes.items()}
+    nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
     judged = {
         host: node
         for host, node in nodes.items()
@@ -30,7 +30,7 @@ def memory_pressure(facts: Facts) -> Judgement:
     swaps = bool(swapped) and free is not None and free < AVAILABLE_RATIO
     if (pressure or 0.0) < PRESSURE_RATIO and not swaps:
         return None
-    faults = facts.counted.of("major_page_fault_count_per_s")
+    faults = inputs.counted.of("major_page_fault_count_per_s")
     what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
     return Finding(
         rule=RULE,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from haiprof.diagnosis.core_contention import NO_PLACEMENT
 from haiprof.diagnosis.finding import Abstention, Finding, Judgement
 from haiprof.diagnosis.numa_binding import find_misplacement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 
 RULE = "numa_placement"
 
 
-def numa_placement(facts: Facts) -> Judgement:
+def numa_placement(inputs: RuleInputs) -> Judgement:
     """Fires where a rank's cores exclude its GPU's node, or most of its pages are elsewhere."""
-    placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
+    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
     if not any(placement.cpu_nodes for placement in placed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, usual_phases
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_phases
 from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
@@ -16,17 +16,17 @@ from haiprof.diagnosis.thresholds import (
 RULE = "optimizer_bound"
 
 
-def optimizer_bound(facts: Facts) -> Judgement:
+def optimizer_bound(inputs: RuleInputs) -> Judgement:
     """Fires where the optimizer takes more than the model, and a good part of the step."""
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    medians = usual_phases(facts, "forward", "backward", "optimizer")
+    medians = usual_phases(inputs, "forward", "backward", "optimizer")
     if medians is None:
         return Abstention(rule=RULE, why="forward, backward or optimizer is not measured")
     clock, (forward, backward, optimizer, whole) = medians
     model = forward + backward
     ratio, share = optimizer / max(model, 1.0), optimizer / whole
-    code = None if facts.uses_gpu else facts.python_time("optimizer")
+    code = None if inputs.uses_gpu else inputs.python_time("optimizer")
     held = code.held_ratio * share if code else 0.0
     bound = ratio >= OPTIMIZER_MODEL_RATIO and share >= OPTIMIZER_STEP_RATIO
     if not bound and held < HELD_STEP_RATIO:

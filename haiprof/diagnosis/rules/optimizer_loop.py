@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, usual_share
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
 from haiprof.diagnosis.setting_prices import UNKNOWN
 from haiprof.diagnosis.thresholds import COSTLY_WARNING_RATIO, LOOP_MIN_TENSORS, MIN_STEPS
 from haiprof.run_analysis.settings import OptimizerSettings
@@ -12,18 +12,18 @@ from haiprof.run_analysis.settings import OptimizerSettings
 RULE = "optimizer_loop"
 
 
-def optimizer_loop(facts: Facts) -> Judgement:
+def optimizer_loop(inputs: RuleInputs) -> Judgement:
     """Fires where foreach was switched off on a GPU, and the optimizer takes part of the step.
 
     Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
     finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
     """
-    if not facts.settings:
+    if not inputs.settings:
         return Abstention(rule=RULE, why="no settings were recorded")
-    if not facts.uses_gpu or facts.steps.height < MIN_STEPS:
+    if not inputs.uses_gpu or inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why="the ranks use no GPU, or there are too few steps")
-    loops = [o for each in facts.settings.values() for o in each.optimizers if _loops(o)]
-    share = usual_share(facts, "optimizer")
+    loops = [o for each in inputs.settings.values() for o in each.optimizers if _loops(o)]
+    share = usual_share(inputs, "optimizer")
     if not loops or share is None or share < COSTLY_WARNING_RATIO:
         return None
     most = max(loops, key=lambda optimizer: optimizer.tensor_count or 0)

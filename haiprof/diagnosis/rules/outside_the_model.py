@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, usual_share
+from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     HELD_STEP_RATIO,
@@ -17,44 +17,44 @@ from haiprof.diagnosis.thresholds import (
 RULE = "outside_the_model"
 
 
-def _without_gradients(facts: Facts) -> float:
+def _without_gradients(inputs: RuleInputs) -> float:
     """Time in teachers, target networks and rollouts, which are the model's own work."""
-    ranks = facts.ranks.filter(facts.ranks["rank"].is_in(list(facts.world)))
+    ranks = inputs.ranks.filter(inputs.ranks["rank"].is_in(list(inputs.world)))
     return float(ranks["nograd_ns"].sum() or 0)
 
 
-def outside_the_model(facts: Facts) -> Judgement:
+def outside_the_model(inputs: RuleInputs) -> Judgement:
     """Fires where a third of the step or more is in none of the four phases."""
-    share = usual_share(facts, "other")
-    if share is None or facts.steps.height < MIN_STEPS:
+    share = usual_share(inputs, "other")
+    if share is None or inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     phases = ("dataloader", "forward", "backward", "optimizer")
-    if all(facts.steps[f"{phase}_host_ns"].null_count() for phase in phases):
+    if all(inputs.steps[f"{phase}_host_ns"].null_count() for phase in phases):
         return Abstention(
             rule=RULE, why="no phase of the steps was seen: all of them is other time"
         )
-    whole_ns = max(float(facts.steps["step_ns"].sum()), 1.0)
-    without = _without_gradients(facts) / whole_ns
+    whole_ns = max(float(inputs.steps["step_ns"].sum()), 1.0)
+    without = _without_gradients(inputs) / whole_ns
     lost = share - without
-    code = facts.python_time("other")
+    code = inputs.python_time("other")
     held = code.held_ratio * share if code else 0.0
     own = min(code.own_ratio * share, lost) if code else 0.0
     found = held >= HELD_STEP_RATIO or own >= OWN_STEP_RATIO
     if lost < OTHER_WARNING_RATIO and not found:
         return None
-    other_ns = float(facts.steps["other_host_ns"].sum())
-    saves = facts.save_ns >= SAVE_MAIN_RATIO * other_ns
-    enough = facts.steps.height >= CRITICAL_MIN_STEPS
+    other_ns = float(inputs.steps["other_host_ns"].sum())
+    saves = inputs.save_ns >= SAVE_MAIN_RATIO * other_ns
+    enough = inputs.steps.height >= CRITICAL_MIN_STEPS
     what = "mostly in saving checkpoints" if saves else "in no phase of training"
-    step = "a step" if facts.marked_by else "a training step"
-    if facts.marked_by and not saves:
+    step = "a step" if inputs.marked_by else "a training step"
+    if inputs.marked_by and not saves:
         what = "neither in it nor in a loader"
     return Finding(
         rule=RULE,
         title=f"outside the model: {ratio_text(share)} of {step}, {what}",
         evidence=(
             Evidence(name="other, share of the step", value=share, unit="ratio"),
-            Evidence(name="other, mean per step", value=other_ns / facts.steps.height, unit="ns"),
+            Evidence(name="other, mean per step", value=other_ns / inputs.steps.height, unit="ns"),
             *(
                 (
                     Evidence(
@@ -66,7 +66,7 @@ def outside_the_model(facts: Facts) -> Judgement:
                 if without
                 else ()
             ),
-            Evidence(name="checkpoint saves, all steps", value=facts.save_ns, unit="ns"),
+            Evidence(name="checkpoint saves, all steps", value=inputs.save_ns, unit="ns"),
         ),
         remedy="save less often, or on another thread (torch.distributed.checkpoint.async_save)"
         if saves

@@ -6,7 +6,7 @@ import polars as pl
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
 from haiprof.trace_analysis.patterns.priority import MEMORY
@@ -15,9 +15,9 @@ RULE = "pageable_copies"
 _SIGN = "Pageable -> Device"
 
 
-def pageable_copies(facts: Facts) -> Judgement:
+def pageable_copies(inputs: RuleInputs) -> Judgement:
     """Fires where such copies take more than 1 % of the window with nothing beside them."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     copies = patterns.functions.filter(

@@ -10,7 +10,7 @@ import numpy as np
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rank_work import beyond_typical, rank_work
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
@@ -29,9 +29,9 @@ _ALONE = (
 )
 
 
-def ranks_uneven(facts: Facts) -> Judgement:
+def ranks_uneven(inputs: RuleInputs) -> Judgement:
     """Fires where a rank's own work exceeds the median rank's by a tenth of the step, steadily."""
-    work = rank_work(facts, RULE)
+    work = rank_work(inputs, RULE)
     if isinstance(work, Abstention):
         return work
     beyond = beyond_typical(work.whole)
@@ -47,13 +47,13 @@ def ranks_uneven(facts: Facts) -> Judgement:
         name: float(np.median(beyond_typical(times)[place]))
         for name, times in zip(work.own, work.phases, strict=True)
     }
-    rank = facts.world[place]
-    state = state_of(facts, rank, share)
+    rank = inputs.world[place]
+    state = state_of(inputs, rank, share)
     found = _finding(
-        facts, rank, float(excess[place]), share=share, by_phase=by_phase,
+        inputs, rank, float(excess[place]), share=share, by_phase=by_phase,
         count=len(work.step_ns), waits=work.waits,
     )  # fmt: skip
-    others = [facts.world[each] for each in slow if each != place]
+    others = [inputs.world[each] for each in slow if each != place]
     if others:
         found = replace(found, title=f"{found.title}; so {_is(others)} {ranks_text(others)}")
     if state is None:
@@ -72,14 +72,14 @@ def _is(ranks: Sequence[int]) -> str:
 
 
 def _finding(
-    facts: Facts, rank: int, excess: float, *, share: float, by_phase: Mapping[str, float],
+    inputs: RuleInputs, rank: int, excess: float, *, share: float, by_phase: Mapping[str, float],
     count: int, waits: Sequence[str],
 ) -> Finding:  # fmt: skip
     main = max(by_phase, key=lambda phase: by_phase[phase])
     named = by_phase[main] >= RANK_PHASE_COVERAGE_RATIO * excess
     enough = count >= CRITICAL_MIN_STEPS
     where = f" in {_PLACES.get(main, main)}" if named else ""
-    gpu = ", its GPU's clock and temperature" if facts.uses_gpu else ""
+    gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
     return Finding(
         rule=RULE,
         title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) "

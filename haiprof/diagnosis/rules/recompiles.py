@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import covered
+from haiprof.base.intervals import covered_lengths
 from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     COMPILE_MIN_COUNT,
     COMPILE_WARNING_RATIO,
@@ -18,20 +18,20 @@ from haiprof.diagnosis.thresholds import (
 RULE = "recompiles"
 
 
-def recompiles(facts: Facts) -> Judgement:
+def recompiles(inputs: RuleInputs) -> Judgement:
     """Fires where compiling takes a tenth of the time after the first steps.
 
     Compilations are counted once a second, so those of the last second before the judged steps may
     be among them: the first count after their begin is where counting starts.
     """
-    if facts.steps.height < MIN_STEPS:
+    if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
-    lines = facts.told.compilations
+    lines = inputs.last_attempts.compilations
     if lines.is_empty():
         return Abstention(rule=RULE, why="torch.compile was not used")
-    begin, end = facts.window_ns
+    begin, end = inputs.window_ns
     found = [
-        _grown(facts, rows, begin, end)
+        _compile_growth(inputs, rows, begin, end)
         for rows in lines.sort("rank", "time_ns").partition_by("rank", maintain_order=True)
     ]
     count, spent, covered, rank = max(found, key=lambda row: (row[1], -row[3]))
@@ -52,12 +52,14 @@ def recompiles(facts: Facts) -> Judgement:
         "Python number or object that changes each step: make it a tensor",
         confidence=0.9,
         lost_ratio=min(share, 1.0),
-        rank=rank if len(facts.world) > 1 else None,
+        rank=rank if len(inputs.world) > 1 else None,
         explains=("forward_bound", "backward_bound", "jitter", "step_time_drift", "ranks_uneven"),
     )
 
 
-def _grown(facts: Facts, rows: pl.DataFrame, begin: int, end: int) -> tuple[int, int, int, int]:
+def _compile_growth(
+    inputs: RuleInputs, rows: pl.DataFrame, begin: int, end: int
+) -> tuple[int, int, int, int]:
     """(compilations, ns spent, ns covered, rank) from the first count in the window on.
 
     A second of allowance at the end: the last count comes with the drain after the last step. Where
@@ -69,7 +71,7 @@ def _grown(facts: Facts, rows: pl.DataFrame, begin: int, end: int) -> tuple[int,
         return 0, 0, 1, rank
     count, spent = (int(inside[name][-1] - inside[name][0]) for name in ("count", "spent_ns"))
     first = int(inside["time_ns"][0])
-    compiling = facts.told.compiling.get(rank)
+    compiling = inputs.last_attempts.compiling.get(rank)
     if compiling is not None and len(compiling.starts):
-        spent = int(covered(compiling, np.array([first]), np.array([end]))[0])
+        spent = int(covered_lengths(compiling, np.array([first]), np.array([end]))[0])
     return count, spent, end - first, rank

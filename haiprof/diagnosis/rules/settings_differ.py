@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from haiprof.base.units import ranks_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.run_analysis.settings import Difference, differences
 
 RULE = "settings_differ"
 
 
-def settings_differ(facts: Facts) -> Judgement:
+def settings_differ(inputs: RuleInputs) -> Judgement:
     """Fires where most ranks have a setting in common and a few have another one.
 
     A note: what it costs is said by the rule on that setting, or by the one on the slow rank.
     """
-    if len(facts.settings) < 2:
+    if len(inputs.settings) < 2:
         return Abstention(rule=RULE, why="settings of fewer than two ranks were recorded")
-    found = differences(facts.settings)
+    found = differences(inputs.settings)
     if not found:
         return None
     ranks = sorted({rank for difference in found for rank in difference.others})

@@ -12,33 +12,33 @@ from haiprof.diagnosis.core_contention import (
 )
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.run_analysis.placement import Placement, sharing_groups
 
 RULE = "shared_cores"
 
 
-def shared_cores(facts: Facts) -> Judgement:
+def shared_cores(inputs: RuleInputs) -> Judgement:
     """Fires where ranks with overlapping cores want more than those, and each waits for them.
 
     Sharing alone is normal: ranks that are not bound may all run anywhere.
     """
-    if len(facts.world) < 2:
+    if len(inputs.world) < 2:
         return Abstention(rule=RULE, why="one rank")
-    placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
+    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
     groups = [group for group in sharing_groups(placed) if len(group) > 1]
     if not groups:
         return None
-    if not any(p.rank in facts.core_waits for group in groups for p in group):
+    if not any(p.rank in inputs.core_waits for group in groups for p in group):
         return Abstention(rule=RULE, why=NO_WAIT)
-    judged = [(group, contention(facts, _ranks(group), len(_cores(group)))) for group in groups]
+    judged = [(group, contention(inputs, _ranks(group), len(_cores(group)))) for group in groups]
     found = [(group, measured) for group, measured in judged if measured and measured.is_their_own]
     if not found:
         return None
     group, measured = max(found, key=lambda pair: pair[1].wait_ratio)
-    return _finding(facts, group, measured)
+    return _finding(inputs, group, measured)
 
 
 def _ranks(group: tuple[Placement, ...]) -> list[int]:
@@ -49,8 +49,8 @@ def _cores(group: tuple[Placement, ...]) -> frozenset[int]:
     return frozenset().union(*(placement.allowed_cpus or frozenset() for placement in group))
 
 
-def _finding(facts: Facts, group: tuple[Placement, ...], measured: Contention) -> Finding:
-    node = facts.node_cpus.get(group[0].host)
+def _finding(inputs: RuleInputs, group: tuple[Placement, ...], measured: Contention) -> Finding:
+    node = inputs.node_cpus.get(group[0].host)
     on_node = node.core_count if node is not None else None
     cores = int(measured.core_count)
     spare = on_node is not None and on_node > cores

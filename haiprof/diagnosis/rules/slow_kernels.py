@@ -7,15 +7,15 @@ import polars as pl
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.functions.gpu_compute import gpu_compute_report
 from haiprof.diagnosis.functions.report import ABNORMAL, RANKS
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 
 RULE = "slow_kernels"
 
 
-def slow_kernels(facts: Facts) -> Judgement:
+def slow_kernels(inputs: RuleInputs) -> Judgement:
     """Fires where a rank's kernels take far longer than the other ranks'."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     count = int(patterns.totals["has_gpu"].sum())

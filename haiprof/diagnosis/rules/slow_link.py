@@ -9,16 +9,16 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.functions.communication import communication_report
 from haiprof.diagnosis.functions.memory import SLOW, memory_report
 from haiprof.diagnosis.functions.report import ABNORMAL
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 
 RULE = "slow_link"
 _OWN, _USUAL = "bandwidth_bytes_per_s", "others_bandwidth_bytes_per_s"
 
 
-def slow_link(facts: Facts) -> Judgement:
+def slow_link(inputs: RuleInputs) -> Judgement:
     """Fires where a rank's collectives or copies run far below the other ranks' bandwidth."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     count = int(patterns.totals["has_gpu"].sum())

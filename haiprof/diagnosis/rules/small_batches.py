@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SMALL_KERNEL_NS, SMALL_OCCUPANCY_RATIO
 from haiprof.diagnosis.traced_window import typical
 
 RULE = "small_batches"
 
 
-def small_batches(facts: Facts) -> Judgement:
+def small_batches(inputs: RuleInputs) -> Judgement:
     """Fires where the typical kernel is below 10 us and leaves most of the GPU empty."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     medians = [s.kernel_median_ns for s in patterns.signs.values() if s.kernel_median_ns]

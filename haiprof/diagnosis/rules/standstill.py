@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.diagnosis.finding import Evidence, Finding, Judgement
 from haiprof.diagnosis.reactions import went_on
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.run_analysis.reactions import Reaction
 
 RULE = "standstill"
@@ -12,17 +12,17 @@ _STOPPED = "stopped by a signal"
 _DIFFERS = "differs)"
 
 
-def standstill(facts: Facts) -> Judgement:
+def standstill(inputs: RuleInputs) -> Judgement:
     """Fires where a snapshot, taken because no step ended for long, names a rank.
 
     Where the job was saving, or collectives went on, it did not stand still.
     """
-    hangs = [r for r in facts.reactions if r.trigger == "hang" and r.suspects]
+    hangs = [r for r in inputs.reactions if r.trigger == "hang" and r.suspects]
     if not hangs:
         return None
     hang = hangs[-1]
     suspect = hang.suspects[0]
-    resumed_ns = went_on(hang, facts.steps)
+    resumed_ns = went_on(hang, inputs.steps)
     evidence = [Evidence(name="no step for, when noticed", value=hang.silent_ns, unit="ns")]
     if hang.step is not None:
         evidence.append(Evidence(name="last step", value=float(hang.step), unit="count"))

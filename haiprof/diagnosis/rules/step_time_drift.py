@@ -10,7 +10,7 @@ import polars as pl
 from haiprof.base.statistics.change_point import Rise, rise
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     DRIFT_MAIN_RATIO,
@@ -31,19 +31,19 @@ SINCE_STEP = "slower since step"
 _STARVED = "waiting for cores began"
 
 
-def step_time_drift(facts: Facts) -> Judgement:
+def step_time_drift(inputs: RuleInputs) -> Judgement:
     """Fires where the last third of the steps is a fifth slower than the first, beyond chance."""
     columns = [f"{phase}_host_ns" for phase in STEP_PHASES]
-    series = facts.steps.group_by("step").agg(pl.col("step_ns", *columns).mean()).sort("step")
+    series = inputs.steps.group_by("step").agg(pl.col("step_ns", *columns).mean()).sort("step")
     if series.height < DRIFT_MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {DRIFT_MIN_STEPS} steps after warm-up")
     found = rise(series["step_ns"].to_numpy())
     if found.growth < DRIFT_RATIO or found.p_value >= DRIFT_P_VALUE:
         return None
     since = int(series["step"][found.since])
-    of_step = facts.steps.filter(pl.col("step") == since)
+    of_step = inputs.steps.filter(pl.col("step") == since)
     began_ns: int = of_step.select(pl.col("start_ns").min()).item()
-    lost = _stolen(facts, began_ns)
+    lost = _steal_growth(inputs, began_ns)
     if found.growth - lost < DRIFT_RATIO:
         return Abstention(rule=RULE, why=explain_by_steal(ratio_text(found.growth), lost))
     third = series.height // 3
@@ -53,7 +53,7 @@ def step_time_drift(facts: Facts) -> Judgement:
     before = float(np.median(series[f"{phase}_host_ns"].fill_null(0.0).to_numpy()[:third]))
     share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
-    changed = tuple(_changed(facts, since, began_ns)) if found.is_sudden else ()
+    changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
     return _finding(series, found, phase if named else None, grown[phase], changed)
 
 
@@ -81,7 +81,7 @@ def _finding(
         ),
         remedy=_remedy(phase, grown) if phase else _ALIKE,
         confidence=0.7 if phase else 0.4,
-        lost_ratio=_lost(series, found),
+        lost_ratio=_lost_ratio(series, found),
         missing=("whether the work per step changed (sequence length, curriculum)",),
         cause=("sudden" if found.is_sudden else "gradual") + _alike(phase, changed),
         explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
@@ -94,19 +94,19 @@ def _alike(phase: str | None, changed: Sequence[tuple[str, Evidence]]) -> str:
     return "" if phase and not starved else "_all_phases"
 
 
-def _lost(series: pl.DataFrame, found: Rise) -> float:
+def _lost_ratio(series: pl.DataFrame, found: Rise) -> float:
     """Share of the time of all steps that the first third's pace would have saved."""
     whole = float(series["step_ns"].sum())
     return min(max(1.0 - found.before * series.height / max(whole, 1.0), 0.0), 1.0)
 
 
-def _stolen(facts: Facts, began_ns: int) -> float:
+def _steal_growth(inputs: RuleInputs, began_ns: int) -> float:
     """By how much steps became longer as the hypervisor took more of the cores.
 
     Work that took 1 takes 1 / (1 - steal): of the host on which that grew most; 0 where none did.
     """
     after = pl.col("time_ns") >= began_ns
-    sides = facts.counted.stolen.group_by("host").agg(
+    sides = inputs.counted.stolen.group_by("host").agg(
         pl.col("value").filter(~after).mean().alias("before"),
         pl.col("value").filter(after).mean().alias("after"),
     )
@@ -142,9 +142,9 @@ def _growth(values: pl.Series, third: int) -> float:
     return float(np.median(numbers[-third:]) - np.median(numbers[:third]))
 
 
-def _changed(facts: Facts, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
+def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
     """What else is different after that step: waiting for cores, saves, compilations."""
-    waits = facts.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
+    waits = inputs.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
     sides = (pl.col("time_ns") < began_ns, pl.col("time_ns") >= began_ns)
     before, after = (mean(waits.filter(side)["value"]) for side in sides)
     if before is not None and after is not None and after - before >= HARDWARE_DIFFERENCE_RATIO:
@@ -152,11 +152,13 @@ def _changed(facts: Facts, since: int, began_ns: int) -> Iterable[tuple[str, Evi
             _STARVED,
             Evidence(name="wait for cores from then on", value=after, unit="ratio"),
         )
-    compiled = facts.told.compilations.filter(pl.col("time_ns") >= began_ns)["count"].to_list()
+    compiled = inputs.last_attempts.compilations.filter(pl.col("time_ns") >= began_ns)[
+        "count"
+    ].to_list()
     if len(compiled) > 1:
         count = float(max(compiled) - min(compiled))
         yield "compilations began", Evidence(name="compilations since", value=count, unit="count")
-    near = facts.pauses.filter(pl.col("step").is_between(since - 1, since))
+    near = inputs.pauses.filter(pl.col("step").is_between(since - 1, since))
     longest = near.group_by("phase").agg(pl.col("duration_ns").max()).sort("phase")
     for phase, length in longest.rows():
         what = {"gc": "a garbage collection came", "save": "a checkpoint was saved"}[phase]

@@ -6,7 +6,7 @@ import polars as pl
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
 from haiprof.trace_analysis.patterns.gather import Patterns
@@ -16,9 +16,9 @@ RULE = "synchronising_calls"
 _FREES = pl.col("call").str.contains(FREE)
 
 
-def synchronising_calls(facts: Facts) -> Judgement:
+def synchronising_calls(inputs: RuleInputs) -> Judgement:
     """Fires where the GPU is idle around such calls for a tenth of the window or more."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     found = _per_rank(patterns)

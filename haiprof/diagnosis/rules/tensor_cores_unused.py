@@ -6,7 +6,7 @@ import polars as pl
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     TENSOR_CORE_CAPABILITY,
     TENSOR_CORE_OFF_RATIO,
@@ -19,9 +19,9 @@ from haiprof.trace_analysis.patterns.priority import GPU_COMPUTE
 RULE = "tensor_cores_unused"
 
 
-def tensor_cores_unused(facts: Facts) -> Judgement:
+def tensor_cores_unused(inputs: RuleInputs) -> Judgement:
     """Fires where such kernels make a fifth of the computing time."""
-    patterns = facts.traces.of_gpus(RULE)
+    patterns = inputs.traces.of_gpus(RULE)
     if isinstance(patterns, Abstention):
         return patterns
     able = [s.compute_capability for s in patterns.signs.values() if s.compute_capability]

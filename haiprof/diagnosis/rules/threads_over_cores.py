@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import MIN_STEPS, THREADS_PER_CORE
 from haiprof.run_analysis.settings import RankSettings
 
@@ -13,21 +13,21 @@ RULE = "threads_over_cores"
 _UNKNOWN = "what it costs: it depends on what else wants the cores, and on how threads wait"
 
 
-def threads_over_cores(facts: Facts) -> Judgement:
+def threads_over_cores(inputs: RuleInputs) -> Judgement:
     """Fires where a rank on CPUs has twice as many threads per operator as cores or CPU quota.
 
     The threads of an operator wait for the last one of them (OpenMP's barrier), which then stands
     in line for a core.
     """
-    if not facts.settings:
+    if not inputs.settings:
         return Abstention(rule=RULE, why="no settings were recorded")
-    if facts.uses_gpu or facts.steps.height < MIN_STEPS:
+    if inputs.uses_gpu or inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why="the ranks use a GPU, or there are too few steps")
-    found = {rank: _factor(each) for rank, each in facts.settings.items()}
+    found = {rank: _factor(each) for rank, each in inputs.settings.items()}
     rank = max(found, key=lambda r: (found[r], -r))
     if found[rank] < THREADS_PER_CORE:
         return None
-    settings = facts.settings[rank]
+    settings = inputs.settings[rank]
     cores = settings.usable_cores or 1.0
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
     where = "the CPU limit of its control group" if limited else "its CPU affinity"

@@ -12,14 +12,14 @@ from haiprof.diagnosis.core_contention import (
 )
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
-from haiprof.diagnosis.rule_inputs import Facts
+from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import CORE_WAIT_CRITICAL_RATIO
 from haiprof.run_analysis.placement import Placement, sharing_groups
 
 RULE = "too_few_cores"
 
 
-def too_few_cores(facts: Facts) -> Judgement:
+def too_few_cores(inputs: RuleInputs) -> Judgement:
     """Fires where a rank with more threads than cores wants more than those, and waits for them.
 
     Less sure, and only where it is bound to a part of the node: that it has more processes than
@@ -27,39 +27,41 @@ def too_few_cores(facts: Facts) -> Judgement:
 
     Ranks that share cores are `shared_cores`' business; a limit in cores, `cpu_throttled`'s.
     """
-    placed = [facts.placements[rank] for rank in facts.world if rank in facts.placements]
+    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not placed:
         return Abstention(rule=RULE, why=NO_PLACEMENT)
     alone = [group[0] for group in sharing_groups(placed) if len(group) == 1]
-    if not any(placement.rank in facts.core_waits for placement in placed):
+    if not any(placement.rank in inputs.core_waits for placement in placed):
         return Abstention(rule=RULE, why=NO_WAIT)
-    judged = [(placement, _contention(facts, placement)) for placement in alone]
+    judged = [(placement, _contention(inputs, placement)) for placement in alone]
     found = [(placement, measured) for placement, measured in judged if measured is not None]
     if not found:
         return None
     worst, measured = max(found, key=lambda pair: pair[1].wait_ratio)
-    return _finding(facts, worst, measured, ranks=[placement.rank for placement, _ in found])
+    return _finding(inputs, worst, measured, ranks=[placement.rank for placement, _ in found])
 
 
-def _contention(facts: Facts, placement: Placement) -> Contention | None:
+def _contention(inputs: RuleInputs, placement: Placement) -> Contention | None:
     cores = len(placement.allowed_cpus or ())
-    processes = facts.process_counts.get(placement.rank, 0.0)
-    measured = contention(facts, [placement.rank], cores)
+    processes = inputs.process_counts.get(placement.rank, 0.0)
+    measured = contention(inputs, [placement.rank], cores)
     if measured is None or max(placement.thread_count or 0, processes) <= cores:
         return None
-    bound = cores < (_cores_of_node(facts, placement) or 0)
+    bound = cores < (_cores_of_node(inputs, placement) or 0)
     likely = bound and processes > cores and measured.wait_ratio >= CORE_WAIT_CRITICAL_RATIO
     return measured if measured.is_their_own or likely else None
 
 
-def _cores_of_node(facts: Facts, placement: Placement) -> int | None:
-    node = facts.node_cpus.get(placement.host)
+def _cores_of_node(inputs: RuleInputs, placement: Placement) -> int | None:
+    node = inputs.node_cpus.get(placement.host)
     return None if node is None else node.core_count
 
 
-def _finding(facts: Facts, worst: Placement, measured: Contention, *, ranks: list[int]) -> Finding:
-    on_node, sure = _cores_of_node(facts, worst), measured.is_their_own
-    cores, processes = int(measured.core_count), facts.process_counts.get(worst.rank)
+def _finding(
+    inputs: RuleInputs, worst: Placement, measured: Contention, *, ranks: list[int]
+) -> Finding:
+    on_node, sure = _cores_of_node(inputs, worst), measured.is_their_own
+    cores, processes = int(measured.core_count), inputs.process_counts.get(worst.rank)
     spare = on_node is not None and on_node > cores
     return Finding(
         rule=RULE,

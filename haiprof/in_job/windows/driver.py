@@ -14,11 +14,11 @@ from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.windows import user_profilers as guards
-from haiprof.in_job.windows.profiler_session import What
-from haiprof.in_job.windows.requested_windows import PlannedWindows, Workshop
-from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.profiler_session import ProfilerOptions
+from haiprof.in_job.windows.requested_windows import PlannedWindows, WindowContext
+from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.slow_steps import KeepSlow
-from haiprof.in_job.windows.steady_steps import Routine
+from haiprof.in_job.windows.steady_steps import SteadySteps
 from haiprof.in_job.windows.step_counter import StepCounter
 from haiprof.in_job.windows.step_plan import Agreement, Meeting, Plan
 from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
@@ -61,17 +61,17 @@ class Tracer:
     def _build(self) -> None:
         import torch
 
-        self._state.repeats.listener = self._repeated
+        self._state.repeats.listener = self._meet_repeat
         sure = bool(self._state.repeats.backwards) and not optimizer_exists()
         self._counter = StepCounter(self, torch.is_grad_enabled, sure=sure)
         self.times = StepTimes(self._counter)
         self._ends = {kind: self._ending(kind) for kind in KIND_NAMES}
-        self._routine = Routine(
-            self._counter, self, otherwise=self._unexpected, ended=self._ends[OPTIMIZER],
+        self._steady = SteadySteps(
+            self._counter, self, otherwise=self._begin_unexpected, ended=self._ends[OPTIMIZER],
             failed=self._fail,
         )  # fmt: skip
-        what = What.from_config(self._config)
-        shop = Workshop(
+        what = ProfilerOptions.from_config(self._config)
+        context = WindowContext(
             recorder=self._recorder, guard=self._guard, what=what, times=self.times,
             ended=self._saw_end_of_step,
             execution_trace=bool(self._config.get("execution_trace")),
@@ -82,10 +82,10 @@ class Tracer:
         about = str(self._config.get("request") or "")
         self._agreement = agreement = Agreement(Path(self._recorder.run.trace_parts), about=about)
         if self._config.get("keep_slow"):
-            self._windows = KeepSlow(self._config, shop, Rolls(agreement))
+            self._windows = KeepSlow(self._config, context, RollingSchedule(agreement))
         else:
             plan = Plan(self._config, agreement)
-            self._windows = PlannedWindows(plan, shop)
+            self._windows = PlannedWindows(plan, context)
 
     def attach(self, *, late: bool = False) -> None:
         """Begins to follow the steps.
@@ -94,7 +94,7 @@ class Tracer:
             late: The job runs already, and may have entered a profiler of its own.
         """
         self._guard.install(late=late)
-        for own in (Routine.follow, Routine._optimizer_ends):
+        for own in (SteadySteps.follow, SteadySteps._optimizer_ends):
             _skip_frame(own, below=True)
         self._active = True
         self._late = late
@@ -144,7 +144,7 @@ class Tracer:
         if self._has_expired():
             return False
         count = self._state.steps_of_job()
-        place = meeting.place(count)
+        place = meeting.agree_on_count(count)
         if count > place or place <= meeting.joined:
             if isinstance(self._windows, PlannedWindows):
                 self._windows.give_up(TOO_LATE)
@@ -155,12 +155,12 @@ class Tracer:
         self._meeting, self._base = None, place
         return True
 
-    def _unexpected(self, kind: int, target: Any) -> Callable[[], None] | None:
+    def _begin_unexpected(self, kind: int, target: Any) -> Callable[[], None] | None:
         self._state.lean(None)
         return self.begin(kind, target)
 
     def _saw_end_of_step(self, after_last: int) -> bool:
-        self._routine.leave()
+        self._steady.leave()
         if self._repeats():
             return bool(self._state.repeats.count >= after_last)
         return self._counter.saw_end_of_step(after_last - self._base)
@@ -173,9 +173,9 @@ class Tracer:
 
     def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
         """A span begins; what it returns is called when the span ends."""
-        routine = self._routine
-        if routine.follows:  # of a job with a GPU, whose spans have more to do
-            return routine.follow(kind, target)
+        steady = self._steady
+        if steady.follows:  # of a job with a GPU, whose spans have more to do
+            return steady.follow(kind, target)
         try:
             if self._end_asked:
                 self.finish()
@@ -186,13 +186,13 @@ class Tracer:
                 self._join()
             if self._meeting is not None and not self._meets(self._meeting):
                 return None
-            if routine.begins(kind, target):
-                self._state.lean(routine.follow)
-                return routine.follow(kind, target)
+            if steady.begins(kind, target):
+                self._state.lean(steady.follow)
+                return steady.follow(kind, target)
             if kind in OTHER_WORK:
                 self.times.saw_other_work()
             self._counter.begin(kind, target)
-            routine.saw(kind, target)
+            steady.saw(kind, target)
         except Exception as error:
             self._fail(error)
             return None
@@ -205,20 +205,20 @@ class Tracer:
         if end is None:
             return counter.pop
 
-        def guarded() -> None:
+        def end_span() -> None:
             try:
                 if self._active:
                     end()
             except Exception as error:
                 self._fail(error)
 
-        return guarded
+        return end_span
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step, as the counter saw it."""
-        routine = self._routine
-        if not routine.follows:
-            routine.edge(begins)
+        steady = self._steady
+        if not steady.follows:
+            steady.edge(begins)
         if self._repeats():
             return
         if self._repeated_last:  # training has begun, and with it another count
@@ -226,7 +226,7 @@ class Tracer:
             self._windows.cut(_TRAINS)
         if not self._has_expired():
             self._edge(number + self._base, begins)
-            routine.asleep_until = self._windows.asleep_until - self._base
+            steady.asleep_until = self._windows.asleep_until - self._base
 
     def _repeats(self) -> bool:
         """Whether steps are marked by the job, or are what repeats in it.
@@ -239,7 +239,7 @@ class Tracer:
             return bool(repeats.marks)
         return bool(self._config.get("request")) or not optimizer_exists()
 
-    def _repeated(self, number: int) -> None:
+    def _meet_repeat(self, number: int) -> None:
         """An edge of a step of that sort."""
         try:
             if not self._active or not self._repeats() or self._has_expired():
@@ -276,7 +276,7 @@ class Tracer:
             self._fail(error)
         self._detach()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child, which has the parent's profiler state and none of its windows."""
         if not self._active:
             return
@@ -297,7 +297,7 @@ class Tracer:
         if threading.get_ident() == self._state.owner:
             self.finish()
             return False
-        self._end_asked = self._routine.interrupted = True
+        self._end_asked = self._steady.interrupted = True
         return True
 
     def _make_way(self) -> None:
@@ -307,7 +307,7 @@ class Tracer:
         if threading.get_ident() == self._state.owner:
             self._cut()
             return
-        self._yield_asked = self._routine.interrupted = True
+        self._yield_asked = self._steady.interrupted = True
         guards.wait_until(lambda: not self._yield_asked)
 
     def _cut(self) -> None:
@@ -317,7 +317,7 @@ class Tracer:
         except Exception as error:
             self._fail(error)
         self.times.ours(_now() - began)
-        self._yield_asked = self._routine.interrupted = False
+        self._yield_asked = self._steady.interrupted = False
 
     def _fail(self, error: Exception) -> None:
         """Ends all windows; the job goes on.

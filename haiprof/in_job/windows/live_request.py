@@ -34,12 +34,12 @@ def plan_request(
         `accepted`, or `refused` with the reason.
     """
     if recorder.closed:
-        return _refused("its recording has ended, and with it haiprof's hooks (haiprof attach)")
+        return _refusal("its recording has ended, and with it haiprof's hooks (haiprof attach)")
     if state.watch is not None:
-        return _refused("another trace window is planned or runs")
+        return _refusal("another trace window is planned or runs")
     config = _config(request_id, arguments, recorder)
     if config is None:
-        return _refused("the request has options that do not fit")
+        return _refusal("the request has options that do not fit")
     attach(config, recorder=recorder, state=state, late=True)
     return {"state": "accepted", "step": state.steps_of_job()}
 
@@ -73,5 +73,5 @@ def _config(
     }
 
 
-def _refused(reason: str) -> dict[str, Any]:
+def _refusal(reason: str) -> dict[str, Any]:
     return {"state": "refused", "reason": reason}

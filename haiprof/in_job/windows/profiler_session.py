@@ -23,7 +23,7 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class What:
+class ProfilerOptions:
     """What is recorded of a step; the names of torch.profiler's own options."""
 
     stacks: bool = False
@@ -34,7 +34,7 @@ class What:
     sync: bool = False
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> What:
+    def from_config(cls, config: Mapping[str, Any]) -> ProfilerOptions:
         """From the boot config's `trace`."""
         return cls(**{name: bool(config.get(name)) for name in cls.__dataclass_fields__})
 
@@ -52,7 +52,9 @@ class Session:
         execution_trace: Where the execution trace of the same window goes; null for none.
     """
 
-    def __init__(self, what: What, guard: Guard, execution_trace: Path | None = None) -> None:
+    def __init__(
+        self, what: ProfilerOptions, guard: Guard, execution_trace: Path | None = None
+    ) -> None:
         import torch
 
         self.what = what
@@ -63,7 +65,7 @@ class Session:
         self._mark: Any = None
         self._started = False
         began = _now()
-        kineto = sys.modules["torch.profiler.profiler"] if _imported() else _import_profiler()
+        kineto = sys.modules["torch.profiler.profiler"] if _is_imported() else _import_profiler()
         self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
@@ -191,7 +193,7 @@ def distributed_info() -> dict[str, Any]:
     return {"rank": rank, "world_size": world, "backend": None}
 
 
-def _imported() -> bool:
+def _is_imported() -> bool:
     return "torch.profiler.profiler" in sys.modules
 
 
@@ -201,7 +203,7 @@ def _import_profiler() -> Any:
     return torch.profiler.profiler
 
 
-def _experimental(what: What) -> Any:
+def _experimental(what: ProfilerOptions) -> Any:
     """Options that not every torch has: each only where this one takes it."""
     from torch._C._profiler import _ExperimentalConfig
 

@@ -13,11 +13,11 @@ from typing import Any
 from haiprof.in_job.identity import torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
-from haiprof.in_job.windows.profiler_session import Session, What, distributed_info, fits
-from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, Wanted
+from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
+from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow
 from haiprof.in_job.windows.step_times import StepTimes
 from haiprof.in_job.windows.user_profilers import Guard, python_profiler
-from haiprof.in_job.windows.window_files import PutDown
+from haiprof.in_job.windows.window_files import WindowFiles
 from haiprof.run_format.clock import ClockAnchor
 
 SPARE_BYTES = 64_000_000
@@ -31,12 +31,12 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workshop:
+class WindowContext:
     """What every window needs."""
 
     recorder: Recorder
     guard: Guard
-    what: What
+    what: ProfilerOptions
     times: StepTimes
     ended: Callable[[int], bool]
     """Whether the step before this one has had its last optimizer step."""
@@ -77,18 +77,18 @@ class Workshop:
 class Recording:
     """One window under way: its profiler and its files."""
 
-    def __init__(self, shop: Workshop, *, execution_trace: bool) -> None:
-        what = shop.what
+    def __init__(self, context: WindowContext, *, execution_trace: bool) -> None:
+        what = context.what
         self.remark: str | None = None
         if what.stacks and python_profiler() is not None:
-            what = What(**{**what.as_json(), "stacks": False})
+            what = ProfilerOptions(**{**what.as_json(), "stacks": False})
             self.remark = "no Python stacks: the job's own profiler (sys.setprofile) uses them"
         self.what = what
-        self._shop = shop
-        self.files = PutDown(shop.recorder.run, ClockAnchor.now())
+        self._context = context
+        self.files = WindowFiles(context.recorder.run, ClockAnchor.now())
         self.with_et = execution_trace
         path = self.files.et_draft if execution_trace else None
-        self.session = Session(what, shop.guard, path)
+        self.session = Session(what, context.guard, path)
         self.session.prepare()
         self.setup_ns = self.session.setup_ns
         self.clock = self.files.clock
@@ -111,15 +111,15 @@ class Recording:
         elif not begins:
             self.session.unmark()
 
-    def stop(self, facts: Mapping[str, Any]) -> None:
-        """Ends the recording; `facts` go into the trace."""
+    def stop(self, details: Mapping[str, Any]) -> None:
+        """Ends the recording; `details` go into the trace."""
         self.end_ns = _now()
         self.stopped = True
         identity = torch_facts()
         clock = {"wall_ns": self.clock.wall_ns, "mono_ns": self.clock.mono_ns}
         shared = distributed_info()
         own = {
-            "run": self._shop.recorder.run.root.name,
+            "run": self._context.recorder.run.root.name,
             "rank": shared["rank"],
             "world_size": shared["world_size"],
             "host": socket.gethostname(),
@@ -127,15 +127,15 @@ class Recording:
             "gpu_uuid": identity["gpu_uuid"],
             "torch": identity["torch"],
             "clock": clock,
-            **facts,
+            **details,
         }
         self.session.stop({"distributedInfo": shared, "haiprof": own})
 
-    def save(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def save(self, details: Mapping[str, Any]) -> dict[str, Any]:
         """Writes trace and sidecar; the sidecar's content."""
         export_ns = self.session.save(self.files.raw_draft)
         content = {
-            "attempt": self._shop.recorder.attempt,
+            "attempt": self._context.recorder.attempt,
             "gpu_uuid": torch_facts()["gpu_uuid"],
             "start_mono_ns": self.clock.mono_ns,
             "end_mono_ns": self.end_ns,
@@ -146,7 +146,7 @@ class Recording:
             "start_ns": self.session.start_ns,
             "stop_ns": self.session.stop_ns,
             "export_ns": export_ns,
-            **facts,
+            **details,
         }
         with hold_size_signal():
             return self.files.finish(content, execution_trace=self.with_et)
@@ -172,9 +172,9 @@ class PlannedWindows:
     so that the first step of the window is like the others, and tells how large a step is.
     """
 
-    def __init__(self, plan: Plan, shop: Workshop) -> None:
+    def __init__(self, plan: Plan, context: WindowContext) -> None:
         self._plan = plan
-        self._shop = shop
+        self._context = context
         self._recording: Recording | None = None
         self._rehearsal: Recording | None = None
         self._step_bytes: int | None = None
@@ -208,7 +208,7 @@ class PlannedWindows:
             self._go_on(recording, number, begins)
         if not begins or (self._recording is not None and self._recording.started):
             return
-        times = self._shop.times
+        times = self._context.times
         wanted = self._plan.current(number=number, trained_ns=times.counter.trained_ns, times=times)
         if wanted is None:
             return
@@ -219,33 +219,33 @@ class PlannedWindows:
 
     def finish(self) -> None:
         """The job ends."""
-        recording, wanted = self._recording, self._wanted()
+        recording, wanted = self._recording, self._next_window()
         if self._rehearsal is not None:
             self._rehearsal.discard()
         if recording is not None and recording.started and wanted is not None:
-            until = self._shop.whole_until(recording, wanted.first)
+            until = self._context.whole_until(recording, wanted.first)
             whole = wanted.after_last is not None and until >= wanted.after_last
             self._end(recording, wanted, until, None if whole else ENDED)
         elif recording is not None:
             recording.discard()
             self._recording = None
         if not self.over:
-            self._refuse(self._wanted(), "the job ended before the window")
+            self._refuse(self._next_window(), "the job ended before the window")
 
     def give_up(self, reason: str) -> None:
         """No window comes any more; none runs."""
-        self._refuse(self._wanted(), reason)
+        self._refuse(self._next_window(), reason)
 
     def cut(self, reason: str) -> None:
         """Ends what runs, now."""
         if self._rehearsal is not None:
             rehearsal, self._rehearsal = self._rehearsal, None
             rehearsal.discard()
-        recording, wanted = self._recording, self._wanted()
+        recording, wanted = self._recording, self._next_window()
         if recording is None or wanted is None:
             return
         if recording.started:
-            self._end(recording, wanted, self._shop.whole_until(recording, wanted.first), reason)
+            self._end(recording, wanted, self._context.whole_until(recording, wanted.first), reason)
         else:
             self._recording = None
             recording.discard()
@@ -256,8 +256,8 @@ class PlannedWindows:
             if recording is not None:
                 recording.abandon()
         self._rehearsal = self._recording = None
-        wanted = self._wanted()
-        self._shop.note(wanted.window if wanted else 0, "failed", reason)
+        wanted = self._next_window()
+        self._context.note(wanted.window if wanted else 0, "failed", reason)
 
     def forget(self) -> None:
         """In a forked child."""
@@ -268,17 +268,17 @@ class PlannedWindows:
 
     # -- one window ----------------------------------------------------------------------------
 
-    def _wanted(self) -> Wanted | None:
-        return self._plan.current(number=0, trained_ns=None, times=self._shop.times)
+    def _next_window(self) -> PlannedWindow | None:
+        return self._plan.current(number=0, trained_ns=None, times=self._context.times)
 
-    def _approach(self, wanted: Wanted, number: int) -> None:
-        recorder = self._shop.recorder
+    def _approach(self, wanted: PlannedWindow, number: int) -> None:
+        recorder = self._context.recorder
         if recorder.is_child() and not recorder.armed:
             return  # a worker of a rank: it has not shown yet that it trains
         if number > wanted.first:
             self._refuse(wanted, f"step {wanted.first} was over before haiprof could start")
             return
-        refusal = self._shop.refusal()
+        refusal = self._context.refusal()
         if number < wanted.first:
             if refusal is None and self._recording is None:
                 self._prepare_ahead(wanted, number)
@@ -288,17 +288,17 @@ class PlannedWindows:
             self._refuse(wanted, refusal)
             return
         if self._recording is None:
-            self._recording = self._shop.recording(execution_trace=self._shop.execution_trace)
+            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
         began = {"type": "trace_begin", "time_ns": _now(), "window": wanted.window}
-        self._shop.recorder.lines.append(began)  # for the launcher, which watches the step times
+        self._context.recorder.lines.append(began)  # for the launcher, which watches the step times
         self._recording.start()
         self._recording.mark(number, True)
 
-    def _prepare_ahead(self, wanted: Wanted, number: int) -> None:
+    def _prepare_ahead(self, wanted: PlannedWindow, number: int) -> None:
         if number == wanted.first - 1:
-            self._recording = self._shop.recording(execution_trace=self._shop.execution_trace)
+            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
         elif number == wanted.first - 2 and self._step_bytes is None:
-            self._rehearsal = self._shop.recording(execution_trace=False)
+            self._rehearsal = self._context.recording(execution_trace=False)
             self._rehearsal.start()
 
     def _end_rehearsal(self) -> None:
@@ -312,36 +312,36 @@ class PlannedWindows:
         rehearsal.files.drop()
         self._stall_ns += rehearsal.setup_ns + rehearsal.session.start_ns + _now() - began
 
-    def _too_large(self, wanted: Wanted) -> str | None:
-        shop, step = self._shop, self._step_bytes or 0
-        if step > shop.limit_bytes:
-            return (
-                f"one step takes {step / 1e6:.0f} MB, the limit is {shop.limit_bytes / 1e6:.0f} MB"
-            )
+    def _too_large(self, wanted: PlannedWindow) -> str | None:
+        context, step = self._context, self._step_bytes or 0
+        if step > context.limit_bytes:
+            return f"one step takes {step / 1e6:.0f} MB, the limit is {context.limit_bytes / 1e6:.0f} MB"
         count = (wanted.after_last or wanted.first + 1) - wanted.first
-        needed = min(step * count, shop.limit_bytes) * (1 + FINISHED_SHARE) + SPARE_BYTES
-        folder = shop.recorder.run.root
+        needed = min(step * count, context.limit_bytes) * (1 + FINISHED_SHARE) + SPARE_BYTES
+        folder = context.recorder.run.root
         if not fits(folder, int(needed)):
             return f"the disk of {folder} has less than the {needed / 1e6:.0f} MB this may need"
         return None
 
     def _go_on(self, recording: Recording, number: int, begins: bool) -> None:
-        wanted = self._wanted()
+        wanted = self._next_window()
         if wanted is None:
             return
-        after = self._plan.ends_at(number, self._shop.times)
+        after = self._plan.ends_at(number, self._context.times)
         if after is not None and number >= after:
             self._end(recording, wanted, after, None)
             return
-        reason = self._grown(recording, wanted, number)
+        reason = self._why_too_large(recording, wanted, number)
         if reason is not None and number > wanted.first:
             self._end(recording, wanted, number, reason)
             return
         recording.mark(number, begins)
 
-    def _grown(self, recording: Recording, wanted: Wanted, number: int) -> str | None:
+    def _why_too_large(
+        self, recording: Recording, wanted: PlannedWindow, number: int
+    ) -> str | None:
         """Why the window must end here, if its trace would get too large."""
-        limit = self._shop.limit_bytes
+        limit = self._context.limit_bytes
         if self._step_bytes is not None:
             size = self._step_bytes * (number - wanted.first + 1)
         else:
@@ -351,9 +351,11 @@ class PlannedWindows:
             return None
         return f"the trace would exceed {limit / 1e6:.0f} MB (--trace-limit)"
 
-    def _end(self, recording: Recording, wanted: Wanted, after: int, cut: str | None) -> None:
+    def _end(
+        self, recording: Recording, wanted: PlannedWindow, after: int, cut: str | None
+    ) -> None:
         self._recording = None
-        facts = {
+        details = {
             "window": wanted.window,
             "reason": wanted.reason,
             "request": wanted.request,
@@ -361,34 +363,34 @@ class PlannedWindows:
             "cut": cut,
         }
         try:
-            recording.stop(facts)
-            content = recording.save(facts)
+            recording.stop(details)
+            content = recording.save(details)
         except Exception:
             recording.abandon()
             raise
         stall = self._stall_ns + sum(
             content[name] for name in ("setup_ns", "start_ns", "stop_ns", "export_ns")
         )
-        self._shop.note(
-            wanted.window, "recorded" if cut is None else "cut", cut, steps=facts["steps"],
+        self._context.note(
+            wanted.window, "recorded" if cut is None else "cut", cut, steps=details["steps"],
             stall_ns=stall, stem=recording.files.stem, raw_bytes=content["raw_bytes"],
             remark=recording.remark,
         )  # fmt: skip
         self._stall_ns = 0
         self._plan.advance()
 
-    def _refuse(self, wanted: Wanted | None, reason: str) -> None:
+    def _refuse(self, wanted: PlannedWindow | None, reason: str) -> None:
         if self._recording is not None:
             self._recording.discard()
             self._recording = None
         steps = None if wanted is None else [wanted.first, wanted.after_last]
-        self._shop.note(
+        self._context.note(
             self._plan.window, "refused", reason, steps=steps, stall_ns=self._stall_ns, stem=None
         )
         self._stall_ns = 0
         self._plan.advance()
 
     def _note_time(self) -> None:
-        last = self._shop.times.last
+        last = self._context.times.last
         if last is not None and last[2] and not self.holds_profiler:
-            self._shop.times.keep(last[1])
+            self._context.times.keep(last[1])

@@ -14,7 +14,7 @@ _SERIES_ALONE = (1, 4, 16)
 _MIX = 0x9E3779B1  # Knuth's multiplicative hash: the same places on every rank
 
 
-class Rolls:
+class RollingSchedule:
     """Series of windows: length and period of one are settled when it begins, by the first rank.
 
     Where in a period a window lies changes, so that no rhythm of the job hides.
@@ -35,7 +35,7 @@ class Rolls:
         self._kept = 0
 
     @property
-    def kept(self) -> int:
+    def window_count(self) -> int:
         """Windows that the ranks have kept: the number of the next one."""
         return self._kept
 
@@ -57,7 +57,7 @@ class Rolls:
                 return first
             self._place += 1
 
-    def passed(self) -> None:
+    def advance(self) -> None:
         """The window that came next is over, or nothing came of it."""
         self._place += 1
 

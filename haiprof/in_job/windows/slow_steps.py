@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from haiprof.in_job.identity import rank_and_world
-from haiprof.in_job.windows.requested_windows import ENDED, Recording, Workshop
-from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext
+from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.step_times import median
 
 COST_BUDGET = 0.05  # of the run's time: what the windows may cost altogether, unless said
@@ -28,11 +28,11 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldRecording:
     """A window in which this rank saw no slow step."""
 
     recording: Recording
-    facts: Mapping[str, Any]
+    details: Mapping[str, Any]
     until_ns: int
 
 
@@ -46,15 +46,17 @@ class KeepSlow:
 
     Args:
         config: `trace` of the boot config.
-        shop: What every window needs.
-        rolls: Where windows lie.
+        context: What every window needs.
+        schedule: Where windows lie.
     """
 
-    def __init__(self, config: Mapping[str, Any], shop: Workshop, rolls: Rolls) -> None:
-        self._shop = shop
-        self._rolls = rolls
+    def __init__(
+        self, config: Mapping[str, Any], context: WindowContext, schedule: RollingSchedule
+    ) -> None:
+        self._context = context
+        self._schedule = schedule
         self._budget = float(config.get("slow_cost") or COST_BUDGET)
-        self._held: _Held | None = None
+        self._held: _HeldRecording | None = None
         self._length = int(config.get("count") or 5)
         self._ratio = float(config.get("slow_ratio") or 1.5)
         self._wanted = int(config.get("repeat") or 1)
@@ -63,7 +65,7 @@ class KeepSlow:
         self._first = 0
         self._slow_step: int | None = None
         self._spent: deque[int] = deque()
-        self._profiled: deque[int] = deque(maxlen=shop.times.capacity)
+        self._profiled: deque[int] = deque(maxlen=context.times.capacity)
         self._costs: deque[int] = deque(maxlen=KEPT_COSTS)
         self._next: int | None = None
         self._plain_count = 0
@@ -81,7 +83,7 @@ class KeepSlow:
     @property
     def over(self) -> bool:
         """Whether as many as wanted were kept."""
-        return self._rolls.kept >= self._wanted and self._held is None
+        return self._schedule.window_count >= self._wanted and self._held is None
 
     @property
     def holds_profiler(self) -> bool:
@@ -99,7 +101,7 @@ class KeepSlow:
         recording = self._recording
         if recording is not None and recording.started:
             self._judge(profiled=True)
-            if number >= self._first + self._rolls.length or not begins:
+            if number >= self._first + self._schedule.length or not begins:
                 self._close(number, None)
             else:
                 recording.mark(number, begins)
@@ -124,7 +126,7 @@ class KeepSlow:
         """Ends what runs, now; it stays if it held a slow step."""
         recording = self._recording
         if recording is not None and recording.started:
-            self._close(self._shop.whole_until(recording, self._first), reason)
+            self._close(self._context.whole_until(recording, self._first), reason)
         elif recording is not None:
             self._recording = None
             recording.discard()
@@ -137,7 +139,7 @@ class KeepSlow:
         if self._held is not None:
             self._held.recording.files.drop()
             self._held = None
-        self._shop.note(self._rolls.kept, "failed", reason)
+        self._context.note(self._schedule.window_count, "failed", reason)
         self._note()
 
     def forget(self) -> None:
@@ -148,7 +150,7 @@ class KeepSlow:
 
     def _judge(self, *, profiled: bool) -> None:
         """Looks at the step that has just ended; those with other work than training are left."""
-        last = self._shop.times.last
+        last = self._context.times.last
         if last is None:
             return
         number, ns, pure = last
@@ -167,10 +169,10 @@ class KeepSlow:
                 self._profiled.append(ns)
         elif not slow or self._plain_count < SETTLED_STEPS:
             self._plain_count += 1
-            self._shop.times.keep(ns)
+            self._context.times.keep(ns)
 
     def _usual_ns(self, profiled: bool) -> int:
-        plain = self._shop.times.usual_ns if self._plain_count >= SETTLED_STEPS else 0
+        plain = self._context.times.usual_ns if self._plain_count >= SETTLED_STEPS else 0
         if not profiled:
             return plain
         if len(self._profiled) >= PROFILED_FOR_USUAL:
@@ -179,7 +181,7 @@ class KeepSlow:
 
     def _consider(self, number: int) -> None:
         """Prepares the next window one step ahead, and starts it."""
-        times = self._shop.times
+        times = self._context.times
         trained_ns = times.counter.trained_ns
         if self._plain_count < SETTLED_STEPS or trained_ns is None:
             return
@@ -187,16 +189,16 @@ class KeepSlow:
             return
         if self._next is None or number > self._next:
             if self._next is not None:
-                self._rolls.passed()  # refused
-            self._next = self._rolls.next_first(number, pace=self._pace, usual_ns=times.usual_ns)
+                self._schedule.advance()  # refused
+            self._next = self._schedule.next_first(number, pace=self._pace, usual_ns=times.usual_ns)
         if number < self._next - 1:
             return
-        self._refusal = self._shop.refusal()
+        self._refusal = self._context.refusal()
         if self._refusal is not None:
             return
         if self._recording is None:
             self._resident_bytes = _resident_bytes()
-            self._recording = self._shop.recording(execution_trace=self._shop.execution_trace)
+            self._recording = self._context.recording(execution_trace=self._context.execution_trace)
         if number == self._next:
             self._first, self._slow_step, self._spent = number, None, deque()
             self._recording.start()
@@ -206,7 +208,7 @@ class KeepSlow:
         """Steps in a window, and from the start of one to the start of the next."""
         period = self._length
         if self._costs:
-            usual = max(1, self._shop.times.usual_ns)
+            usual = max(1, self._context.times.usual_ns)
             period = max(period, round(median(self._costs) / (self._budget * usual)))
         return self._length, period
 
@@ -215,11 +217,11 @@ class KeepSlow:
         if recording is None:
             return
         slow, self._next, first = self._slow_step, None, self._first
-        self._rolls.passed()
+        self._schedule.advance()
         held, wanted = self._held, self._is_held_wanted()  # first: it is the earlier one
-        kept = slow is not None and not self.over and self._rolls.is_kept(first, slow=True)
-        facts = {
-            "window": self._rolls.kept,
+        kept = slow is not None and not self.over and self._schedule.is_kept(first, slow=True)
+        details = {
+            "window": self._schedule.window_count,
             "reason": "slow",
             "request": None,
             "steps": [first, number],
@@ -227,18 +229,18 @@ class KeepSlow:
             "cut": cut,
         }
         try:
-            recording.stop(facts)
+            recording.stop(details)
             self._account(recording)
             self._weigh()
             if held is not None:
                 self._put_away(held, wanted=wanted)
             if kept:
-                self._rolls.keep()
-                self._keep(recording, facts)
+                self._schedule.keep()
+                self._keep(recording, details)
             elif self._step_bytes is None:
                 self._measure(recording, number)
             elif rank_and_world()[1] > 1 and slow is None and not self.over:
-                self._held = _Held(recording, facts, _now() + HOLD_NS)
+                self._held = _HeldRecording(recording, details, _now() + HOLD_NS)
             else:
                 recording.files.drop()
         except Exception:
@@ -248,19 +250,19 @@ class KeepSlow:
     def _is_held_wanted(self) -> bool:
         """Whether another rank has kept the window that is held; it is held no longer."""
         held, self._held = self._held, None
-        if held is None or not self._rolls.is_kept(held.facts["steps"][0], slow=False):
+        if held is None or not self._schedule.is_kept(held.details["steps"][0], slow=False):
             return False
-        self._rolls.keep()
+        self._schedule.keep()
         return True
 
-    def _put_away(self, held: _Held, *, wanted: bool) -> None:
+    def _put_away(self, held: _HeldRecording, *, wanted: bool) -> None:
         if wanted:
-            self._keep(held.recording, held.facts)
+            self._keep(held.recording, held.details)
         else:
             held.recording.files.drop()
 
     def _account(self, recording: Recording) -> None:
-        session, usual = recording.session, self._shop.times.usual_ns
+        session, usual = recording.session, self._context.times.usual_ns
         longer = 0
         if self._spent:  # one step in which something else happened says nothing of the profiler
             longer = max(0, median(self._spent) - usual) * len(self._spent)
@@ -274,14 +276,14 @@ class KeepSlow:
         if before is not None and now is not None:
             self._memory_bytes = max(self._memory_bytes, now - before)
 
-    def _keep(self, recording: Recording, facts: Mapping[str, Any]) -> None:
-        content = recording.save(facts)
+    def _keep(self, recording: Recording, details: Mapping[str, Any]) -> None:
+        content = recording.save(details)
         self._totals["slow_kept"] += 1
         self._kept_bytes += content["raw_bytes"]
         stall = sum(content[name] for name in ("setup_ns", "start_ns", "stop_ns", "export_ns"))
-        self._shop.note(
-            facts["window"], "recorded" if facts["cut"] is None else "cut",
-            facts["cut"] or "slow", steps=facts["steps"], slow_step=facts["slow_step"],
+        self._context.note(
+            details["window"], "recorded" if details["cut"] is None else "cut",
+            details["cut"] or "slow", steps=details["steps"], slow_step=details["slow_step"],
             stall_ns=stall, stem=recording.files.stem, raw_bytes=content["raw_bytes"],
             remark=recording.remark,
         )  # fmt: skip
@@ -295,7 +297,7 @@ class KeepSlow:
         size = recording.files.raw_draft.stat().st_size
         recording.files.drop()
         self._step_bytes = max(1, size // max(1, number - self._first))
-        self._length = max(1, min(self._length, self._shop.limit_bytes // self._step_bytes))
+        self._length = max(1, min(self._length, self._context.limit_bytes // self._step_bytes))
         self._cost_ns += _now() - began
 
     def _note(self) -> None:
@@ -303,7 +305,7 @@ class KeepSlow:
         self._noted_ns = now = _now()
         elapsed = max(1, now - (self._begun_ns or now))
         steps = self._totals["steps"]
-        self._shop.recorder.lines.append(
+        self._context.recorder.lines.append(
             {
                 "type": "keep_slow",
                 "time_ns": now,
@@ -315,7 +317,7 @@ class KeepSlow:
                 "memory_bytes": self._memory_bytes or None,
                 "kept_bytes": self._kept_bytes,
                 "kept_limit": self._wanted,
-                "usual_ns": self._shop.times.usual_ns or None,
+                "usual_ns": self._context.times.usual_ns or None,
                 "refused": self._refusal,
             }
         )

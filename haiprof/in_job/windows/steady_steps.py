@@ -16,7 +16,7 @@ _NONE = -1  # no kind of a span
 End = Callable[[], Any]
 
 
-class Routine:
+class SteadySteps:
     """Stands in for the counter while each step has the spans of the step before, in order.
 
     Such a step moves the counter by the same amount each time, so that many of them are one

@@ -36,7 +36,7 @@ class Listener(Protocol):
         """A step has ended; the next one has this number, and begins now unless said otherwise."""
 
 
-class _Nobody:
+class _NoListener:
     """Has been told of these edges before."""
 
     def boundary(self, number: int, begins: bool) -> None:
@@ -164,7 +164,7 @@ class StepCounter:
             target: The optimizer's id.
             ended: Whether it is over.
         """
-        listener, self._listener = self._listener, _Nobody()
+        listener, self._listener = self._listener, _NoListener()
         try:
             if kind == DATA:
                 self._fetch_for_training()

@@ -25,7 +25,7 @@ _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PlannedWindow:
     """One window."""
 
     window: int
@@ -118,7 +118,7 @@ class Meeting:
         self._place = None if steps is None else int(steps[0]) - LEAD_STEPS
         self._ahead = 2 + (ahead_ns // pace_ns if pace_ns > 0 else STEPS_BEFORE)
 
-    def place(self, count: int) -> int:
+    def agree_on_count(self, count: int) -> int:
         """How often they will have stepped there; a rank that joined later than that is too late.
 
         Args:
@@ -151,15 +151,17 @@ class Plan:
         self._ahead_s = float(config.get("ahead_s") or AGREE_S)
         self._pace_ns = int(config.get("step_ns") or 0)
         self._count = count
-        self._wanted: Wanted | None = None
+        self._wanted: PlannedWindow | None = None
         if steps is not None:
             self._count = int(steps[1]) - int(steps[0])
-            self._wanted = Wanted(
+            self._wanted = PlannedWindow(
                 window=self.window, first=int(steps[0]), after_last=int(steps[1]),
                 reason=self._reason, request=self._request,
             )  # fmt: skip
         elif not self._warmup_ns and not self._time_ns and self._request is None:
-            self._wanted = Wanted(window=0, first=STEPS_BEFORE, after_last=STEPS_BEFORE + count)
+            self._wanted = PlannedWindow(
+                window=0, first=STEPS_BEFORE, after_last=STEPS_BEFORE + count
+            )
 
     @property
     def _reason(self) -> str:
@@ -170,7 +172,9 @@ class Plan:
         """Whether no window is left."""
         return self.window >= self._after_last_window
 
-    def current(self, *, number: int, trained_ns: int | None, times: UsualTime) -> Wanted | None:
+    def current(
+        self, *, number: int, trained_ns: int | None, times: UsualTime
+    ) -> PlannedWindow | None:
         """The window that comes next or runs; null before it is known and after the last.
 
         Args:
@@ -211,7 +215,7 @@ class Plan:
             return
         length = self._count if wanted.after_last is None else wanted.after_last - wanted.first
         first = wanted.first + (self._every or SPACING * length)
-        self._wanted = Wanted(
+        self._wanted = PlannedWindow(
             window=self.window, first=first, after_last=first + length, reason=self._reason,
             request=self._request,
         )  # fmt: skip
@@ -226,7 +230,7 @@ class Plan:
             first = self._agreement.settle(name, number + ahead)
         if first is None:
             return
-        self._wanted = Wanted(
+        self._wanted = PlannedWindow(
             window=self.window,
             first=first,
             after_last=None if self._time_ns else first + self._count,

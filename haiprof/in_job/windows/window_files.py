@@ -22,7 +22,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _HOST_LIMIT = 80
 
 
-class PutDown:
+class WindowFiles:
     """The files of one window: drafts until all of them are whole.
 
     Args:
@@ -54,7 +54,7 @@ class PutDown:
         """Where the execution trace observer writes."""
         return self._folder / f".{self._draft}.et.json"
 
-    def finish(self, facts: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
+    def finish(self, details: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
         """Gives the files their names and writes the sidecar; what that says.
 
         Raises:
@@ -76,7 +76,7 @@ class PutDown:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "event_count": None,
-            **facts,
+            **details,
             "raw_bytes": raw_bytes,
             "et_bytes": et_bytes,
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from haiprof.base.errors import HaiprofError, UsageError
-from haiprof.base.options import ENV_ACTIVE, enabled, safe_name
+from haiprof.base.options import ENV_ACTIVE, is_enabled, safe_name
 from haiprof.base.safe_files import create_file, make_named_folder
 from haiprof.launch.submit.node import haiprof_words, node_words, own_torchrun
 from haiprof.launch.submit.spec import JobSpec
@@ -65,7 +65,7 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
     run = log_dir / f"{safe_name(spec.name)}-{identity}"
     log = run.with_name(f"{run.name}.log")
     job = LocalJob(id=run.name, run=run, log=log, process=_start(spec, environ, log))
-    if enabled(environ):
+    if is_enabled(environ):
         _wait_for_start(job)
     return job
 

@@ -143,7 +143,7 @@ def trace_processes(
         if apart:
             roundup = _larger(roundup, found, spread_ns)
         progress(f"{_AGAIN[missed]}: again, at a multiple of {roundup}")
-    return _compressed(found, request, progress)
+    return _await_compression(found, request, progress)
 
 
 def _trace_once(
@@ -169,7 +169,7 @@ def _trace_once(
             _cancel(asked)
         if len(asked.waiting()) < len(processes):
             progress("completing the traces")
-        ends = [_ended(process, asked, request) for process in processes]
+        ends = [_as_ended(process, asked, request) for process in processes]
     heard = list(asked.delivered.values())
     spread_ns = max(heard) - min(heard) if heard else round(ASK_EVERY_S * _NS_PER_S)
     return KinetoTraces(
@@ -269,7 +269,7 @@ def _cancel(asked: _Asked) -> None:
             ask_agent(address, {"do": "cancel", "id": asked.id})
 
 
-def _ended(process: KinetoProcess, asked: _Asked, request: Request) -> ProcessTrace:
+def _as_ended(process: KinetoProcess, asked: _Asked, request: Request) -> ProcessTrace:
     silent = ProcessTrace(
         rank=process.rank, host=socket.gethostname(), pid=process.pid, state="silent"
     )
@@ -323,7 +323,7 @@ def _remove(found: KinetoTraces) -> None:
         remove_file(path, below=path.parent)
 
 
-def _compressed(
+def _await_compression(
     found: KinetoTraces, request: Request, progress: Callable[[str], None]
 ) -> KinetoTraces:
     """The same, once the run's launcher has compressed the traces; raw where it does not."""
@@ -333,10 +333,10 @@ def _compressed(
         progress("the traces are being compressed")
     while any(not path.exists() for path in waiting) and time.monotonic() < limit:
         time.sleep(_POLL_S)
-    return replace(found, processes=tuple(_located(each) for each in found.processes))
+    return replace(found, processes=tuple(_locate(each) for each in found.processes))
 
 
-def _located(each: ProcessTrace) -> ProcessTrace:
+def _locate(each: ProcessTrace) -> ProcessTrace:
     path = Path(each.path or "")
     stem = parse_stem(path.name)
     if each.path is None or path.exists() or stem is None:

@@ -60,7 +60,7 @@ def write_graph(path: Path, graph: GraphDrawing) -> None:
     """
     writers: dict[str, Callable[[GraphDrawing], str]] = {".graphml": graphml, ".dot": dot}
     writer = writers.get(path.suffix)
-    content = writer(graph).encode() if writer else _rendered(graph, path)
+    content = writer(graph).encode() if writer else _render(graph, path)
     try:
         with named_file(path) as file:
             file.write(content)
@@ -79,9 +79,9 @@ def dot(graph: GraphDrawing) -> str:
     ]
     lines += _legend()
     for row in graph.nodes.iter_rows(named=True):
-        label = "\\n".join(map(_quoted, _label(row)))
+        label = "\\n".join(map(_quote, _label(row)))
         lines.append(f'  n{row["node"]} [label="{label}", fillcolor="{_colour(row)}", '
-                     f'tooltip="{_quoted(row["name"])}"];')  # fmt: skip
+                     f'tooltip="{_quote(row["name"])}"];')  # fmt: skip
     for before, after, why in graph.edges.iter_rows():
         style = _LINES.get(why)
         lines.append(f"  n{before} -> n{after}" + (f" [{style}];" if style else ";"))
@@ -145,11 +145,11 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text).encode("utf-8", "replace").decode()
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return _plain(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _rendered(graph: GraphDrawing, path: Path) -> bytes:
+def _render(graph: GraphDrawing, path: Path) -> bytes:
     command = ["dot", f"-T{path.suffix[1:]}"]
     try:
         done = subprocess.run(

@@ -62,11 +62,11 @@ class PageApp:
             "/page.css": lambda _: Response(static_text("page.css"), mimetype="text/css"),
             "/page.js": lambda _: Response(page_js(), mimetype=_SCRIPT),
             "/plotly.js": lambda _: Response(plotly_js(), mimetype=_SCRIPT),
-            "/data.json": lambda _: Response(data_json(self._page.shown()), mimetype=_JSON),
+            "/data.json": lambda _: Response(data_json(self._page.current()), mimetype=_JSON),
             "/summary.json": lambda _: _json(self._page.status()),
-            "/verdict.json": lambda _: _json(as_document(self._page.shown().verdict)),
+            "/verdict.json": lambda _: _json(as_document(self._page.current().verdict)),
             "/comparison.json": lambda _: _json(self._comparison()),
-            "/overview.json": lambda _: _json(self._page.shown().summary.as_json()),
+            "/overview.json": lambda _: _json(self._page.current().summary.as_json()),
             "/ranks.json": lambda _: _json(self._page.analyzer().ranks().to_dicts()),
             "/steps.json": lambda request: _json(self._steps(request).to_dicts()),
             "/rank.json": self._rank,
@@ -82,13 +82,13 @@ class PageApp:
 
     def _answer(self, request: Request) -> Response:
         try:
-            return self._allowed(request) or self._route(request)(request)
+            return self._check_access(request) or self._route(request)(request)
         except HTTPException as error:
             return _text_response(str(error.description), error.code or 500)
         except HaiprofError as error:
             return _text_response(printable(str(error)), 503)
 
-    def _allowed(self, request: Request) -> Response | None:
+    def _check_access(self, request: Request) -> Response | None:
         """None if the request is allowed; the first visit is redirected without its token."""
         if not is_allowed(request.headers.get("Host", ""), self._access.hosts):
             raise Forbidden("unknown host")
@@ -120,7 +120,7 @@ class PageApp:
 
     def _comparison(self) -> Mapping[str, Any]:
         """As `haiprof compare --json`."""
-        compared = self._page.shown().comparison
+        compared = self._page.current().comparison
         if compared is None or compared.data is None:
             raise NotFound("not compared with another run: haiprof view RUN --baseline OTHER")
         return compared.data
@@ -137,12 +137,12 @@ class PageApp:
 
     def _rank(self, request: Request) -> Response:
         """`/rank.json?rank=3`: more of its steps than a page of many ranks has."""
-        return _json(step_data(self._steps(request), time_start_ns(self._page.shown().summary)))
+        return _json(step_data(self._steps(request), time_start_ns(self._page.current().summary)))
 
     def _perfetto(self, request: Request) -> Response:
         """`/perfetto?window=0&file=3`: a trace of the page's list, in Perfetto."""
         window, number = (request.args.get(name, -1, type=int) for name in ("window", "file"))
-        windows = self._page.shown().windows
+        windows = self._page.current().windows
         known = 0 <= window < len(windows) and 0 <= number < len(windows[window])
         if self._open_trace is None or not known:
             raise NotFound("no such trace")

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from haiprof.base.errors import MissingDataError
 from haiprof.diagnosis.compare.baseline import baseline_named
-from haiprof.diagnosis.compare.compared_run import side_of
+from haiprof.diagnosis.compare.compared_run import compared_run_of
 from haiprof.diagnosis.compare.comparison import Comparison, caveats, compare_runs
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.run_figures import comparison_picture
@@ -57,7 +57,7 @@ def comparison_section(
         RunFormatError: It cannot be read.
         UsageError: It is the same run.
     """
-    after = side_of(analyzer)
+    after = compared_run_of(analyzer)
     try:
         chosen = baseline_named(baseline, after)
     except MissingDataError as error:

@@ -61,12 +61,12 @@ def counter_data(counters: pl.DataFrame, start_ns: int) -> dict[str, Any]:
                 shown = {"title": panel.title, "unit": panel.unit, "top": panel.top}
                 panels.append({"row": row.title, **shown})
                 lines += found
-    return _packed(panels, lines)
+    return _pack(panels, lines)
 
 
-def _packed(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
+def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
     limit = max(_LEAST_POINTS, min(_MOST_POINTS, _POINT_LIMIT // max(1, len(lines))))
-    drawn = [_thinned(line, limit) for line in lines]
+    drawn = [_thin(line, limit) for line in lines]
     seconds = np.concatenate([np.empty(0), *(x for x, _ in drawn)])
     values = np.concatenate([np.empty(0), *(y for _, y in drawn)])
     axis = {"low": float(seconds.min()), "high": float(seconds.max())} if seconds.size else {}
@@ -90,7 +90,7 @@ def _by_panel(lines: list[_Line], drawn: list[Floats], values: Floats) -> dict[s
     return {**half_floats(values / each), "scales": scales}
 
 
-def _thinned(line: _Line, limit: int) -> tuple[Floats, Floats]:
+def _thin(line: _Line, limit: int) -> tuple[Floats, Floats]:
     kept = thin_points(line.values, limit=limit)
     x, y = with_gaps(kept, gap_starts(line.seconds), [line.seconds, line.values], line.seconds)
     return x, y

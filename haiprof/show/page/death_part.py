@@ -87,18 +87,18 @@ def _row(row: RankTimeline, death: Death) -> TimelineRow:
     begin, end = between
     scale = 100 / max(end - begin, NS_PER_S)
 
-    def place(time_ns: int) -> float:
+    def position(time_ns: int) -> float:
         return round(min(max((time_ns - begin) * scale, 0.0), 100.0), 2)
 
     fate = row.fate
     pieces: list[tuple[str, float, float]] = []
     for piece in row.stretches:
-        left = place(piece.begin_ns)
-        pieces.append((piece.phase, left, max(round(place(piece.end_ns) - left, 2), 0.1)))
+        left = position(piece.begin_ns)
+        pieces.append((piece.phase, left, max(round(position(piece.end_ns) - left, 2), 0.1)))
     return TimelineRow(
         name=f"rank {fate.rank}",
         stretches=tuple(pieces),
-        end=None if fate.ended_ns is None else place(fate.ended_ns),
+        end=None if fate.ended_ns is None else position(fate.ended_ns),
         role=fate.role,
         what=printable(fate.what),
     )

@@ -60,7 +60,7 @@ def json_for_script(content: object) -> str:
     return text.translate(_MARKUP)
 
 
-def squeezed(text: str) -> str:
+def squeeze(text: str) -> str:
     """Text as base64 of gzip; the same text gives the same result."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 

@@ -56,14 +56,14 @@ class CachedPage:
                 self._held = _Read(content=content, analyzer=analyzer, time_ns=now)
             return self._held.content
 
-    def shown(self) -> PageContent:
+    def current(self) -> PageContent:
         """What the page was made of, so that its figures agree with its text."""
         read = self._held
         return self.newest() if read is None else read.content
 
     def analyzer(self) -> RunFrames:
         """The frames behind `shown`."""
-        self.shown()
+        self.current()
         assert self._held is not None
         return self._held.analyzer
 

@@ -23,7 +23,7 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import PageContent, page_content
 from haiprof.show.page.death_part import MARKS
-from haiprof.show.page.packed_numbers import json_for_script, squeezed
+from haiprof.show.page.packed_numbers import json_for_script, squeeze
 from haiprof.show.page.run_sections import file_size
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 
@@ -95,7 +95,7 @@ def report_html(
         only: Ids of the sections to show; None shows all.
         rank: Which rank is shown first; None takes the lowest.
     """
-    return _rendered(content, only=only, rank=rank, **_inside(content.data, with_plotly=True))
+    return _render(content, only=only, rank=rank, **_inside(content.data, with_plotly=True))
 
 
 def lines_html(flames: RunFlames, header: RunHeader) -> str:
@@ -149,16 +149,16 @@ def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
 
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
     """What a page holds that has no server: its style, its scripts and its numbers."""
-    script, numbers = page_js(), squeezed(json_for_script(data))
+    script, numbers = page_js(), squeeze(json_for_script(data))
     hashes = [script, plotly_js()] if with_plotly else [script]
     packed = _squeezed_plotly() if with_plotly else ""
     return {
         "live": False,
         "policy": _POLICY.format(" ".join(f"'sha256-{_sha256(text)}'" for text in hashes)),
-        "style": _unescaped(static_text("page.css")),
-        "script": _unescaped(script),
-        "plotly": _unescaped(packed),
-        "data": _unescaped(numbers),
+        "style": _mark_as_safe(static_text("page.css")),
+        "script": _mark_as_safe(script),
+        "plotly": _mark_as_safe(packed),
+        "data": _mark_as_safe(numbers),
         "size": bytes_text(len(packed) + len(numbers)),
     }
 
@@ -170,7 +170,7 @@ def served_html(content: PageContent, link: Link) -> str:
         content: The run.
         link: Address at which a trace opens in Perfetto; empty for none.
     """
-    return _rendered(content, live=True, link=link)
+    return _render(content, live=True, link=link)
 
 
 def data_json(content: PageContent) -> str:
@@ -198,10 +198,10 @@ def plotly_js() -> str:
 
 @cache
 def _squeezed_plotly() -> str:
-    return squeezed(plotly_js())
+    return squeeze(plotly_js())
 
 
-def _rendered(
+def _render(
     content: PageContent,
     *,
     link: Link = lambda _: "",
@@ -225,7 +225,7 @@ def _rendered(
         sections=sections,
         shown={name for name, _ in sections},
         split=list(_split(verdict)),
-        abstained=_abstained(verdict),
+        abstained=_abstentions(verdict),
         cost=cost_text(verdict.cost),
         marks=MARKS,
         parts=[name for name, ms in known["typical_ms"].items() if ms is not None] if known else [],
@@ -243,7 +243,7 @@ def _template(name: str) -> Template:
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
-        finalize=_seen,
+        finalize=_escape_value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -260,7 +260,7 @@ def _template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _seen(value: object) -> object:
+def _escape_value(value: object) -> object:
     """Escapes a value for the page; its own files are marked as such and stay unchanged."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return visible(str(value), keep=SPACES) if is_text else value
@@ -271,7 +271,7 @@ def _unbroken(line: str) -> str:
     return _UNIT.sub("\N{NO-BREAK SPACE}", line)
 
 
-def _unescaped(own: str) -> str:
+def _mark_as_safe(own: str) -> str:
     """Text of haiprof's own files and base64, which stand in the page as they are."""
     from markupsafe import Markup
 
@@ -306,7 +306,7 @@ def _split(verdict: Verdict) -> Iterator[_Part]:
         yield _Part(phase=phase, ns=ns, share=text.share_text(ns, whole))
 
 
-def _abstained(verdict: Verdict) -> list[tuple[str, str]]:
+def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
     """(rules, why), the rules that abstain for one reason together."""
     rules: dict[str, list[str]] = {}
     for rule, why in verdict.abstained:

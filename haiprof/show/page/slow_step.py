@@ -55,7 +55,7 @@ def slow_step_part(analyzer: RunFrames, counted: pl.DataFrame) -> SlowStepPart |
     slowest = counted.sort(order, descending=[True, False, False]).row(0, named=True)
     same = (pl.col("step") == slowest["step"]) & (pl.col("attempt") == slowest["attempt"])
     of_all = counted.filter(same).sort("rank")
-    shown = _shown(of_all)
+    shown = _select_ranks(of_all)
     spans = analyzer.phases(shown["rank"].to_list()).filter(same)
     apart = analyzer.ranks()["host"].n_unique() > 1
     usual = number(counted.filter(pl.col("rank") == slowest["rank"])["step_ns"].median()) or 1.0
@@ -72,7 +72,7 @@ def slow_step_part(analyzer: RunFrames, counted: pl.DataFrame) -> SlowStepPart |
     )
 
 
-def _shown(steps: pl.DataFrame) -> pl.DataFrame:
+def _select_ranks(steps: pl.DataFrame) -> pl.DataFrame:
     """All ranks, or the slowest and the fastest of many."""
     if len(steps) <= _RANK_LIMIT:
         return steps
@@ -102,7 +102,7 @@ def _lanes(
         begin = 100 * (row["start_ns"] - begins[rank]) / span_ns
         lanes.append(
             SlowLane(
-                name=f"rank {rank}", what=_what(row), begin=round(begin, 3),
+                name=f"rank {rank}", what=_phases_text(row), begin=round(begin, 3),
                 length=round(100 * (ends[rank] - row["start_ns"]) / span_ns, 3), stretches=drawn,
             )
         )  # fmt: skip
@@ -127,7 +127,7 @@ def _stretches(
     )
 
 
-def _what(step: dict[str, int | None]) -> str:
+def _phases_text(step: dict[str, int | None]) -> str:
     """`dataloader 1.2 ms, forward 3.4 ms`."""
     times = [(phase, step[f"{phase}_host_ns"]) for phase in PHASES]
     return ", ".join(f"{phase} {duration_text(ns)}" for phase, ns in times if ns)

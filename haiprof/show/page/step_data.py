@@ -66,7 +66,7 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
     ordered = steps.select("rank", *columns).sort("rank", "start_ns")
     tables = [
-        _thinned(own.drop("rank").cast(pl.Float64).fill_null(np.nan).to_numpy(), start_ns, limit)
+        _thin(own.drop("rank").cast(pl.Float64).fill_null(np.nan).to_numpy(), start_ns, limit)
         for own in ordered.partition_by("rank", maintain_order=True)
     ]
     whole = np.concatenate(tables, axis=1) if tables else np.empty((2 + len(PHASES), 0))
@@ -79,7 +79,7 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     }
 
 
-def _thinned(table: Floats, start_ns: int, limit: int) -> Floats:
+def _thin(table: Floats, start_ns: int, limit: int) -> Floats:
     """[time, step, phases ...] by point."""
     seconds, step_ns = (table[:, 0] - start_ns) / NS_PER_S, table[:, 1]
     ends = seconds + step_ns / NS_PER_S

@@ -97,10 +97,10 @@ def _functions(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[FunctionS
     except (HaiprofError, OSError) as error:
         missing.append(("functions", str(error)))
         return ()
-    return tuple(_parts(found))
+    return tuple(_sections(found))
 
 
-def _parts(found: FunctionReports) -> Iterator[FunctionSection]:
+def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
     for report in found.reports:
         share = report.facts["bottleneck"]["median"]
         of = "" if share is None else f": {ratio_text(share)} of the time"

@@ -29,7 +29,7 @@ def trace_to_show(
     """
     if source.is_file():
         return source
-    merged = None if rank is not None or window is not None else _merged(run, source)
+    merged = None if rank is not None or window is not None else _find_merged(run, source)
     if merged is not None:
         return merged
     found = files_by_window(source)
@@ -48,7 +48,7 @@ def trace_to_show(
     raise MissingDataError(f"{source}: no trace of rank {rank}: there are {ranks}")
 
 
-def _merged(run: RunPaths | None, source: Path) -> Path | None:
+def _find_merged(run: RunPaths | None, source: Path) -> Path | None:
     """The newest file that `haiprof merge` wrote by its own name."""
     folders = [source] if run is None else [run.root, run.root / "traces"]
     found = [path for folder in folders for path in folder.glob(_MERGED) if path.is_file()]

@@ -25,12 +25,12 @@ def headline(found: Comparison) -> str:
     change = found.change
     if found.state == "undecided":
         known = f" ({_interval(change)})" if change.low_ratio is not None else ""
-        measured = f"; measured: {_signed(change.ratio - 1)}{known}" if change.ratio > 0 else ""
+        measured = f"; measured: {_sign_text(change.ratio - 1)}{known}" if change.ratio > 0 else ""
         return f"cannot be judged: {found.undecided}{measured}"
     low, high = change.low_ratio or change.ratio, change.high_ratio or change.ratio
     if found.state == "same":
-        interval = f"{_signed(low - 1)} to {_signed(high - 1)}"
-        return f"no difference found: {_signed(change.ratio - 1)} ({interval})"
+        interval = f"{_sign_text(low - 1)} to {_sign_text(high - 1)}"
+        return f"no difference found: {_sign_text(change.ratio - 1)} ({interval})"
     ends = sorted(abs(ratio - 1) * 100 for ratio in (low, high))
     text = f"{abs(change.ratio - 1) * 100:.1f} % {found.state} ({ends[0]:.1f} to {ends[1]:.1f} %)"
     return text + _cause(found)
@@ -43,10 +43,10 @@ def _cause(found: Comparison) -> str:
         return ""
     if (grown[0].share_ratio or 0.0) >= _MAIN_RATIO or len(grown) == 1:
         grown = grown[:1]
-    return f", {' and '.join(_makes(part) for part in grown)} of it{_place(found)}"
+    return f", {' and '.join(_makes(part) for part in grown)} of it{_main_line(found)}"
 
 
-def _place(found: Comparison) -> str:
+def _main_line(found: Comparison) -> str:
     """The line that makes most of the difference, where one does."""
     difference_ns = found.change.difference_ns
     for one in found.lines[:1]:
@@ -144,7 +144,7 @@ def rank_table(found: Comparison) -> PageTable:
     rows = [
         (
             str(one.rank), duration_text(one.change.before_ns), duration_text(one.change.after_ns),
-            _signed(one.change.ratio - 1), _interval(one.change),
+            _sign_text(one.change.ratio - 1), _interval(one.change),
         )
         for one in moved
     ]  # fmt: skip
@@ -202,10 +202,10 @@ def _share(part: Part) -> str:
 def _interval(change: Change) -> str:
     if change.low_ratio is None or change.high_ratio is None:
         return MISSING
-    return f"{_signed(change.low_ratio - 1)} to {_signed(change.high_ratio - 1)}"
+    return f"{_sign_text(change.low_ratio - 1)} to {_sign_text(change.high_ratio - 1)}"
 
 
-def _signed(ratio: float) -> str:
+def _sign_text(ratio: float) -> str:
     return f"{ratio * 100:+.1f} %"
 
 

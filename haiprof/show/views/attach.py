@@ -37,7 +37,7 @@ def attach_view(
     if verdict is not None:
         parts.append(verdict_card(verdict, header, width=width))
     else:
-        parts += _sampled(done.seen, analyzer)
+        parts += _sampling_lines(done.seen, analyzer)
     if done.trace is not None:
         parts.append(trace_now_view(done.trace))
     parts += [
@@ -48,7 +48,7 @@ def attach_view(
     return Group(*parts, one_line(f"{where} {done.run}"))
 
 
-def _sampled(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Iterator[RenderableType]:
+def _sampling_lines(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Iterator[RenderableType]:
     cores = _main_cores(analyzer)
     for each in seen:
         if each.problem is not None:

@@ -63,10 +63,10 @@ def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
 def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
     """One section per sampler, one row per read; equal reads of several entities share a row."""
     here = [c for c in counters if c.status == "available"]
-    for source, states in _grouped(here, lambda c: c.source).items():
+    for source, states in _group(here, lambda c: c.source).items():
         table = _value_table()
-        reads = _grouped(states, lambda c: (c.entity, c.origin))
-        alike = _grouped(reads.values(), lambda read: tuple(c.metric for c in read))
+        reads = _group(states, lambda c: (c.entity, c.origin))
+        alike = _group(reads.values(), lambda read: tuple(c.metric for c in read))
         for same in alike.values():
             first, *others = same
             more = f" and {len(others)} more" if others else ""
@@ -75,20 +75,20 @@ def _available(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
                 Text(first[0].origin + more, style="dim"),
                 duration_text(first[0].read_ns),
             )
-        yield section(_titled(source, states), table)
+        yield section(_title(source, states), table)
 
 
-def _titled(source: str, states: Sequence[CounterState]) -> str:
+def _title(source: str, states: Sequence[CounterState]) -> str:
     """A source with its entities: `gpu: gpu 0, gpu 1`."""
     entities = _entities(states)
     return f"{source}: {entities}" if entities else source
 
 
 def _entities(states: Sequence[CounterState]) -> str:
-    return _listed([c.entity for c in states if c.entity])
+    return _join_names([c.entity for c in states if c.entity])
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     """Each once, the first few by name."""
     every = list(dict.fromkeys(names))
     more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
@@ -140,7 +140,7 @@ def _missing(counters: Sequence[CounterState]) -> Iterable[RenderableType]:
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
     sizes = {source: len(_metrics(states)) for source, states in _by_source(counters).items()}
-    for states in _grouped(gone, lambda c: (c.status, _cause(c), c.remedy)).values():
+    for states in _group(gone, lambda c: (c.status, _cause(c), c.remedy)).values():
         first = states[0]
         table.add_row(
             Text(first.status, style=_STYLES[first.status]),
@@ -181,7 +181,7 @@ def _names(states: Sequence[CounterState], sizes: Mapping[str, int]) -> Text:
         if len(metrics) == sizes[source] > 1:
             words.append(f"{source} ({count_text(len(metrics), 'counter')})")
             continue
-        words.append(f"{source}: {_listed(map(short_name, metrics))}")
+        words.append(f"{source}: {_join_names(map(short_name, metrics))}")
     entities = _entities(states)
     words += [f"of {entities}"] if entities else []
     return Text("\n".join(words))
@@ -204,7 +204,7 @@ def _every_counter(counters: Sequence[CounterState]) -> RenderableType:
 
 
 def _tools(tools: Sequence[Tool]) -> Iterable[RenderableType]:
-    for kind, of_kind in _grouped(tools, lambda tool: tool.kind).items():
+    for kind, of_kind in _group(tools, lambda tool: tool.kind).items():
         table = Table.grid(padding=(0, 2, 0, 0))
         for tool in of_kind:
             if tool.path:
@@ -243,14 +243,14 @@ def now_text(value: float, unit: str) -> str:
 
 
 def _by_source(states: Iterable[CounterState]) -> dict[str, list[CounterState]]:
-    return _grouped(states, lambda c: c.source)
+    return _group(states, lambda c: c.source)
 
 
 def _metrics(states: Iterable[CounterState]) -> list[str]:
     return list(dict.fromkeys(c.metric for c in states))
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+def _group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Items by key, both in order of appearance."""
     groups: dict[K, list[T]] = {}
     for item in items:

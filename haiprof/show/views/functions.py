@@ -123,7 +123,7 @@ def shown_tables(report: FunctionReport) -> Iterator[tuple[str, pl.DataFrame, Co
         if not table.is_empty():
             shown = [(column, head) for column, head in columns if _has_values(table, column)]
             if any(column not in ("rank", "name") for column, _ in shown):
-                yield name, _named(table, report.kind), shown
+                yield name, _shorten_names(table, report.kind), shown
 
 
 def _nothing(report: FunctionReport) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _has_values(table: pl.DataFrame, column: str) -> bool:
     return table[column].null_count() < len(table) or column in ("rank", "name")
 
 
-def _named(table: pl.DataFrame, kind: str) -> pl.DataFrame:
+def _shorten_names(table: pl.DataFrame, kind: str) -> pl.DataFrame:
     """Shortens names to a line: kernels without arguments, the end of stacks."""
     if "name" not in table.columns:
         return table

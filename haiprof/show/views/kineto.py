@@ -18,10 +18,10 @@ MOST_FILES = 8
 
 def kineto_view(found: KinetoTraces) -> RenderableType:
     """The whole view."""
-    return Group(*_done(found), *_failed(found))
+    return Group(*_result_lines(found), *_failure_lines(found))
 
 
-def _done(found: KinetoTraces) -> Iterator[RenderableType]:
+def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
     for each in found.done:
         yield Text(f"traced {_steps(each)} of {_name(each)}", style="bold")
     paths = [Path(each.path) for each in found.done if each.path]
@@ -48,7 +48,7 @@ def _name(each: ProcessTrace) -> str:
     return f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
 
 
-def _failed(found: KinetoTraces) -> Iterator[RenderableType]:
+def _failure_lines(found: KinetoTraces) -> Iterator[RenderableType]:
     for each in found.processes:
         if each.state != "done":
             reason = printable(each.reason or "no reason given")

@@ -110,7 +110,7 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
     for key, own in timeline.group_by(_DEVICE, maintain_order=True):
         span = int(own["ts_ns"][-1]) - int(own["ts_ns"][0])
         title = f"{_device(key)}, {duration_text(span)}"
-        for column in _known(own):
+        for column in _known_values(own):
             values = _buckets(own, column)
             top = max(value for value in values if value is not None)
             table.add_row(
@@ -123,7 +123,7 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
     return table
 
 
-def _known(own: pl.DataFrame) -> Iterator[str]:
+def _known_values(own: pl.DataFrame) -> Iterator[str]:
     """The values of a device: totals if they were recorded, else the change since the start."""
     totals = [c for c in ("allocated_bytes", "reserved_bytes") if own[c].count()]
     yield from totals or ["since_start_bytes"]

@@ -45,18 +45,20 @@ def _headline(snapshot: Snapshot) -> str:
         return "The job is suspended: all its ranks are stopped by a signal (kill -CONT)"
     certain = [s.rank for s in snapshot.suspects if s.certain]
     if certain:
-        return f"{_named(certain)} {'holds' if len(certain) == 1 else 'hold'} the job up"
+        return f"{_names_text(certain)} {'holds' if len(certain) == 1 else 'hold'} the job up"
     if snapshot.moves:
         return "The job moves: collectives went on between two looks"
     odd = [s.rank for s in snapshot.suspects]
     if odd:
-        return f"{_named(odd)} {'does' if len(odd) == 1 else 'do'} something else than the rest"
+        return (
+            f"{_names_text(odd)} {'does' if len(odd) == 1 else 'do'} something else than the rest"
+        )
     if snapshot.moves is None:
         return "No collectives to compare; all ranks do the same or none could be compared"
     return "Nothing moves, and no rank differs from the others: all wait for something else"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _names_text(ranks: Sequence[int]) -> str:
     text = ranks_text(ranks)
     return text[:1].upper() + text[1:]
 

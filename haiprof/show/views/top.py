@@ -110,7 +110,7 @@ def _jobs(jobs: Sequence[JobNow], selection: Selection, height: int, colored: bo
     table = _table("job", "ranks", "step", "each", "split", "cores", "gpu", "last steps")
     names = table.columns[0]
     names.no_wrap, names.overflow, names.min_width = False, "fold", _JOB  # numbers stay whole
-    for at in _shown(len(jobs), selection.job, (height - 4) // _JOB_LINES):
+    for at in _visible_range(len(jobs), selection.job, (height - 4) // _JOB_LINES):
         job = jobs[at]
         table.add_row(
             printable(job.id),
@@ -172,7 +172,7 @@ def _ranks(job: JobNow, selection: Selection, height: int, colored: bool) -> Ren
         return Text("no rank has reported in yet: it does so at its first training step")
     hosts = ["host"] if len({rank.host for rank in job.ranks}) > 1 else []
     table = _table("rank", *hosts, "step", "each", "split", "cores", "gpu", "last steps")
-    for at in _shown(len(job.ranks), selection.rank, height - _HEAD_LINES):
+    for at in _visible_range(len(job.ranks), selection.rank, height - _HEAD_LINES):
         rank = job.ranks[at]
         table.add_row(
             str(rank.rank),
@@ -228,7 +228,7 @@ def _table(*names: str) -> Table:
     return plain_table(*names, left=("job", "host", "split", "last steps"))
 
 
-def _shown(count: int, chosen: int, room: int) -> range:
+def _visible_range(count: int, chosen: int, room: int) -> range:
     """The part of a long list that fits, with the selected line."""
     room = max(room, 3)
     start = min(max(chosen - room // 2, 0), max(count - room, 0))

@@ -19,10 +19,10 @@ MOST_FILES = 8
 def trace_now_view(found: TraceNow) -> RenderableType:
     """The whole view."""
     notes = (Text(printable(note), style="yellow") for note in found.notes)
-    return Group(*_done(found), *_failed(found), *notes)
+    return Group(*_result_lines(found), *_failure_lines(found), *notes)
 
 
-def _done(found: TraceNow) -> Iterator[RenderableType]:
+def _result_lines(found: TraceNow) -> Iterator[RenderableType]:
     by_steps: dict[tuple[int, int] | None, list[int]] = {}
     for rank in found.done:
         by_steps.setdefault(rank.steps, []).append(rank.rank)
@@ -47,7 +47,7 @@ def _done(found: TraceNow) -> Iterator[RenderableType]:
         yield Text(f"the ranks {words} the same steps", style="yellow")
 
 
-def _failed(found: TraceNow) -> Iterator[RenderableType]:
+def _failure_lines(found: TraceNow) -> Iterator[RenderableType]:
     by_reason: dict[str, list[int]] = {}
     for rank in failures(found):
         by_reason.setdefault(f"{rank.state}: {rank.reason or 'no reason given'}", []).append(

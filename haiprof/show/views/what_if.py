@@ -111,7 +111,7 @@ def what_if_view(answers: WhatIfAnswers) -> RenderableType:
     common, explained = answers.common, answers.explained_step_ns
     off = explained / common["measured_step_ns"] - 1
     first = f"step {duration_text(common['measured_step_ns'])} measured, "
-    first += f"{duration_text(explained)} replayed from its dependencies ({_signed(off)})"
+    first += f"{duration_text(explained)} replayed from its dependencies ({_sign_text(off)})"
     title = "What would help most" if answers.ranked else "Predictions"
     rows = answers.predictions.with_columns(pl.col("saved_ratio").clip(0.0), name=pl.col("change"))
     return Group(
@@ -168,7 +168,7 @@ def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
     measured, replayed = row["measured_step_ns"], row["reproduced_step_ns"]
     yield Text(
         f"{job.path.name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
-        f"replayed ({_signed(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} without "
+        f"replayed ({_sign_text(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} without "
         "stragglers",
         style="bold",
     )
@@ -221,7 +221,7 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
         yield f"{change}: it met nothing in these steps"
 
 
-def _signed(ratio: float) -> str:
+def _sign_text(ratio: float) -> str:
     text = f"{ratio * 100:+.1f} %"
     return "0.0 %" if text[1:] == "0.0 %" else text
 

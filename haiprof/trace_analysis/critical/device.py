@@ -121,7 +121,7 @@ def causes(trace: Trace, host: HostEvents, gpu: DeviceEvents) -> Causes:
                                       > USUAL_DELAY_NS)  # fmt: skip
     why[unknown], row[unknown] = HOST, -1
     best[unknown] = gpu.starts[unknown]
-    inferred_row = _inferred(trace, host, gpu, best, why)
+    inferred_row = _infer_waits(trace, host, gpu, best, why)
     some = inferred_row >= 0
     why[some], row[some], best[some] = INFERRED, inferred_row[some], gpu.ends[inferred_row[some]]
     known = row >= 0
@@ -218,7 +218,7 @@ def launch_order(gpu: DeviceEvents, rows: Ints) -> Ints:
     return rows[np.lexsort((rows, gpu.launched[rows]))]
 
 
-def _inferred(trace: Trace, host: HostEvents, gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
+def _infer_waits(trace: Trace, host: HostEvents, gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     """Another stream's event that ended just before a waiting one began.
 
     Assumed where the launching thread called cudaStreamWaitEvent since the stream's last launch

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered, union
+from haiprof.base.intervals import Intervals, covered_lengths, union
 from haiprof.trace_analysis.call_tree import CallTree
 from haiprof.trace_analysis.classify import MEMORY
 from haiprof.trace_analysis.critical.device import NEVER, USUAL_DELAY_NS, DeviceEvents, launch_order
@@ -293,7 +293,7 @@ def _resumed_threads(tree: CallTree, held: Intervals, number: int, main: int) ->
     starts = tree.starts[top]
     reach = np.maximum.accumulate(tree.ends[top])
     resumed = np.append(True, starts[1:] - reach[:-1] > LONG_GAP_NS)[: len(starts)]
-    resumed &= covered(held, starts, starts + 1) == 0  # the forward thread is known to wait
+    resumed &= covered_lengths(held, starts, starts + 1) == 0  # the forward thread is known to wait
     of, (time, cause, row, thread, call, known) = _hand_over(
         number, starts[resumed], starts[resumed], main
     )

@@ -67,7 +67,7 @@ class _Walk:
         self.jumps += 1
         self.assumed += assumed
 
-    def finished(self) -> Stretches:
+    def finish(self) -> Stretches:
         """In order of time, cut to the window, without empty ones."""
         parts = [np.concatenate(column) for column in zip(*reversed(self.chunks), strict=True)]
         kind, where, starts, ends = parts
@@ -122,7 +122,7 @@ def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stre
             thread, row, now = _along_stream(graph, runs, walk, used, row, now)
         else:
             thread, row, now = _along_thread(graph, walk, used, thread, now)
-    return walk.finished()
+    return walk.finish()
 
 
 def _runs(graph: Graph) -> _Runs:

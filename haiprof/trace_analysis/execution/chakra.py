@@ -24,7 +24,7 @@ from haiprof.trace_format.chakra.messages import (
     io_info,
     node,
 )
-from haiprof.trace_format.chakra.wire import delimited
+from haiprof.trace_format.chakra.wire import delimit
 
 _COMMUNICATION = (COMM_COLL, COMM_SEND, COMM_RECV)
 
@@ -96,9 +96,9 @@ def write_chakra(path: Path, graph: ChakraGraph) -> None:
     """
     try:
         with whole_file(path, below=path.parent) as file:
-            file.write(delimited(_metadata(graph)))
+            file.write(delimit(_metadata(graph)))
             for message in _messages(graph):
-                file.write(delimited(message))
+                file.write(delimit(message))
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None
 

@@ -50,7 +50,7 @@ def draw_graph(
     places = _CallLevels(nodes)
     deepest = int(places.depth.max(initial=0)) + 1
     levels = min(depth, deepest) if depth else places.deepest(max_nodes, deepest)
-    shown = places.shown(levels)
+    shown = places.representatives(levels)
     representative = nodes["node"].to_numpy()[shown] if len(nodes) else shown
     table = _fold(nodes, representative)
     if len(table) > max_nodes:
@@ -81,7 +81,7 @@ class _CallLevels:
             self.depth += above >= 0
             above = np.where(above >= 0, self.parent[above], -1)
 
-    def shown(self, levels: int) -> Ints:
+    def representatives(self, levels: int) -> Ints:
         """Row of each node's representative: itself, or its innermost caller that is shown."""
         found = np.arange(len(self.parent))
         while True:

@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered, total
+from haiprof.base.intervals import Intervals, covered_lengths, total
 from haiprof.run_analysis.records import median
 from haiprof.trace_analysis.classify import COMPUTATION, with_kind
 from haiprof.trace_analysis.launches import launch_statistics, with_call
@@ -80,7 +80,7 @@ def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
         trace: One rank's.
         window: GPU events and calls that begin in it count.
     """
-    gpu = with_kind(_begun(gpu_events(trace, None), window))
+    gpu = with_kind(_events_begun_in(gpu_events(trace, None), window))
     sites = call_sites(trace)
     called = with_call(gpu, trace.runtime)
     compute = called.filter(pl.col("kind") == COMPUTATION)
@@ -89,7 +89,7 @@ def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
     whole = Intervals(np.array([window.start]), np.array([window.end]))
     idle = None
     if len(trace.gpu):
-        idle = 1 - covered(busy, whole.starts, whole.ends).sum() / total(whole)
+        idle = 1 - covered_lengths(busy, whole.starts, whole.ends).sum() / total(whole)
     return Evidence(
         gpu_idle_ratio=idle,
         kernel_count=len(compute),
@@ -108,7 +108,7 @@ def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
 
 def _operators(trace: Trace, window: PatternWindow) -> Operators:
     thread = ("pid", "tid")
-    ops = _begun(trace.ops, window).sort(*thread, "ts_ns", maintain_order=True)
+    ops = _events_begun_in(trace.ops, window).sort(*thread, "ts_ns", maintain_order=True)
     end = pl.col("ts_ns") + pl.col("dur_ns")
     timed = ops.select(
         "ts_ns",
@@ -122,7 +122,9 @@ def _operators(trace: Trace, window: PatternWindow) -> Operators:
     own = timed.filter(pl.col("following").is_null() | (pl.col("following") >= end))
     busy = union_of(pl.concat([small, between]).sort("ts_ns"))
     whole = Intervals(np.array([window.start]), np.array([window.end]))
-    inside = float(covered(busy, whole.starts, whole.ends).sum()) if len(busy.starts) else 0.0
+    inside = (
+        float(covered_lengths(busy, whole.starts, whole.ends).sum()) if len(busy.starts) else 0.0
+    )
     return Operators(
         count=len(own),
         median_ns=median(own["dur_ns"]),
@@ -130,7 +132,7 @@ def _operators(trace: Trace, window: PatternWindow) -> Operators:
     )
 
 
-def _begun(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
+def _events_begun_in(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
     return events.filter(pl.col("ts_ns").is_between(window.start, window.end, closed="left"))
 
 
@@ -142,7 +144,7 @@ def _launches(trace: Trace, window: PatternWindow) -> pl.DataFrame | None:
         found = launch_statistics(trace, include_memory_events=False)
     except MissingDataError:
         return None
-    return _begun(found, window)
+    return _events_begun_in(found, window)
 
 
 def _calls(called: pl.DataFrame) -> pl.DataFrame:
@@ -170,7 +172,7 @@ def _waits(trace: Trace, window: PatternWindow, busy: Intervals, sites: CallSite
     """Synchronising calls by name and place."""
     names = trace.runtime["name"].unique().cast(pl.String)
     wanted = names.filter(names.str.contains(f"{BLOCKING}|{FREE}")).to_list()
-    calls = _begun(trace.runtime.filter(pl.col("name").is_in(wanted)), window)
+    calls = _events_begun_in(trace.runtime.filter(pl.col("name").is_in(wanted)), window)
     found = sites.around(calls).with_columns(
         call=calls["name"].cast(pl.String),
         time_ns=calls["dur_ns"],
@@ -192,7 +194,7 @@ def _idle_around(trace: Trace, calls: pl.DataFrame, busy: Intervals) -> Ints:
     until = np.minimum(following, np.append(starts[1:], np.iinfo(np.int64).max))
     until = np.maximum(until, ends)
     excused = union_of(pl.concat([_loader(trace), trace.gpu.select("ts_ns", "dur_ns")]))
-    found: Ints = until - starts - covered(excused, starts, until)
+    found: Ints = until - starts - covered_lengths(excused, starts, until)
     return found
 
 

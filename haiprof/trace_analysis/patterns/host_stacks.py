@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered
+from haiprof.base.intervals import Intervals, covered_lengths
 from haiprof.trace_analysis.call_stacks import Stacks, levels, stack_texts, stacks, uncovered_starts
 from haiprof.trace_analysis.call_tree import CallTree, nest
 from haiprof.trace_analysis.patterns.priority import PatternWindow
@@ -87,9 +87,9 @@ def stack_times(
     ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)
     begins = uncovered_starts(starts, ends, tree.parent)
     inner = np.flatnonzero(tree.parent >= 0)
-    own, lone = ends - starts, covered(free, starts, ends)
+    own, lone = ends - starts, covered_lengths(free, starts, ends)
     np.subtract.at(own, tree.parent[inner], (ends - begins)[inner])
-    np.subtract.at(lone, tree.parent[inner], covered(free, begins, ends)[inner])
+    np.subtract.at(lone, tree.parent[inner], covered_lengths(free, begins, ends)[inner])
     found = _stacks(calls)
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(

@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered, difference, union
+from haiprof.base.intervals import Intervals, covered_lengths, difference, union
 from haiprof.trace_analysis.temporal import Steps, step_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -113,10 +113,10 @@ def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Int
     code = merged.starts // stride
     starts, ends = merged.starts - code * stride + base, merged.ends - code * stride + base
     np.add.at(length, code, ends - starts)
-    np.add.at(own, code, covered(free, starts, ends))
+    np.add.at(own, code, covered_lengths(free, starts, ends))
     return length, own
 
 
 def kind_ns(spans: Intervals, free: Intervals) -> int:
     """How long a whole kind ran with nothing above it."""
-    return int(covered(free, spans.starts, spans.ends).sum()) if len(spans.starts) else 0
+    return int(covered_lengths(free, spans.starts, spans.ends).sum()) if len(spans.starts) else 0

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import covered, union
+from haiprof.base.intervals import covered_lengths, union
 from haiprof.trace_analysis.what_if.loader import WORKERS_TID, Batches
 
 DONE, MARK, LAUNCH, BLOCK_BEGIN, BLOCK_END = "done", "mark", "launch", "block_begin", "block_end"
@@ -138,7 +138,7 @@ def _outside_autograd(spans: pl.DataFrame) -> pl.DataFrame:
     own = spans.filter(pl.col("name").str.contains(AUTOGRAD))
     backward = union(own["ts_ns"].to_numpy(), own["end_ns"].to_numpy())
     begins = spans["ts_ns"].to_numpy()
-    return spans.filter(pl.Series(covered(backward, begins, begins + 1)) == 0)
+    return spans.filter(pl.Series(covered_lengths(backward, begins, begins + 1)) == 0)
 
 
 def _bursts(spans: pl.DataFrame, stamps: Ints, tid: int) -> _Handoffs:

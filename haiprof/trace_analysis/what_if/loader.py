@@ -59,7 +59,7 @@ def worker_batches(
         other. Between two such the workers are busy all the time, so it
         divides among the batches between; in longer stretches their usual pace is taken.
     """
-    marks = _marks(trace, window, main_tid)
+    marks = _fetch_marks(trace, window, main_tid)
     asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()
     taken = _first_operator(trace, main_tid, asked, ends)
     step = float(np.median(np.diff(asked))) if len(asked) > 1 else 0.0
@@ -71,7 +71,7 @@ def worker_batches(
     return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
 
 
-def _marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.DataFrame:
+def _fetch_marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.DataFrame:
     """The outermost marks of `__next__`; until 2022 they were operators."""
     end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
     host = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")

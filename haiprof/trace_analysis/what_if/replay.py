@@ -220,7 +220,7 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     yield _wait(rank, points, rank.starts[launches], usual_latency)
     yield _wait(rank, rank.ends[earlier], rank.starts[later], usual_gap)
     yield _wait(rank, rank.ends[first], rank.starts[second], usual_gap)
-    yield _blocked(rank)
+    yield _blocking_edges(rank)
 
 
 def _usual_latency(kernels: Kernels, earlier: Ints, later: Ints, waiting: Ints) -> int:
@@ -243,7 +243,7 @@ def _launches(rank: _Rank) -> tuple[Ints, Ints]:
     return pairs["point"].cast(pl.Int64).to_numpy(), pairs["kernel"].cast(pl.Int64).to_numpy()
 
 
-def _blocked(rank: _Rank) -> _Edges:
+def _blocking_edges(rank: _Rank) -> _Edges:
     """From what a call waits for to the end of the call."""
     ends = rank.threads.points.with_row_index("point").filter(pl.col("role") == BLOCK_END)
     waits = ends.select("point", "call").join(rank.waited, on="call")

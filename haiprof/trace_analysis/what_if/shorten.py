@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered, union
+from haiprof.base.intervals import Intervals, covered_lengths, union
 from haiprof.trace_analysis.what_if.changes import KERNEL, LAUNCHES, LOADER, OPERATOR, Change
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -76,10 +76,10 @@ def _inside(by_thread: dict[int, Intervals], change: Change, lengths: Ints, work
     for tid, spans in by_thread.items():
         here = work.tid == tid
         on_host, on_gpu = here & work.on_host, here & ~work.on_host & (work.label >= 0)
-        part = covered(spans, work.begin_ns[on_host], work.end_ns[on_host])
+        part = covered_lengths(spans, work.begin_ns[on_host], work.end_ns[on_host])
         found[on_host] -= part - _divide(part, change.speedup)
         if change.kind == OPERATOR:
-            launched = covered(spans, work.begin_ns[on_gpu], work.begin_ns[on_gpu] + 1) > 0
+            launched = covered_lengths(spans, work.begin_ns[on_gpu], work.begin_ns[on_gpu] + 1) > 0
             faster = _divide(lengths[on_gpu], change.speedup)
             found[on_gpu] = np.where(launched, faster, lengths[on_gpu])
     return found

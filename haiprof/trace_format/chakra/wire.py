@@ -40,6 +40,6 @@ def packed_field(field: int, numbers: Iterable[int]) -> bytes:
     return bytes_field(field, packed) if packed else b""
 
 
-def delimited(message: bytes) -> bytes:
+def delimit(message: bytes) -> bytes:
     """A message with its length before it, as Chakra puts them one after the other."""
     return varint(len(message)) + message

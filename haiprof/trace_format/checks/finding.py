@@ -50,6 +50,6 @@ def milliseconds(ns: float) -> str:
     return f"{us:,.1f} µs" if abs(us) < 1000 else f"{us / 1e3:,.3f} ms"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """`1 kernel`, `2 kernels`."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

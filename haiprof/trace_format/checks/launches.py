@@ -13,7 +13,7 @@ from haiprof.trace_format.checks.finding import (
     GPU_TIME,
     LAUNCHES,
     Finding,
-    counted,
+    count_text,
     milliseconds,
 )
 from haiprof.trace_format.kineto.times import Flags
@@ -72,7 +72,7 @@ def _call_starts(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.Series:
     return series if (found != _NONE).all() else series.set(pl.Series(found == _NONE), None)
 
 
-def _named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
+def _calls_named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
     names = runtime["name"].unique()
     chosen = names.filter(names.cast(pl.String).str.contains(pattern))
     return runtime.filter(pl.col("name").is_in(chosen.implode()))
@@ -89,7 +89,7 @@ def _clock(
         return gpu, None
     least = -int(delay.min())  # type: ignore[arg-type] # some are negative
     most = _most(gpu, called, runtime)
-    text = f"{counted(count, 'kernel')} of {known:,} before their launch"
+    text = f"{count_text(count, 'kernel')} of {known:,} before their launch"
     text += f", by up to {milliseconds(least)}"
     is_offset = count >= max(_OFFSET_LEAST, _OFFSET_SHARE * known)
     if is_offset and (most is None or most >= least - _TOLERANCE_NS):
@@ -115,7 +115,7 @@ def _clock(
 
 def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
     """The largest offset by which all kernels end before the host has waited for them."""
-    syncs = _named(runtime, DEVICE_SYNC)
+    syncs = _calls_named(runtime, DEVICE_SYNC)
     known = called.is_not_null()
     if syncs.is_empty():
         return None
@@ -144,7 +144,7 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
         found.append(Finding(
             check="queued_before_window",
             count=queued,
-            text=f"{counted(queued, 'kernel')} of {len(gpu):,} launched before the window began",
+            text=f"{count_text(queued, 'kernel')} of {len(gpu):,} launched before the window began",
             effect="they count as GPU time; no launch, step or operator is known of them",
             answers=("launches", "efficiency"),
             is_fault=False,
@@ -153,7 +153,7 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
         found.append(Finding(
             check="kernels_without_launch",
             count=len(later),
-            text=f"{counted(len(later), 'kernel')} of {len(gpu):,} without a launch call, "
+            text=f"{count_text(len(later), 'kernel')} of {len(gpu):,} without a launch call, "
             f"{_when(later, gpu)}",
             effect="records of the host were lost: their launches, operators and steps are unknown",
             answers=(*LAUNCHES, "steps", "efficiency"),
@@ -171,14 +171,14 @@ class _Missing:
 def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
     """Launches without a kernel: captured into a graph, after the last record, or lost."""
     runtime = runtime.select("correlation", "ts_ns", "dur_ns", "tid", "name")
-    launches = _named(runtime, _LAUNCH).filter(pl.col("correlation") > 0)
+    launches = _calls_named(runtime, _LAUNCH).filter(pl.col("correlation") > 0)
     alone = launches.join(gpu.select("correlation"), on="correlation", how="anti")
     if alone.is_empty():
         return []
     # A runtime call may have the driver's inside it with an id of its own, which has no kernel.
     alone = alone.filter(~_inside_call(alone, launches))
     parts = _sorted_out(alone, launches, gpu, runtime)
-    return [each for each in (_captured(parts), _tail(parts, launches), _lost(parts, launches))
+    return [each for each in (_find_captures(parts), _tail(parts, launches), _find_lost(parts, launches))
             if each is not None]  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _sorted_out(
 
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> Flags:
     """Whether each call lies between the beginning and the end of a capture of its thread."""
-    marks = _named(runtime, f"{_BEGIN_CAPTURE}|{_END_CAPTURE}")
+    marks = _calls_named(runtime, f"{_BEGIN_CAPTURE}|{_END_CAPTURE}")
     if marks.is_empty():
         return np.zeros(len(alone), dtype=np.bool_)
     is_end = marks["name"].cast(pl.String).str.contains(_END_CAPTURE).to_numpy()
@@ -220,14 +220,14 @@ def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> Flags:
     return found
 
 
-def _captured(parts: _Missing) -> Finding | None:
+def _find_captures(parts: _Missing) -> Finding | None:
     if parts.captured.is_empty():
         return None
     count = len(parts.captured)
     return Finding(
         check="window_during_capture",
         count=count,
-        text=f"{counted(count, 'launch call')} while a CUDA graph was being captured: nothing ran",
+        text=f"{count_text(count, 'launch call')} while a CUDA graph was being captured: nothing ran",
         effect="not launches; the graph's kernels name no operator unless the capture's trace is "
         "joined",
         answers=("launches", "queue", "efficiency"),
@@ -241,21 +241,21 @@ def _tail(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
     return Finding(
         check="window_ended_early",
         count=count,
-        text=f"{counted(count, 'last launch call')} of {len(launches):,} without a kernel: the "
+        text=f"{count_text(count, 'last launch call')} of {len(launches):,} without a kernel: the "
         "window ended before the GPU's records of them",
         effect="the last step's GPU time is too low; leave it out with --steps",
         answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
     )
 
 
-def _lost(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
+def _find_lost(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
     if parts.middle.is_empty():
         return None
     count, starts = len(parts.middle), parts.middle["ts_ns"]
     return Finding(
         check="launches_without_kernel",
         count=count,
-        text=f"{counted(count, 'launch call')} of {len(launches):,} without a kernel, "
+        text=f"{count_text(count, 'launch call')} of {len(launches):,} without a kernel, "
         f"{_when(starts, launches)}",
         effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
         f"{count / len(launches):.0%}, and counted as idle",

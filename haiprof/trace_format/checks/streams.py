@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.trace_format.checks.finding import GPU_TIME, Finding, counted, milliseconds
+from haiprof.trace_format.checks.finding import GPU_TIME, Finding, count_text, milliseconds
 from haiprof.trace_format.kineto.times import Flags
 
 _COVERED_LEAST = 3
@@ -139,7 +139,7 @@ def _cut(
     lost = int((order.end[at] - ends).sum())
     recorded = int((order.end - order.start).sum())
     text = (
-        f"{counted(len(at), 'kernel')} recorded with an end that cannot be true: longer than the "
+        f"{count_text(len(at), 'kernel')} recorded with an end that cannot be true: longer than the "
         "window, or over later kernels of the same stream"
     )
     found = Finding(
@@ -163,7 +163,7 @@ def _overlap_finding(order: _Streams, wrong: Flags) -> Finding | None:
     return Finding(
         check="overlap_by_design",
         count=int(sound.sum()),
-        text=f"{counted(int(sound.sum()), 'kernel')} still running when the next one of the "
+        text=f"{count_text(int(sound.sum()), 'kernel')} still running when the next one of the "
         f"stream begins{of_graphs}, by at most {milliseconds(overlap)}",
         effect="by design (programmatic dependent launch, branches of graphs): busy time counts "
         "it once, sums of kernel times twice",

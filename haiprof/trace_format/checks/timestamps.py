@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 
-from haiprof.trace_format.checks.finding import EVERYTHING, Finding, counted
+from haiprof.trace_format.checks.finding import EVERYTHING, Finding, count_text
 
 _EVENTS_LEAST = 20  # fewer do not tell where the middle of a trace is
 _FAR_SPANS = 50
@@ -54,7 +54,7 @@ def far_finding(counts: Mapping[str, int]) -> Finding | None:
     return Finding(
         check="far_timestamps",
         count=sum(found.values()),
-        text=f"{counted(sum(found.values()), 'event')} far in time from all others ({names})",
+        text=f"{count_text(sum(found.values()), 'event')} far in time from all others ({names})",
         effect="left out of all answers",
         answers=EVERYTHING,
     )
@@ -94,7 +94,7 @@ def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
     return Finding(
         check="duplicate_events",
         count=sum(found.values()),
-        text=f"{counted(sum(found.values()), 'event')} recorded twice ({names})",
+        text=f"{count_text(sum(found.values()), 'event')} recorded twice ({names})",
         effect="counted once",
         answers=EVERYTHING,
     )

@@ -87,7 +87,7 @@ class TraceColumns:
         ]
         return finish_table(name, pl.DataFrame(columns), self._texts)
 
-    def parts(self, name: str) -> Iterator[pl.DataFrame]:
+    def iterate_parts(self, name: str) -> Iterator[pl.DataFrame]:
         """The same in the file's order, in pieces of bounded size."""
         for number in range(len(self._parts.get(name, []))):
             part = self._part_or_again(name, number)

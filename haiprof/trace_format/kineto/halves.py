@@ -46,18 +46,18 @@ class OpenHalves:
                 stack.append(half)
             elif half.head.ph == "E" and stack:
                 begin = stack.pop()
-                whole.append(Half(begin.event, begin.category, _joined(begin.head, half.head)))
+                whole.append(Half(begin.event, begin.category, _join(begin.head, half.head)))
             else:
                 alone.append(half)
         return whole, alone
 
-    def unfinished(self) -> Iterator[Half]:
+    def take_unfinished(self) -> Iterator[Half]:
         """Begins that had no end in the file."""
         for stack in self._open.values():
             yield from stack
 
 
-def _joined(begin: Any, end: Any) -> ExactHead:  # noqa: ANN401 - a Head or an ExactHead
+def _join(begin: Any, end: Any) -> ExactHead:  # noqa: ANN401 - a Head or an ExactHead
     """One event with a duration; it has no usable time where one of the two has none."""
     start, stop = _decimal(begin.ts), _decimal(end.ts)
     known = start is not None and stop is not None

@@ -167,7 +167,7 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
         _add(events, found, name_codes, reading)
         _add_halves(events.halves, name_codes, reading)
         reading.events += len(events.categories)
-    for half in reading.halves.unfinished():
+    for half in reading.halves.take_unfinished():
         _count_unused(half.head, reading)
     reading.flush()
     _flush(native, reading)

@@ -108,8 +108,8 @@ class Trace:
     @cached_property
     def checked(self) -> KeptFindings:
         """What was found when the trace was first read."""
-        if self._kept is not None:
-            return self._kept
+        if self._stored_findings is not None:
+            return self._stored_findings
         tables = (self._checked[GPU], self._checked[RUNTIME], self._checked[OPS])
         found = all_findings(tables, self._device, self.report.notes)
         corrected = {table.name for table in tables if table.far_count or table.duplicate_count}
@@ -204,16 +204,16 @@ class Trace:
         return size if type(size) is int and 0 < size < 1 << 31 else None
 
     @cached_property
-    def _kept(self) -> KeptFindings | None:
+    def _stored_findings(self) -> KeptFindings | None:
         """What was found when the trace was first read; notes name the file where it lies now."""
         return recall_findings(self.columns.key)
 
     def _is_corrected(self, table: str) -> bool:
         """Whether a table has to be checked; a sound one is taken as it is."""
         return (
-            self._kept is None
-            or table in self._kept.corrected
-            or (table == GPU and bool({RUNTIME, OPS} & self._kept.corrected))
+            self._stored_findings is None
+            or table in self._stored_findings.corrected
+            or (table == GPU and bool({RUNTIME, OPS} & self._stored_findings.corrected))
         )
 
     @cached_property

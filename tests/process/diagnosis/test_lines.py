@@ -77,7 +77,7 @@ def test_finding_names_the_function_that_takes_the_time(
     lines = found[rule].code_lines
     assert lines, found[rule]
     assert lines[0].function == function
-    assert lines[0].place in found[rule].remedy
+    assert lines[0].location in found[rule].remedy
 
 
 def test_spawned_workers_are_sampled_until_they_end(tmp_path: Path) -> None:

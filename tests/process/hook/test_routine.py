@@ -94,7 +94,7 @@ class Job:
 
     def span(self, kind: int, target: Any = None, inside: Callable[[], None] | None = None) -> None:
         end = self.state.begin(kind, target)
-        self.quick_spans += self.tracer._routine.follows
+        self.quick_spans += self.tracer._steady.follows
         if inside is not None:
             inside()
         if kind == s.DATA and isinstance(target, Loader):
@@ -102,7 +102,7 @@ class Job:
         self.state.end(end)
 
     def count(self) -> int:
-        self.tracer._routine.leave()
+        self.tracer._steady.leave()
         return self.tracer._counter.count
 
 
@@ -225,7 +225,7 @@ def test_another_threads_wish_is_seen_at_the_next_span(tmp_path: Path) -> None:
     for _ in range(20):
         for act in step(loader, module, [1], 1):
             act(job)
-    assert job.tracer._routine.follows
+    assert job.tracer._steady.follows
     job.state.owner = 0  # the wish comes from another thread than the job's
     job.edges.holds_profiler = True
     assert job.tracer._puts_off()

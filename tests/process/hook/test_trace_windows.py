@@ -23,7 +23,7 @@ from haiprof.in_job.installer import Installer
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.windows.driver import Tracer, attach
 from haiprof.in_job.windows.requested_windows import Recording
-from haiprof.in_job.windows.rolling_schedule import Rolls
+from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 from haiprof.in_job.windows.slow_steps import SETTLED_STEPS
 from haiprof.in_job.windows.step_plan import Agreement
 from haiprof.in_job.windows.user_profilers import other_tool
@@ -235,7 +235,7 @@ def test_failed_write_ends_the_windows_and_nothing_else(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("haiprof.in_job.windows.window_files.PutDown.finish", full)
+    monkeypatch.setattr("haiprof.in_job.windows.window_files.WindowFiles.finish", full)
     one = traced(steps=[4, 6], repeat=3)
     train_epoch(loader(20), *small_model())
     [line] = one.lines()
@@ -532,9 +532,9 @@ def test_windows_follow_each_other_without_a_gap_where_their_cost_is_allowed(
 
 def test_ranks_keep_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    first, second = Rolls(Agreement(tmp_path)), Rolls(Agreement(tmp_path))
+    first, second = RollingSchedule(Agreement(tmp_path)), RollingSchedule(Agreement(tmp_path))
 
-    def next_of(rolls: Rolls, number: int, pace: tuple[int, int]) -> int:
+    def next_of(rolls: RollingSchedule, number: int, pace: tuple[int, int]) -> int:
         return rolls.next_first(number, pace=lambda: pace, usual_ns=10**8)
 
     for _ in range(12):
@@ -542,7 +542,7 @@ def test_ranks_keep_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert next_of(second, 103, (4, 50)) == ours  # who comes first decides
         assert second.length == 5
         for rolls in (first, second):
-            rolls.passed()
+            rolls.advance()
     assert first.is_kept(ours, slow=True)
     assert second.is_kept(ours, slow=False)
     first.keep()
@@ -551,4 +551,4 @@ def test_ranks_keep_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not second.is_kept(ours - 5, slow=True)  # not what the others keep
     second.keep()
     assert second.is_kept(last, slow=False)
-    assert second.kept == 1
+    assert second.window_count == 1

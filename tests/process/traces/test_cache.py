@@ -84,7 +84,7 @@ def test_parts_together_are_the_table(trace: Path, monkeypatch: pytest.MonkeyPat
     args = [{"Fwd thread id": 1}] + [{}] * 5000  # a column that only the first part has
     trace.write_text(compact([op(f"op{n % 3}", ts=n, **more) for n, more in enumerate(args)]))
     columns = open_columns(trace)
-    parts = list(columns.parts("ops"))
+    parts = list(columns.iterate_parts("ops"))
     assert len(parts) > 10
     table = columns.table("ops")
     assert pl.concat(parts).equals(table)

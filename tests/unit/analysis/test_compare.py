@@ -13,7 +13,7 @@ import pytest
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.baseline import last_good, note_outcome
-from haiprof.diagnosis.compare.compared_run import open_side
+from haiprof.diagnosis.compare.compared_run import open_compared_run
 from haiprof.diagnosis.compare.comparison import (
     Comparison,
     State,
@@ -140,7 +140,7 @@ def write(
 
 
 def compared(before: Path, after: Path) -> Comparison:
-    return compare_runs(open_side(before), open_side(after))
+    return compare_runs(open_compared_run(before), open_compared_run(after))
 
 
 def test_the_phase_that_grew_is_named_with_its_share(tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_last_good_run_passes_over_what_is_not_fit(tmp_path: Path) -> None:
     write(tmp_path, "short", second=5, step_count=12)
     slow = write(tmp_path, "slow", second=6)
     state: State = "slower"
-    assert note_outcome(open_side(slow), {"verdict": {"state": state}})
+    assert note_outcome(open_compared_run(slow), {"verdict": {"state": state}})
     new = write(tmp_path, "new", second=7, seed=2)
     write(tmp_path, "later", second=8)
-    found = last_good(open_side(new))
+    found = last_good(open_compared_run(new))
     assert found.side.path == good
     assert "passed over: slow was itself found slower" in found.why
 
@@ -265,4 +265,4 @@ def test_no_good_run_is_one_error_that_says_why(tmp_path: Path) -> None:
     write(tmp_path, "failed", second=1, exit_status=3)
     new = write(tmp_path, "new", second=2)
     with pytest.raises(MissingDataError, match="failed did not end with exit status 0"):
-        last_good(open_side(new))
+        last_good(open_compared_run(new))

@@ -12,7 +12,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.base.code_places import code_name, is_library
 from haiprof.run_analysis.lines import function_times, wilson
-from haiprof.run_analysis.stack_export import collapsed, speedscope
+from haiprof.run_analysis.stack_export import collapsed_lines, speedscope
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 
@@ -192,7 +192,7 @@ def test_collapsed_stacks_hold_every_sample(
     recorded: tuple[Path, list[tuple[int, Stack]]],
 ) -> None:
     root, samples = recorded
-    lines = collapsed(Analyzer(root).code_samples()).decode().splitlines()
+    lines = collapsed_lines(Analyzer(root).code_samples()).decode().splitlines()
     assert sum(int(line.rpartition(" ")[2]) for line in lines) == len(samples)
     assert all(line.startswith("rank 0;") for line in lines)
 

@@ -9,7 +9,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.rule_inputs import gather_facts
+from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables.cgroup import CGROUP
 from haiprof.run_format.tables.host import HOST
@@ -46,7 +46,7 @@ def test_the_cgroup_that_stops_the_job_most_is_the_one_that_counts(
     write_records(node.records("cgroup"), CGROUP, levels, entities=entities)
     hosts = [row_of(HOST, time_ns=time, cpu_count=32) for time in times]
     write_records(node.records("host"), HOST, hosts)
-    cpu = gather_facts(Analyzer(root)).node_cpus["node0"]
+    cpu = gather_inputs(Analyzer(root)).node_cpus["node0"]
     assert cpu.throttled_ratio == pytest.approx(0.5, rel=0.05)
     assert cpu.period_count == pytest.approx(162, rel=0.1)
     assert (cpu.core_count, cpu.limit_cores) == (32, 4.5)

@@ -10,7 +10,7 @@ import pytest
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Abstention, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import Facts, gather_facts
+from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.rules import RULES
 from haiprof.diagnosis.rules.exposed_communication import exposed_communication
 from haiprof.diagnosis.rules.launch_bound import launch_bound
@@ -171,9 +171,9 @@ def test_a_run_s_own_cause_comes_before_that_of_a_window(tmp_path: Path) -> None
     assert [finding.scope for finding in said] == ["run", "window"]
 
 
-def judged(facts: Facts, name: str) -> dict[str, Judgement]:
+def judged(inputs: RuleInputs, name: str) -> dict[str, Judgement]:
     patterns = TraceAnalysis(traces(name)).patterns()
-    known = replace(facts, traces=TracedWindow(patterns=patterns, why=""))
+    known = replace(inputs, traces=TracedWindow(patterns=patterns, why=""))
     return {rule.__name__: rule(known) for rule in TRACE_RULES}
 
 
@@ -188,7 +188,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_traces_have_the_causes_that_are_in_them(run: Path, name: str) -> None:
-    said = judged(gather_facts(Analyzer(run)), name)
+    said = judged(gather_inputs(Analyzer(run)), name)
     fired = {rule for rule, judgement in said.items() if isinstance(judgement, Finding)}
     assert fired == REAL[name]
 
@@ -204,7 +204,7 @@ def test_no_rule_names_a_rank_among_three(run: Path) -> None:
 
 
 def test_abstentions_say_what_is_missing_on_one_rank(run: Path) -> None:
-    said = judged(gather_facts(Analyzer(run)), "tl_h100_qwen05_mem_stack")
+    said = judged(gather_inputs(Analyzer(run)), "tl_h100_qwen05_mem_stack")
     assert isinstance(said["slow_kernels"], Abstention)
     assert said["exposed_communication"] == Abstention(
         rule="exposed_communication", why="no communication kernel in the traces"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.show.series import Series, TimeRange, bucketed, fold_series
+from haiprof.show.series import Series, TimeRange, bucket_means, fold_series
 
 SPAN = TimeRange(start_ns=0, end_ns=1000)
 
@@ -15,28 +15,30 @@ def samples(times: list[int], values: list[float | None]) -> pl.DataFrame:
 
 def test_bucketed_pause_of_the_samples_is_none() -> None:
     times = [*range(0, 300, 10), *range(700, 1000, 10)]
-    values = bucketed(samples(times, [1.0] * len(times)), span=SPAN, bucket_count=10)
+    values = bucket_means(samples(times, [1.0] * len(times)), span=SPAN, bucket_count=10)
     assert values == (1.0, 1.0, 1.0, None, None, None, None, 1.0, 1.0, 1.0)
 
 
 def test_bucketed_sparse_samples_leave_no_holes() -> None:
-    values = bucketed(samples([0, 240, 510, 760], [1.0, 2.0, 3.0, 4.0]), span=SPAN)
+    values = bucket_means(samples([0, 240, 510, 760], [1.0, 2.0, 3.0, 4.0]), span=SPAN)
     assert len(values) < 10
     assert None not in values
 
 
 def test_bucketed_null_and_nan_are_not_zero() -> None:
-    values = bucketed(samples([0, 10, 20], [5.0, None, float("nan")]), span=SPAN, bucket_count=1)
+    values = bucket_means(
+        samples([0, 10, 20], [5.0, None, float("nan")]), span=SPAN, bucket_count=1
+    )
     assert values == (5.0,)
 
 
 def test_bucketed_long_step_fills_the_buckets_it_covers() -> None:
     steps = pl.DataFrame({"time_ns": [0, 100], "end_ns": [100, 1000], "value": [1.0, 9.0]})
-    assert bucketed(steps, span=SPAN, bucket_count=10) == (1.0, *(9.0,) * 9)
+    assert bucket_means(steps, span=SPAN, bucket_count=10) == (1.0, *(9.0,) * 9)
 
 
 def test_bucketed_nothing_is_empty() -> None:
-    assert bucketed(samples([], []), span=SPAN) == ()
+    assert bucket_means(samples([], []), span=SPAN) == ()
 
 
 def rank_series(rank: int, mean: float) -> Series:

@@ -128,7 +128,7 @@ def test_page_is_made_anew_when_the_run_has_grown(
     os.utime(run / "ranks" / "0" / "events.jsonl", (later, later))
     assert page.status()["changed"] is True
     assert "newer data is there" in page.status()["text"]
-    assert page.shown() is first  # figures agree with the text that is shown
+    assert page.current() is first  # figures agree with the text that is shown
     monkeypatch.setattr("haiprof.show.page.page_state._OLD_S", 1e9)
     assert page.newest() is first  # a page is held for a while
     monkeypatch.setattr("haiprof.show.page.page_state._OLD_S", 0.0)

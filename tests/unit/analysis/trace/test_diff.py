@@ -22,7 +22,11 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.statistics.rank_sum import adjust_p_values, compare_samples
 from haiprof.trace_analysis.diff import TraceDiff, compare_traces, verdict
 from haiprof.trace_analysis.diff_steps import EVERYTHING, step_samples
-from haiprof.trace_analysis.kernel_names import generic_kernel_name, renamed, short_kernel_name
+from haiprof.trace_analysis.kernel_names import (
+    generic_kernel_name,
+    name_normalizer,
+    short_kernel_name,
+)
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
@@ -338,7 +342,9 @@ def test_short_names_drop_arguments_and_types() -> None:
     assert short_kernel_name("Memcpy DtoH (Device -> Pinned)") == "Memcpy DtoH (Device -> Pinned)"
     assert short_kernel_name("triton_poi_fused_0d1d") == "triton_poi_fused_0d1d"
     assert short_kernel_name("broken<int") == "broken<int"
-    assert renamed("short", is_kernel=False)("CppNode<float>: Back (1)") == "CppNode: Back (1)"
+    assert (
+        name_normalizer("short", is_kernel=False)("CppNode<float>: Back (1)") == "CppNode: Back (1)"
+    )
 
 
 def test_generic_names_are_the_same_on_any_gpu() -> None:

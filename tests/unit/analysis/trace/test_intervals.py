@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.base.intervals import Intervals, covered, difference, intersection, total, union
+from haiprof.base.intervals import (
+    Intervals,
+    covered_lengths,
+    difference,
+    intersection,
+    total,
+    union,
+)
 
 PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -49,5 +56,5 @@ def test_covered_counts_the_units_inside_each_interval(
 ) -> None:
     starts = np.array([start for start, _ in asked], dtype=np.int64)
     ends = np.array([end for _, end in asked], dtype=np.int64)
-    found = covered(union_of(pairs), starts, ends).tolist()
+    found = covered_lengths(union_of(pairs), starts, ends).tolist()
     assert found == [len(cells(pairs) & set(range(start, end))) for start, end in asked]

@@ -36,7 +36,7 @@ class Question:
     """Of the kept answer: everything that the output depends on but the run."""
     fingerprint: str
 
-    def kept(self) -> dict[str, Any] | None:
+    def load(self) -> dict[str, Any] | None:
         """The output of the same command before, by stream; None where it must be made."""
         from haiprof.run_format.kept_answers import read_answer
 
@@ -90,7 +90,7 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
     return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found)
 
 
-def print_kept(answer: dict[str, Any]) -> None:
+def print_stored(answer: dict[str, Any]) -> None:
     """Prints a kept output: text and colours, and nothing else that a terminal obeys."""
     sys.stdout.write(_safe(answer["stdout"]))
     sys.stdout.flush()
