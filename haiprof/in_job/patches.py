@@ -22,7 +22,7 @@ from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.object_numbers import Registry
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.repeats import Repeats
-from haiprof.in_job.spans import Gate
+from haiprof.in_job.spans import Gate, step_ends
 from haiprof.run_format.schema import (
     BACKWARD,
     COLLECTIVE,
@@ -60,17 +60,11 @@ class State(Gate):
         "counts_all",
         "device",
         "find_device",
-        "idle",
         "inputs",
         "inside",
         "is_tracing",
-        "loading",
-        "optimizer_count",
-        "owner",
-        "owner_seen_ns",
         "recorder",
         "repeats",
-        "slow",
         "stepped",
         "steps_before",
         "successor",
@@ -88,6 +82,8 @@ class State(Gate):
         self.busy = 0
         """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
+        self.step_start_ns = 0
+        """Of the optimizer's step that is under way; 0 without one."""
         self.optimizer_count = 0
         """Optimizer steps of the owner thread so far, whether recorded or not; once the hooks are
         out, of any thread, until another installation takes their places."""
@@ -100,8 +96,8 @@ class State(Gate):
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = _no_device
         self.slow = True
-        """Whether a span needs more than two times: until an optimizer has stepped, with a GPU, and
-        while a trace window is planned."""
+        """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
+        where memory is watched, and while a trace window is planned."""
         self.repeats = Repeats()
         """What stands for steps until then."""
         self.stepped = False
@@ -121,6 +117,7 @@ class State(Gate):
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
+            self.step_start_ns = 0
             self.inputs = None
             self.optimizer_count = self.steps_before = 0
             self.repeats, self.stepped = Repeats(), False
@@ -162,7 +159,7 @@ class State(Gate):
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
         watched = self.watch.begin(kind, target) if self.watch is not None else None
-        self.slow = self.device is not None or not self.stepped
+        self.slow = self.device is not None or self.inputs is not None or not self.stepped
         if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
             self.repeats.fetch()
         if self.watch is not None:  # asked after: another thread may put one in meanwhile
@@ -184,6 +181,20 @@ class State(Gate):
                 self.repeats.collective(code >> TAG_BITS)
         if not self.recorder.armed:
             self.recorder.show_work()
+
+    def finish_call(self, code: int, is_lost: bool) -> None:
+        """What calls.c leaves to Python at the end of a span: it became slow, or had no room."""
+        kind = code & TAG_MASK
+        try:
+            if is_lost:
+                raise MemoryError("no room for a span")
+            if kind in (DATA, DATA_END):
+                self.loading = False
+                self.end_fetch(None, kind)
+            else:
+                self.end(None, code)
+        except Exception as error:
+            self.recorder.fault("span", error)
 
     def end_fetch(self, mark: Callable[[], None] | None, kind: int) -> None:
         """The same of a loader's fetch."""
@@ -394,12 +405,12 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
     """
     is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     begin, finish = recorder.spans.begin, recorder.spans.end
-    start = 0
+    begins, ends = step_ends(state, recorder.spans, entries)
     mark: Callable[[], None] | None = None
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal start, mark
-        if is_tracing():  # first: a compiler would guard on what it reads after it
+        nonlocal mark
+        if is_tracing() or begins():  # first: a compiler would guard on what it reads after it
             return
         if state.idle:
             if state.idle == CLOSED:
@@ -413,16 +424,18 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
                 return
             if state.slow:
                 mark = state.begin(OPTIMIZER, optimizer)
-            start = begin(OPTIMIZER)
+            state.step_start_ns = begin(OPTIMIZER)
         except Exception as error:
             recorder.fault("optimizer", error)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal start, mark
-        if not start or _ident() != state.owner:  # start is 0 where before() saw a compiler
+        nonlocal mark
+        if is_tracing() or ends(optimizer):
+            return
+        if not state.step_start_ns or _ident() != state.owner:
             return
         try:
-            began, start = start, 0
+            began, state.step_start_ns = state.step_start_ns, 0
             end = finish(began, entries.get(id(optimizer)) or optimizers.add(optimizer))
             state.owner_seen_ns = end
             state.optimizer_count += 1
@@ -432,7 +445,7 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
                 state.end_step(mark, end)
                 mark = None
         except Exception as error:
-            start = 0
+            state.step_start_ns = 0
             recorder.fault("optimizer", error)
 
     return before, after

@@ -28,8 +28,8 @@ _SLOT_MASK = ring.RING_CAPACITY - 1
 _RECORD = struct.Struct("<qq")
 _F_ADD_SEALS = 1033  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEALS = 0x0001 | 0x0002 | 0x0004  # against more seals, shrinking and growing
-_VERSION = 1
-"""Of spans.c; one that was built of older text is not used."""
+_VERSION = 2
+"""Of spans.h; one that was built of older text is not used."""
 _FAILED = ctypes.c_void_p(-1).value
 
 try:
@@ -75,24 +75,53 @@ def make_spans() -> Spans:
     return SpanBuffer() if _compiled is None else _compiled.SpanBuffer()
 
 
-def pass_call(
-    original: Callable[..., Any], wrapper: Callable[..., Any], gate: Any
+def time_call(
+    kind: int,
+    original: Callable[..., Any],
+    *others: Any,
+    wrapper: Callable[..., Any],
+    gate: Any,
+    spans: Spans,
 ) -> Callable[..., Any]:
-    """A method that calls `original` while `gate.busy` is not 0, and `wrapper` else.
+    """What takes spans of a function: `wrapper`, or where it is compiled what calls it when needed.
 
-    The wrapper does the same by itself, at a higher price.
+    Args:
+        kind: `FORWARD` of modules, `BACKWARD` of the autograd engine, `DATA` of loaders.
+        original: The job's function.
+        others: For modules `Registry.entries` and `torch.is_grad_enabled`.
+        wrapper: The one in Python, which calls the original.
+        gate: What both look at.
+        spans: Takes the spans.
     """
-    if _compiled is None:
+    if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
         return wrapper
-    passed = functools.update_wrapper(_compiled.PassedCall(original, wrapper, gate), original)
-    vars(passed)["__code__"] = getattr(original, "__code__", None)
-    return passed
+    timed = _compiled.TimedCall(kind, original, wrapper, gate, spans, *others)
+    timed = functools.update_wrapper(timed, original)
+    vars(timed)["__code__"] = getattr(original, "__code__", None)
+    return timed
+
+
+def step_ends(
+    gate: Any, spans: Spans, entries: dict[int, Any]
+) -> tuple[Callable[[], bool], Callable[[Any], bool]]:
+    """Both ends of an optimizer's step, where they are compiled: False where Python is to do it."""
+    if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
+        return _do_not, _do_not
+    ends = _compiled.StepEnds(gate, spans, entries)
+    return ends.begin, ends.end
+
+
+def _do_not(*_: Any) -> bool:
+    return False
 
 
 class _PlainGate:
-    """As the compiled one: holds `busy`."""
+    """As the compiled one: what wrappers look at first at every call."""
 
-    __slots__ = ("busy",)
+    __slots__ = (
+        "busy", "idle", "loading", "optimizer_count", "owner", "owner_seen_ns", "slow",
+        "step_start_ns",
+    )  # fmt: skip
 
 
 class SpanBuffer:
