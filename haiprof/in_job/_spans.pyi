@@ -18,7 +18,6 @@ class SpanBuffer:
 class Gate:
     __slots__ = (
         "busy", "idle", "loading", "optimizer_count", "owner", "owner_seen_ns", "slow",
-        "step_start_ns",
     )  # fmt: skip
     busy: int
     idle: int
@@ -27,7 +26,6 @@ class Gate:
     owner: int
     owner_seen_ns: int
     slow: bool
-    step_start_ns: int
 
 class TimedCall:
     def __init__(
@@ -45,5 +43,5 @@ class TimedCall:
 
 class StepEnds:
     def __init__(self, gate: Gate, spans: SpanBuffer, entries: dict[int, Any], /) -> None: ...
-    def begin(self) -> bool: ...
-    def end(self, optimizer: Any, /) -> bool: ...
+    def begin(self) -> int: ...
+    def end(self, optimizer: Any, start_ns: int, /) -> bool: ...

@@ -30,7 +30,7 @@ typedef struct {
     int busy, idle;
     char slow, loading;
     unsigned long owner;
-    long long owner_seen_ns, optimizer_count, step_start_ns;
+    long long owner_seen_ns, optimizer_count;
 } Gate;
 
 static PyMemberDef gate_members[] = {
@@ -41,7 +41,6 @@ static PyMemberDef gate_members[] = {
     {"owner", T_ULONG, offsetof(Gate, owner), 0, "The training thread."},
     {"owner_seen_ns", T_LONGLONG, offsetof(Gate, owner_seen_ns), 0, "When it last trained."},
     {"optimizer_count", T_LONGLONG, offsetof(Gate, optimizer_count), 0, "Optimizer steps."},
-    {"step_start_ns", T_LONGLONG, offsetof(Gate, step_start_ns), 0, "Of the open one, or 0."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -378,34 +377,26 @@ static PyObject *
 step_begin(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     StepEnds *self = (StepEnds *)object;
-    if (!is_usual(self->gate)) {
-        Py_RETURN_FALSE;
-    }
-    self->gate->step_start_ns = begin_span(self->spans, OPTIMIZER);
-    Py_RETURN_TRUE;
+    return PyLong_FromLongLong(is_usual(self->gate) ? begin_span(self->spans, OPTIMIZER) : 0);
 }
 
 static PyObject *
-step_end(PyObject *object, PyObject *optimizer)
+step_end(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     StepEnds *self = (StepEnds *)object;
     Gate *gate = self->gate;
-    if (gate->step_start_ns == 0) {
-        Py_RETURN_TRUE;
+    int64_t start = count == 2 ? PyLong_AsLongLong(arguments[1]) : -1, code = -1, end = -1;
+    if (start > 0 && is_usual(gate)) {
+        PyObject *key = PyLong_FromVoidPtr(arguments[0]);
+        PyObject *number = key == NULL ? NULL : PyDict_GetItemWithError(self->entries, key);
+        Py_XDECREF(key);
+        code = number == NULL ? -1 : PyLong_AsLongLong(number);
+        end = code < 0 ? -1 : end_span(self->spans, start, code);
     }
-    if (!is_usual(gate)) {
-        Py_RETURN_FALSE;
-    }
-    PyObject *key = PyLong_FromVoidPtr(optimizer);
-    PyObject *number = key == NULL ? NULL : PyDict_GetItemWithError(self->entries, key);
-    Py_XDECREF(key);
-    int64_t code = number == NULL ? -1 : PyLong_AsLongLong(number);
-    int64_t end = code < 0 ? -1 : end_span(self->spans, gate->step_start_ns, code);
     if (end < 0) { /* the hook in Python meets the same, and says so */
         PyErr_Clear();
         Py_RETURN_FALSE;
     }
-    gate->step_start_ns = 0;
     gate->owner_seen_ns = end;
     gate->optimizer_count++;
     Py_RETURN_TRUE;
@@ -454,8 +445,10 @@ step_free(PyObject *object)
 }
 
 static PyMethodDef step_methods[] = {
-    {"begin", step_begin, METH_NOARGS, "A step begins; False where the hook is to do it."},
-    {"end", step_end, METH_O, "An optimizer's step is over; False where the hook is to do it."},
+    {"begin", step_begin, METH_NOARGS,
+     "A step begins: the time in ns, or 0 where the hook is to do it."},
+    {"end", (PyCFunction)(void (*)(void))step_end, METH_FASTCALL,
+     "An optimizer's step that began then is over; False where the hook is to do it."},
     {NULL, NULL, 0, NULL},
 };
 

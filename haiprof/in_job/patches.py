@@ -82,8 +82,6 @@ class State(Gate):
         self.busy = 0
         """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
         self.loading = False
-        self.step_start_ns = 0
-        """Of the optimizer's step that is under way; 0 without one."""
         self.optimizer_count = 0
         """Optimizer steps of the owner thread so far, whether recorded or not; once the hooks are
         out, of any thread, until another installation takes their places."""
@@ -117,7 +115,6 @@ class State(Gate):
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
-            self.step_start_ns = 0
             self.inputs = None
             self.optimizer_count = self.steps_before = 0
             self.repeats, self.stepped = Repeats(), False
@@ -405,12 +402,17 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
     """
     is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     begin, finish = recorder.spans.begin, recorder.spans.end
-    begins, ends = step_ends(state, recorder.spans, entries)
+    begin_quickly, end_quickly = step_ends(state, recorder.spans, entries)
+    start = 0
     mark: Callable[[], None] | None = None
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal mark
-        if is_tracing() or begins():  # first: a compiler would guard on what it reads after it
+        nonlocal start, mark
+        if is_tracing():  # first: a compiler would guard on what it reads after it
+            return
+        quick_start = begin_quickly()
+        if quick_start:
+            start = quick_start
             return
         if state.idle:
             if state.idle == CLOSED:
@@ -424,18 +426,21 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
                 return
             if state.slow:
                 mark = state.begin(OPTIMIZER, optimizer)
-            state.step_start_ns = begin(OPTIMIZER)
+            start = begin(OPTIMIZER)
         except Exception as error:
             recorder.fault("optimizer", error)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal mark
-        if is_tracing() or ends(optimizer):
+        nonlocal start, mark
+        if not start:  # as where before() saw a compiler; to ask for that here would be compiled
             return
-        if not state.step_start_ns or _ident() != state.owner:
+        if end_quickly(optimizer, start):
+            start = 0
+            return
+        if _ident() != state.owner:
             return
         try:
-            began, state.step_start_ns = state.step_start_ns, 0
+            began, start = start, 0
             end = finish(began, entries.get(id(optimizer)) or optimizers.add(optimizer))
             state.owner_seen_ns = end
             state.optimizer_count += 1
@@ -445,7 +450,7 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
                 state.end_step(mark, end)
                 mark = None
         except Exception as error:
-            state.step_start_ns = 0
+            start = 0
             recorder.fault("optimizer", error)
 
     return before, after
