@@ -26,6 +26,9 @@ from haiprof.run_format.schema import DATA, DATA_END, OPTIMIZER, TAG_BITS, TAG_M
 _OPEN_MASK = ring.OPEN_COUNT - 1
 _SLOT_MASK = ring.RING_CAPACITY - 1
 _RECORD = struct.Struct("<qq")
+_RECORD_BYTES, _pack_record = _RECORD.size, _RECORD.pack_into
+_FIRST_BYTE = ring.HEADER_BYTES
+_OPEN_WORD = tuple(ring.OPEN + (DATA if k == DATA_END else k) for k in range(ring.OPEN_COUNT))
 _F_ADD_SEALS = 1033  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEALS = 0x0001 | 0x0002 | 0x0004  # against more seals, shrinking and growing
 _VERSION = 2
@@ -148,23 +151,22 @@ class SpanBuffer:
         """As `Spans` has it."""
         end = _now()
         self.put(start_ns, end, code)
-        kind = code & _OPEN_MASK
-        self._header[ring.OPEN + (DATA if kind == DATA_END else kind)] = 0
+        self._header[_OPEN_WORD[code & _OPEN_MASK]] = 0
         return end
 
     def put(self, start_ns: int, end_ns: int, code: int) -> None:
         """As `Spans` has it."""
         self._words.extend((start_ns, end_ns, code))
-        header = self._header
-        if code & TAG_MASK == OPTIMIZER:
-            header[ring.STEPS] += 1
+        kind = code & TAG_MASK
+        if kind == OPTIMIZER:
+            self._header[ring.STEPS] += 1
         if self._ring is not None:
-            number = next(self._numbers)
-            _RECORD.pack_into(
-                self._ring, ring.HEADER_BYTES + (number & _SLOT_MASK) * _RECORD.size,
-                *pack_span(start_ns, end_ns, code),
+            number = next(self._numbers)  # as pack_span does; a call of it costs more than it does
+            _pack_record(
+                self._ring, _FIRST_BYTE + (number & _SLOT_MASK) * _RECORD_BYTES,
+                start_ns << TAG_BITS | kind, end_ns << TAG_BITS | code >> TAG_BITS,
             )  # fmt: skip
-            header[ring.COUNT] = number + 1
+            self._header[ring.COUNT] = number + 1
 
     def take(self) -> bytes:
         """As `Spans` has it; called on the drain thread, while others put in."""
