@@ -31,6 +31,10 @@ def numbers(values: list[int]) -> Any:
     return values
 
 
+def fail(number: Any) -> Any:
+    raise ZeroDivisionError(number)
+
+
 def kinds_after_first_step(hook: Hook) -> list[str]:
     hook.finish()
     kinds = hook.kinds()
@@ -54,7 +58,7 @@ def test_exceptions_reach_the_job_and_end_their_spans(trained: Any) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, 5))
     with pytest.raises(ZeroDivisionError):
-        next(iter(DataLoader(numbers([0]), batch_size=None, collate_fn=lambda number: 1 // number)))
+        next(iter(DataLoader(numbers([0]), batch_size=None, collate_fn=fail)))
     train_step(model, optimizer)
     failed = ["forward", "backward", "backward", "forward", "dataloader_iter", "dataloader"]
     assert kinds_after_first_step(hook) == [*failed, *STEP]
