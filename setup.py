@@ -19,12 +19,14 @@ setup(
         *(
             Extension(  # loaded by the job's interpreter, which need not be haiprof's own
                 f"haiprof.in_job._{name}",
-                [f"haiprof/in_job/{name}.c"],
+                [f"haiprof/in_job/{source}.c" for source in sources],
+                depends=["haiprof/in_job/spans.h"],
+                extra_compile_args=["-fvisibility=hidden"],
                 define_macros=[("Py_LIMITED_API", "0x030A0000")],
                 py_limited_api=True,
                 optional=True,
             )
-            for name in ("spans", "frames")
+            for name, sources in (("spans", ("spans", "calls")), ("frames", ("frames",)))
         ),
     ]
 )

@@ -25,6 +25,9 @@ class Row:
     """Median over rounds of the difference to the bare run of the same round."""
     spread: float
     """Robust standard error of `added`: 1.48 MAD / sqrt(rounds)."""
+    low: float
+    high: float
+    """95 % percentile bootstrap interval of `added`, rounds drawn with replacement."""
     ratio: float
     """Median over rounds of the ratio to the bare run of the same round."""
     round_count: int
@@ -45,15 +48,25 @@ def against(base: Sequence[float], values: Sequence[float], name: str) -> Row:
     differences = [value - first for value, first in zip(values, base, strict=True)]
     added = statistics.median(differences)
     deviation = statistics.median(abs(d - added) for d in differences)
+    low, high = bootstrap_median(differences)
     ratios = [value / first for value, first in zip(values, base, strict=True)]
     return Row(
         name=name,
         median=statistics.median(values),
         added=added,
         spread=1.48 * deviation / len(differences) ** 0.5,
+        low=low,
+        high=high,
         ratio=statistics.median(ratios),
         round_count=len(differences),
     )
+
+
+def bootstrap_median(values: Sequence[float], *, draws: int = 2000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the median (Efron 1979); always the same draws."""
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(draws))
+    return medians[draws // 40], medians[-draws // 40]
 
 
 def table(rows: Iterable[Row], *, title: str, unit: str) -> str:
@@ -61,12 +74,12 @@ def table(rows: Iterable[Row], *, title: str, unit: str) -> str:
     lines = [
         f"**{title}**",
         "",
-        f"| | median, {unit} | added, {unit} | ratio | rounds |",
-        "|---|---|---|---|---|",
+        f"| | median, {unit} | added, {unit} | 95 % interval | ratio | rounds |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.name} | {r.median:.1f} | {r.added:+.1f} ± {r.spread:.1f} | x{r.ratio:.3f} |"
-        f" {r.round_count} |"
+        f"| {r.name} | {r.median:.1f} | {r.added:+.1f} ± {r.spread:.1f} |"
+        f" {r.low:+.1f} to {r.high:+.1f} | x{r.ratio:.3f} | {r.round_count} |"
         for r in rows
     ]
     return "\n".join(lines) + "\n"

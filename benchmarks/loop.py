@@ -80,16 +80,20 @@ def stepper(kind: str) -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None], steps: int) -> list[int]:
+def timed(
+    step: Callable[[], None], steps: int, *, clock: Callable[[], int] = time.perf_counter_ns
+) -> list[int]:
     """Durations in ns of so many steps."""
-    marks = [time.perf_counter_ns()]
+    marks = [clock()]
     for _ in range(steps):
         step()
-        marks.append(time.perf_counter_ns())
+        marks.append(clock())
     return [end - begin for begin, end in pairwise(marks)]
 
 
-def in_process(step: Callable[[], None], run_dir: Path, kind: str, blocks: int) -> dict[str, list]:
+def in_process(
+    step: Callable[[], None], run_dir: Path, *, kind: str, blocks: int, clock: Callable[[], int]
+) -> dict[str, list]:
     """Times of blocks with the hook in place and without, in shuffled pairs."""
     from haiprof.in_job.installer import Installer
     from haiprof.in_job.recorder import Recorder
@@ -104,7 +108,7 @@ def in_process(step: Callable[[], None], run_dir: Path, kind: str, blocks: int) 
             if installer:
                 installer.install()
             timed(step, 5)  # type caches are cold after an install
-            rows[name].append(timed(step, BLOCK_STEPS[kind]))
+            rows[name].append(timed(step, BLOCK_STEPS[kind], clock=clock))
             if installer:
                 installer.uninstall()
     return rows
@@ -118,6 +122,7 @@ def main() -> None:
     parser.add_argument("--skip-seconds", type=float, default=0.0, help="and at least so long")
     parser.add_argument("--profiler", action="store_true", help="under torch.profiler, CPU, always")
     parser.add_argument("--in-process", type=Path, help="run directory; --steps counts block pairs")
+    parser.add_argument("--cpu-time", action="store_true", help="with --in-process: of the thread")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +134,10 @@ def main() -> None:
         step()
         skipped += 1
     if options.in_process:
-        result = in_process(step, options.in_process, options.kind, options.steps)
+        clock = time.thread_time_ns if options.cpu_time else time.perf_counter_ns
+        result = in_process(
+            step, options.in_process, kind=options.kind, blocks=options.steps, clock=clock
+        )
         options.out.write_text(json.dumps(result))
         return
     cpu_only = [torch.profiler.ProfilerActivity.CPU]

@@ -1,11 +1,18 @@
 """What recording costs a training step: haiprof, torch.profiler and py-spy against the bare loop.
 
     python benchmarks/overhead.py --rounds 9 --json benchmarks/results/overhead.json
-    python benchmarks/overhead.py --in-process
+    python benchmarks/overhead.py --loops mlp --rounds 40 --ways haiprof
+    python benchmarks/overhead.py --in-process --loops mlp --pairs 100 [--cpu-time]
 
 Every run is a fresh process; the runs of a round are shuffled, and each is compared with the bare
-run of its own round. haiprof runs at default settings: hooks, drain thread, and the launcher's
-samplers beside it. `haiprof, time over` is measured after `--time` has passed.
+run of its own round: `added` is the median of these differences, with its bootstrap interval. Of a
+run its lower quartile step says the least of what else the machine did, its median what most steps
+took, and its mean holds the drain thread and the stack sampler, which no median shows. Fresh
+processes of one program differ by more than what is measured, so some tens of rounds are needed;
+`--in-process` compares blocks of steps of one process, and has neither sampler nor launcher; with
+`--cpu-time` it counts the training thread's CPU time, for machines on which others run, too.
+haiprof runs at default settings: hooks, drain thread, and the launcher's samplers beside it.
+`haiprof, time over` is measured after `--time` has passed.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,10 +38,12 @@ HAIPROF = [PYTHON, "-m", "haiprof", "run", "--quiet"]
 RECORD_S = 1  # of the run that is timed after its recording
 SETTLE_S = 4.0  # every run trains so long untimed; by then the hooks of that run are out
 PY_SPY = Path(PYTHON).with_name("py-spy")
+SPIED = "py-spy record, 100 Hz"
+WAYS = ("bare", "haiprof", "haiprof, time over", "torch.profiler, CPU, always on", SPIED)
 
 
 def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
-    """One fresh process: median and mean step in us, bytes written per step."""
+    """One fresh process: quartile, median and mean step in us, bytes written per step."""
     out, logs = folder / "steps.json", folder / "logs"
     loop = [PYTHON, str(LOOP), kind, "--steps", str(STEPS[kind]), "--out", str(out)]
     loop += ["--skip-seconds", str(SETTLE_S)]
@@ -46,7 +55,7 @@ def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
         "haiprof": [*launched, "--", *loop],
         "haiprof, time over": timed_out,
         "torch.profiler, CPU, always on": [*loop, "--profiler"],
-        "py-spy record, 100 Hz": [*spied, *loop],
+        SPIED: [*spied, *loop],
     }[way]
     subprocess.run(command, check=True, capture_output=True, cwd=HERE.parent)
     content = json.loads(out.read_text())
@@ -54,47 +63,50 @@ def run_loop(kind: str, folder: Path, way: str) -> dict[str, float]:
     size = sum(path.stat().st_size for path in logs.glob("*/ranks/*/*.rec"))
     shutil.rmtree(logs, ignore_errors=True)
     return {
+        "lower quartile_us": statistics.quantiles(steps, n=4)[0] / 1e3,
         "median_us": statistics.median(steps) / 1e3,
         "mean_us": statistics.fmean(steps) / 1e3,
         "bytes_per_step": size / content["step_count"],
     }
 
 
-def fresh_processes(kind: str, rounds: int, folder: Path) -> dict[str, object]:
+def fresh_processes(
+    kind: str, rounds: int, *, folder: Path, asked: Sequence[str]
+) -> dict[str, object]:
     """Interleaved rounds of one loop in every way; prints the tables."""
     ways: dict[str, Callable[[], object]] = {
         way: lambda way=way: run_loop(kind, folder, way)  # type: ignore[misc]
-        for way in (
-            "bare", "haiprof", "haiprof, time over", "torch.profiler, CPU, always on",
-            "py-spy record, 100 Hz",
-        )
-        if way != "py-spy record, 100 Hz" or PY_SPY.exists()
-    }  # fmt: skip
+        for way in WAYS
+        if way in ("bare", *asked) and (way != SPIED or PY_SPY.exists())
+    }
     results = interleaved(ways, rounds)
     content: dict[str, object] = {"runs": results}
-    for measure in ("median", "mean"):
+    for measure in ("lower quartile", "median", "mean"):
         runs = {way: [run[f"{measure}_us"] for run in rows] for way, rows in results.items()}
         rows = [against(runs["bare"], values, way) for way, values in runs.items()]
         title = f"{kind}: {measure} step of a run, fresh processes"
         print(table(rows, title=title, unit="us"))
         content[measure] = [asdict(row) for row in rows]
-    size = statistics.median(run["bytes_per_step"] for run in results["haiprof"])
-    print(f"{kind}: haiprof wrote {size:.0f} bytes per step\n")
+    sizes = [run["bytes_per_step"] for run in results.get("haiprof", ())]
+    if sizes:
+        print(f"{kind}: haiprof wrote {statistics.median(sizes):.0f} bytes per step\n")
     return content
 
 
-def same_process(kind: str, pairs: int, folder: Path) -> dict[str, object]:
+def same_process(kind: str, pairs: int, *, folder: Path, cpu_time: bool) -> dict[str, object]:
     """Blocks with and without the hook inside one process; prints a table."""
     out = folder / "blocks.json"
     command = [PYTHON, str(LOOP), kind, "--steps", str(pairs), "--out", str(out)]
     command += ["--in-process", str(folder / f"run-{kind}")]
+    command += ["--cpu-time"] if cpu_time else []
     subprocess.run(command, check=True, cwd=HERE.parent, env=_with_package())
     blocks = json.loads(out.read_text())
     medians = {
         name: [statistics.median(block) / 1e3 for block in rows] for name, rows in blocks.items()
     }
     rows: list[Row] = [against(medians["bare"], values, name) for name, values in medians.items()]
-    title = f"{kind}: median step of a block, hook put in and taken out in one process"
+    what = "CPU time of the median step" if cpu_time else "median step"
+    title = f"{kind}: {what} of a block, hook put in and taken out in one process"
     print(table(rows, title=title, unit="us"))
     return {"median": [asdict(row) for row in rows]}
 
@@ -109,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--loops", nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="beside the bare one")
     parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true", help="in process: of the thread")
     parser.add_argument("--pairs", type=int, default=60, help="blocks of each sort, in process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -117,9 +131,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for kind in options.loops:
             if options.in_process:
-                content[kind] = same_process(kind, options.pairs, Path(temporary))
+                content[kind] = same_process(
+                    kind, options.pairs, folder=Path(temporary), cpu_time=options.cpu_time
+                )
             else:
-                content[kind] = fresh_processes(kind, options.rounds, Path(temporary))
+                content[kind] = fresh_processes(
+                    kind, options.rounds, folder=Path(temporary), asked=options.ways
+                )
     if options.json:
         save(options.json, content)
 

@@ -16,11 +16,32 @@ class SpanBuffer:
     def __len__(self) -> int: ...
 
 class Gate:
-    __slots__ = ("busy",)
+    __slots__ = (
+        "busy", "idle", "loading", "optimizer_count", "owner", "owner_seen_ns", "slow",
+    )  # fmt: skip
     busy: int
+    idle: int
+    loading: bool
+    optimizer_count: int
+    owner: int
+    owner_seen_ns: int
+    slow: bool
 
-class PassedCall:
+class TimedCall:
     def __init__(
-        self, original: Callable[..., Any], wrapper: Callable[..., Any], gate: Gate, /
+        self,
+        kind: int,
+        original: Callable[..., Any],
+        wrapper: Callable[..., Any],
+        gate: Gate,
+        spans: SpanBuffer,
+        entries: dict[int, Any] = ...,
+        is_grad_enabled: Callable[[], bool] = ...,
+        /,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class StepEnds:
+    def __init__(self, gate: Gate, spans: SpanBuffer, entries: dict[int, Any], /) -> None: ...
+    def begin(self) -> int: ...
+    def end(self, optimizer: Any, start_ns: int, /) -> bool: ...

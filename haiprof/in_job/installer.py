@@ -23,9 +23,9 @@ from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_opti
 from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.settings import Settings
-from haiprof.in_job.spans import make_spans, pass_call
+from haiprof.in_job.spans import make_spans, time_call
 from haiprof.in_job.worker_stacks import wrap_worker_loop
-from haiprof.run_format.schema import BACKWARD, DATA_ITER, FORWARD, SAVE, SCALER
+from haiprof.run_format.schema import BACKWARD, DATA, DATA_ITER, FORWARD, SAVE, SCALER
 
 _LATE_SAVES = (
     ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
@@ -42,6 +42,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     patches.State.open,
     patches.State.end,
     patches.State.end_fetch,
+    patches.State.finish_call,
     patches.State.end_step,
     patches.State.train,
     patches.State.begins_here,
@@ -152,7 +153,9 @@ class Installer:
         self.state.inside |= _codes(original, Module._call_impl)
         outermost = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
         _skip_frame(outermost)
-        wrapper = pass_call(original, outermost, self.state)
+        wrapper = self._time_call(
+            FORWARD, original, outermost, self.roots.entries, self.is_grad_enabled
+        )
         self._replace(Module, "__call__", wrapper, skip=False)
         _tell_dynamo(original, wrapper)
         self._undo.append(lambda: _tell_dynamo(wrapper, original))
@@ -163,9 +166,11 @@ class Installer:
 
         original = torch.autograd.graph._engine_run_backward
         self.state.inside |= _codes(original)
-        wrapper = patches.wrap_backward(original, self.state)
-        self._replace(torch.autograd.graph, "_engine_run_backward", wrapper)
-        self._replace(torch.autograd, "_engine_run_backward", wrapper)
+        plain = patches.wrap_backward(original, self.state)
+        _skip_frame(plain)
+        wrapper = self._time_call(BACKWARD, original, plain)
+        self._replace(torch.autograd.graph, "_engine_run_backward", wrapper, skip=False)
+        self._replace(torch.autograd, "_engine_run_backward", wrapper, skip=False)
 
     def _optimizer(self) -> None:
         from torch.optim import optimizer
@@ -197,7 +202,10 @@ class Installer:
 
         base = dataloader._BaseDataLoaderIter
         self.state.inside |= _codes(base.__next__)
-        self._replace(base, "__next__", patches.wrap_next(base.__next__, self.state))
+        plain = patches.wrap_next(base.__next__, self.state)
+        _skip_frame(plain)
+        wrapper = self._time_call(DATA, base.__next__, plain)
+        self._replace(base, "__next__", wrapper, skip=False)
         loader = dataloader.DataLoader
         told = wrap_iter(loader.__iter__, self.recorder)
         _skip_frame(told)
@@ -315,6 +323,13 @@ class Installer:
         self._undo.append(undo)
         return staying.function
 
+    def _time_call(
+        self, kind: int, original: Callable[..., Any], wrapper: Callable[..., Any], *others: Any
+    ) -> Callable[..., Any]:
+        return time_call(
+            kind, original, *others, wrapper=wrapper, gate=self.state, spans=self.recorder.spans
+        )
+
     def _replace(self, holder: Any, name: str, wrapper: Any, *, skip: bool = True) -> None:
         """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
         if skip:
@@ -369,7 +384,7 @@ class Installer:
                 self._lose_memory(error)
 
         _skip_frame(inputs, below=True)
-        state.inputs = inputs
+        state.inputs, state.slow = inputs, True
         OutOfMemory(
             torch,
             recorder.run,
@@ -403,10 +418,14 @@ class Installer:
         scratch = SimpleNamespace(spans=make_spans(), armed=True, closed=False)
         state = patches.State(scratch, self.state.is_tracing)  # type: ignore[arg-type]
         state.owner = patches._ident()
+        state.stepped, state.slow = True, False
         roots = Registry(lambda _: {}, patches.module_codes, [])
         outermost = patches.wrap_module_call(_nothing, state, roots, self.is_grad_enabled)
         _skip_frame(outermost)
-        call = pass_call(_nothing, outermost, state)
+        call = time_call(
+            FORWARD, _nothing, roots.entries, self.is_grad_enabled,
+            wrapper=outermost, gate=state, spans=scratch.spans,
+        )  # fmt: skip
         target = _Target()
         roots.add(target)
         bare = _price(_nothing, target)

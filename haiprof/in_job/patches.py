@@ -22,7 +22,7 @@ from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.object_numbers import Registry
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.repeats import Repeats
-from haiprof.in_job.spans import Gate
+from haiprof.in_job.spans import Gate, step_ends
 from haiprof.run_format.schema import (
     BACKWARD,
     COLLECTIVE,
@@ -60,17 +60,11 @@ class State(Gate):
         "counts_all",
         "device",
         "find_device",
-        "idle",
         "inputs",
         "inside",
         "is_tracing",
-        "loading",
-        "optimizer_count",
-        "owner",
-        "owner_seen_ns",
         "recorder",
         "repeats",
-        "slow",
         "stepped",
         "steps_before",
         "successor",
@@ -100,8 +94,8 @@ class State(Gate):
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = _no_device
         self.slow = True
-        """Whether a span needs more than two times: until an optimizer has stepped, with a GPU, and
-        while a trace window is planned."""
+        """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
+        where memory is watched, and while a trace window is planned."""
         self.repeats = Repeats()
         """What stands for steps until then."""
         self.stepped = False
@@ -162,7 +156,7 @@ class State(Gate):
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
         watched = self.watch.begin(kind, target) if self.watch is not None else None
-        self.slow = self.device is not None or not self.stepped
+        self.slow = self.device is not None or self.inputs is not None or not self.stepped
         if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
             self.repeats.fetch()
         if self.watch is not None:  # asked after: another thread may put one in meanwhile
@@ -184,6 +178,20 @@ class State(Gate):
                 self.repeats.collective(code >> TAG_BITS)
         if not self.recorder.armed:
             self.recorder.show_work()
+
+    def finish_call(self, code: int, is_lost: bool) -> None:
+        """What calls.c leaves to Python at the end of a span: it became slow, or had no room."""
+        kind = code & TAG_MASK
+        try:
+            if is_lost:
+                raise MemoryError("no room for a span")
+            if kind in (DATA, DATA_END):
+                self.loading = False
+                self.end_fetch(None, kind)
+            else:
+                self.end(None, code)
+        except Exception as error:
+            self.recorder.fault("span", error)
 
     def end_fetch(self, mark: Callable[[], None] | None, kind: int) -> None:
         """The same of a loader's fetch."""
@@ -394,12 +402,17 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
     """
     is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     begin, finish = recorder.spans.begin, recorder.spans.end
+    begin_quickly, end_quickly = step_ends(state, recorder.spans, entries)
     start = 0
     mark: Callable[[], None] | None = None
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal start, mark
         if is_tracing():  # first: a compiler would guard on what it reads after it
+            return
+        quick_start = begin_quickly()
+        if quick_start:
+            start = quick_start
             return
         if state.idle:
             if state.idle == CLOSED:
@@ -419,7 +432,12 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal start, mark
-        if not start or _ident() != state.owner:  # start is 0 where before() saw a compiler
+        if not start:  # as where before() saw a compiler; to ask for that here would be compiled
+            return
+        if end_quickly(optimizer, start):
+            start = 0
+            return
+        if _ident() != state.owner:
             return
         try:
             began, start = start, 0

@@ -26,10 +26,13 @@ from haiprof.run_format.schema import DATA, DATA_END, OPTIMIZER, TAG_BITS, TAG_M
 _OPEN_MASK = ring.OPEN_COUNT - 1
 _SLOT_MASK = ring.RING_CAPACITY - 1
 _RECORD = struct.Struct("<qq")
+_RECORD_BYTES, _pack_record = _RECORD.size, _RECORD.pack_into
+_FIRST_BYTE = ring.HEADER_BYTES
+_OPEN_WORD = tuple(ring.OPEN + (DATA if k == DATA_END else k) for k in range(ring.OPEN_COUNT))
 _F_ADD_SEALS = 1033  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEALS = 0x0001 | 0x0002 | 0x0004  # against more seals, shrinking and growing
-_VERSION = 1
-"""Of spans.c; one that was built of older text is not used."""
+_VERSION = 2
+"""Of spans.h; one that was built of older text is not used."""
 _FAILED = ctypes.c_void_p(-1).value
 
 try:
@@ -75,24 +78,55 @@ def make_spans() -> Spans:
     return SpanBuffer() if _compiled is None else _compiled.SpanBuffer()
 
 
-def pass_call(
-    original: Callable[..., Any], wrapper: Callable[..., Any], gate: Any
+def time_call(
+    kind: int,
+    original: Callable[..., Any],
+    *others: Any,
+    wrapper: Callable[..., Any],
+    gate: Any,
+    spans: Spans,
 ) -> Callable[..., Any]:
-    """A method that calls `original` while `gate.busy` is not 0, and `wrapper` else.
+    """What takes spans of a function: `wrapper`, or where it is compiled what calls it when needed.
 
-    The wrapper does the same by itself, at a higher price.
+    Args:
+        kind: `FORWARD` of modules, `BACKWARD` of the autograd engine, `DATA` of loaders.
+        original: The job's function.
+        others: For modules `Registry.entries` and `torch.is_grad_enabled`.
+        wrapper: The one in Python, which calls the original.
+        gate: What both look at.
+        spans: Takes the spans.
     """
-    if _compiled is None:
+    if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
         return wrapper
-    passed = functools.update_wrapper(_compiled.PassedCall(original, wrapper, gate), original)
-    vars(passed)["__code__"] = getattr(original, "__code__", None)
-    return passed
+    timed = _compiled.TimedCall(kind, original, wrapper, gate, spans, *others)
+    timed = functools.update_wrapper(timed, original)
+    vars(timed)["__code__"] = getattr(original, "__code__", None)
+    return timed
+
+
+def step_ends(
+    gate: Any, spans: Spans, entries: dict[int, Any]
+) -> tuple[Callable[[], int], Callable[[Any, int], bool]]:
+    """Both ends of an optimizer's step, compiled; 0 and False where Python is to do it.
+
+    The first gives the time in ns, which the second takes.
+    """
+    if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
+        return _do_not, _do_not
+    ends = _compiled.StepEnds(gate, spans, entries)
+    return ends.begin, ends.end
+
+
+def _do_not(*_: Any) -> bool:
+    return False
 
 
 class _PlainGate:
-    """As the compiled one: holds `busy`."""
+    """As the compiled one: what wrappers look at first at every call."""
 
-    __slots__ = ("busy",)
+    __slots__ = (
+        "busy", "idle", "loading", "optimizer_count", "owner", "owner_seen_ns", "slow",
+    )  # fmt: skip
 
 
 class SpanBuffer:
@@ -117,23 +151,22 @@ class SpanBuffer:
         """As `Spans` has it."""
         end = _now()
         self.put(start_ns, end, code)
-        kind = code & _OPEN_MASK
-        self._header[ring.OPEN + (DATA if kind == DATA_END else kind)] = 0
+        self._header[_OPEN_WORD[code & _OPEN_MASK]] = 0
         return end
 
     def put(self, start_ns: int, end_ns: int, code: int) -> None:
         """As `Spans` has it."""
         self._words.extend((start_ns, end_ns, code))
-        header = self._header
-        if code & TAG_MASK == OPTIMIZER:
-            header[ring.STEPS] += 1
+        kind = code & TAG_MASK
+        if kind == OPTIMIZER:
+            self._header[ring.STEPS] += 1
         if self._ring is not None:
-            number = next(self._numbers)
-            _RECORD.pack_into(
-                self._ring, ring.HEADER_BYTES + (number & _SLOT_MASK) * _RECORD.size,
-                *pack_span(start_ns, end_ns, code),
+            number = next(self._numbers)  # as pack_span does; a call of it costs more than it does
+            _pack_record(
+                self._ring, _FIRST_BYTE + (number & _SLOT_MASK) * _RECORD_BYTES,
+                start_ns << TAG_BITS | kind, end_ns << TAG_BITS | code >> TAG_BITS,
             )  # fmt: skip
-            header[ring.COUNT] = number + 1
+            self._header[ring.COUNT] = number + 1
 
     def take(self) -> bytes:
         """As `Spans` has it; called on the drain thread, while others put in."""

@@ -204,6 +204,9 @@ class _Case:
             for moment in last_moments(evidence.files)
             if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
         }
+        self.aborted = [e for e in ends.values() if e.signal == signal.SIGABRT and e.error is None]
+        many = len(self.aborted) > 1
+        self.contradicted = many and bool(find_mismatches(evidence.collectives()))
         self.victims = {r: by for r, e in ends.items() if (by := self._wait_failure(e)) is not None}
         self.stopped: dict[int, str] = {}
         self._find_stopped()
@@ -225,9 +228,8 @@ class _Case:
         by = wait_failure(end.error)
         if by is not None:
             return by
-        aborts = [e for e in self.ends.values() if e.signal == signal.SIGABRT and e.error is None]
-        lagging = end.rank in self.behind
-        if end in aborts and len(aborts) > 1 and self.behind and not lagging:
+        waited_for_one = bool(self.behind) and end.rank not in self.behind
+        if end in self.aborted and len(self.aborted) > 1 and (waited_for_one or self.contradicted):
             return "NCCL's watchdog (SIGABRT)"
         return None
 

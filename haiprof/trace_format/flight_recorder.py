@@ -44,7 +44,7 @@ class _Entry(msgspec.Struct, gc=False):
     profiling_name: str = ""
     process_group: list[str] = []
     input_sizes: list[list[int]] = []
-    input_dtypes: list[str] = []
+    input_dtypes: list[str] | str = []
     time_created_ns: int = 0
     time_discovered_started_ns: int | None = 0
     time_discovered_completed_ns: int | None = 0
@@ -116,6 +116,11 @@ def read_torch_dump(path: Path) -> pl.DataFrame:
         raise TraceFormatError(f"{path}: no dump of the Flight Recorder: {error}") from None
 
 
+def _first_dtype(dtypes: list[str] | str) -> str | None:
+    """PyTorch's tests of its own reader have one text in place of a list."""
+    return dtypes or None if isinstance(dtypes, str) else next(iter(dtypes), None)
+
+
 def _frame(entries: Sequence[_Entry]) -> pl.DataFrame:
     columns = {
         "group": [e.process_group[0] if e.process_group else "" for e in entries],
@@ -124,7 +129,7 @@ def _frame(entries: Sequence[_Entry]) -> pl.DataFrame:
         "kind": [e.profiling_name.rpartition(":")[2] for e in entries],
         "p2p": [e.is_p2p for e in entries],
         "element_count": [sum(prod(size) for size in e.input_sizes) for e in entries],
-        "dtype": [e.input_dtypes[0] if e.input_dtypes else None for e in entries],
+        "dtype": [_first_dtype(e.input_dtypes) for e in entries],
         "created_ns": [e.time_created_ns or None for e in entries],
         "started_ns": [e.time_discovered_started_ns or None for e in entries],
         "completed_ns": [e.time_discovered_completed_ns or None for e in entries],
