@@ -38,7 +38,7 @@ class Kind:
     """Of a step, the least and the most that is drawn."""
     rank: str = ""
     """`first` or `last`: the rank that the finding must name."""
-    seconds: float = 9.0
+    seconds: float = 7.0
     beside: str = ""
     """`neighbours`: four busy processes from the start; `late`: from the middle on."""
     under: str = ""
@@ -175,7 +175,7 @@ OWN = {"styles": PLAIN, "ranks": (1,)}
 def loop(before: str, body: str) -> dict[str, str]:
     """A training loop of its own: what comes before it, and one step."""
     code = (
-        f"loader = make_loader()\n{before}\nfor x, y in batches(loader):\n{indented(body)}\n"
+        f"loader = make_loader() if LOADER else None\n{before}\nfor x, y in batches(loader):\n{indented(body)}\n"
         "    step += 1\n    if over(step):\n        break"
     )
     return {"own": code, "constants": 'STYLE = "own"'}
@@ -219,7 +219,7 @@ HEALTHY = (
     Kind(name="compiled", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='eager')"}),
     Kind(name="compiled, warm-up of shapes", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='aot_eager', dynamic=False)", "batch": "if step % 40 == 39:\n    x, y = x[: len(x) // 2], y[: len(y) // 2]"}),
     Kind(name="evaluation that compiles", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='aot_eager')\nevaluate(model, 2)", "after_step": "if step % 100 == 0:\n    evaluate(model, 3, BATCH // 2)"}),
-    Kind(name="tiny model", **OWN, pieces=loop("model = nn.Linear(x_width(), CLASSES)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)", "loss = F.cross_entropy(model(x.flatten(1)), y)\n" + STEP) | {"constants": 'STYLE = "own"\n\n\ndef x_width():\n    width = 1\n    for size in FAMILIES[FAMILY].shape:\n        width *= size\n    return width'}, workers=(0,), constants={"LENGTH": 2048}),
+    Kind(name="tiny model", **OWN, pieces=loop("model = nn.Linear(x_width(), CLASSES)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)", "loss = F.cross_entropy(model(x.flatten(1)), y)\n" + STEP) | {"constants": 'STYLE = "own"\n\n\ndef x_width():\n    width = 1\n    for size in FAMILIES[FAMILY].shape:\n        width *= size\n    return width'}, workers=(0,), constants={"LOADER": False}),
     Kind(name="bfloat16", styles=PLAIN, families=("mlp", "transformer", "recommender"), pieces={"forward": "with torch.autocast('cpu', torch.bfloat16):\n    out = self.inner(x).float()\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}),
     Kind(name="activation checkpoints", ranks=(1,), pieces={"forward": "import torch.utils.checkpoint\n\nout = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}, styles=PLAIN),
     Kind(name="two optimizers", **OWN, pieces=loop("model = Net()\nfirst = torch.optim.AdamW(model.inner.head.parameters(), lr=1e-4)\nsecond = torch.optim.SGD([*model.inner.first.parameters(), *model.inner.last.parameters()], lr=1e-3)", "loss = F.cross_entropy(model(x), y)\nloss.backward()\nfirst.step()\nsecond.step()\nfirst.zero_grad()\nsecond.zero_grad()")),
