@@ -57,11 +57,15 @@ class CodeQuestion:
     Then lines are those whose time is more than there."""
     within: str = ""
     """Only where a function of that file is on the stack."""
+    outside: str = ""
+    """Of stacks with a function of that file, what is outside of it."""
 
 
 _STEP = TRAINING_PHASES[:6]
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 """On the stack while torch.compile works, and not while what it has compiled runs."""
+_MODULE = "/torch/nn/modules/module.py"
+"""Around each call of a model: an evaluation that takes long is not made shorter in its layers."""
 QUESTIONS: Mapping[str, CodeQuestion] = {
     "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
     "first_batch": CodeQuestion(phases=("dataloader",), workers=True),
@@ -72,9 +76,10 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "gpu_waits_for_host": CodeQuestion(phases=_STEP),
     "outside_the_model": CodeQuestion(phases=("other", "checkpoint")),
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
-    "evaluation_heavy": CodeQuestion(phases=("evaluation",)),
+    "evaluation_heavy": CodeQuestion(phases=("evaluation",), outside=_MODULE),
     "garbage_collection": CodeQuestion(phases=_STEP),
-    "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER),
+    "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER, outside=_COMPILER),
+    "too_few_cores": CodeQuestion(phases=_STEP, workers=True),
     "synchronising_calls": CodeQuestion(phases=_STEP),
     "jitter": CodeQuestion(phases=_STEP, against="usual_steps"),
     "step_time_drift": CodeQuestion(phases=_STEP, against="earlier_steps"),
@@ -135,6 +140,10 @@ class CodeAnswers:
         samples = samples.take(np.isin(samples.phase, phases))
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
+        if question.outside:
+            outside = samples.tree.outside(question.outside)
+            samples = replace(samples, stack=outside[samples.stack])
+        if question.within:
             return samples, function_times(samples), "the compilations", 1.0
         if question.against:
             chosen, times, of, part = self._contrast(samples, finding, question)

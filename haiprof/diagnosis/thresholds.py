@@ -234,6 +234,8 @@ BURST_UNUSUAL_RATIO = 0.50
 LOADER_IDLE_RATIO = 0.50
 """Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
 which training waits for them. Own choice."""
+SMALL_RATIO = 0.01
+"""No share that is divided by is taken to be less. Own choice."""
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""

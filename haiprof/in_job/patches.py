@@ -165,6 +165,8 @@ class State(Gate):
         self.slow = self.device is not None or not self.stepped
         if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
             self.repeats.fetch()
+            if kind == DATA and not self.recorder.armed:
+                self.recorder.sample_early()
         if self.watch is not None:  # asked after: another thread may put one in meanwhile
             self.slow = True
         mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
