@@ -58,6 +58,23 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
+    """The line `root_input`: which dtypes a module was called with first, of floating tensors.
+
+    A batch in float64 makes float64 of whatever it meets, also where parameters are float32. This
+    is read on the training thread: where the job follows calls of torch (a TorchFunctionMode),
+    which reading a dtype is, nothing is read.
+    """
+    found: set[str] = set()
+    modes = getattr(sys.modules.get("torch._C"), "_len_torch_function_stack", None)
+    for value in values if modes is not None and not modes() else ():
+        inner = value.values() if type(value) is dict else value
+        for each in inner if type(value) in (dict, list, tuple) else (value,):
+            if _is_plain(type(each)) and each.dtype.is_floating_point:
+                found.add(_dtype_name(each.dtype))
+    return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
+
+
 def _parts(module: Any) -> tuple[list[Any], list[Any]]:
     """Modules and parameters, each once; a third of the time that `Module.parameters` takes."""
     modules: dict[int, Any] = {}
