@@ -25,10 +25,12 @@ from haiprof.run_format.tables.gpu import GPU
 from haiprof.run_format.tables.host import HOST
 from haiprof.run_format.tables.process import PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
+from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_story
 
 BALANCED = (0.2, 5.0, 10.0, 2.0)
 STEP_NS = 20 * NS_PER_MS
+FETCH = ("/x/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 
 
 @pytest.fixture
@@ -359,9 +361,20 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
 # -- cores ----------------------------------------------------------------------------------------
 
 
-def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> Verdict:
-    """Others come at a time in s; until then the rank's half core is all that is used."""
-    write_story(root, lambda *_: BALANCED, steps=800)
+def neighbours(
+    root: Path, *, wait: float, node: float, since: float = -2.0,
+    times: tuple[float, float, float, float] = BALANCED, main: float = 0.5,
+    worker: float = 0.0,
+) -> Verdict:  # fmt: skip
+    """Others come at a time in s; until then the rank's half core is all that is used.
+
+    With a loader's worker it uses so much of a core, and always loads.
+    """
+    write_story(root, lambda *_: times, steps=800)
+    if worker:
+        note(root, 0, type="dataloader", time_ns=START_NS, workers=1)
+        stacks = [(START_NS + i * 50_000_000, (FETCH,)) for i in range(200)]
+        write_stacks(RunPaths(root).rank(0).worker_stacks(0), stacks, worker=0, pid=9)
 
     def host(t: float) -> dict[str, float]:
         busy = 0.5 * (t + 2) + (node - 0.5) * max(t - since, 0.0)
@@ -370,13 +383,31 @@ def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> 
 
     counters(
         root,
-        lambda t: {"cpu_ns": int(0.5 * (t + 2) * NS_PER_S),
-                   "cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
+        lambda t: {"cpu_ns": int((main + worker) * (t + 2) * NS_PER_S),
+                   "cpu_main_ns": int(main * (t + 2) * NS_PER_S),
                    "run_queue_wait_ns": int(wait * max(t - since, 0.0) * NS_PER_S)},
         host=host,
     )  # fmt: skip
     placed(root)
     return judged(root)
+
+
+@pytest.mark.parametrize(
+    ("main", "wait", "worker", "is_own"),
+    [
+        (0.5, 0.4, 0.55, False),  # on cores of its own it would be ready in time
+        (0.2, 0.2, 0.5, True),  # its CPU time alone is longer than the rest of the step
+        (0.5, 0.4, 0.05, True),  # it waits for something else: it would have got a core
+    ],
+)
+def test_neighbours_explain_of_a_loaders_wait_what_its_workers_lost_to_them(
+    root: Path, main: float, wait: float, worker: float, is_own: bool
+) -> None:
+    """In all of them training waits 57 % of the step for a worker that always loads."""
+    times = (20.0, 4.0, 8.0, 2.0)
+    verdict = neighbours(root, wait=wait, node=2.0, times=times, main=main, worker=worker)
+    finding = found(verdict, "dataloader_bound")
+    assert finding.explained_by == (None if is_own else "busy_neighbours")
 
 
 def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:
