@@ -364,13 +364,13 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
 def neighbours(
     root: Path, *, wait: float, node: float, since: float = -2.0,
     times: tuple[float, float, float, float] = BALANCED, main: float = 0.5,
-    worker: float = 0.0,
+    worker: float = 0.0, shape: PhaseTimes | None = None,
 ) -> Verdict:  # fmt: skip
     """Others come at a time in s; until then the rank's half core is all that is used.
 
     With a loader's worker it uses so much of a core, and always loads.
     """
-    write_story(root, lambda *_: times, steps=800)
+    write_story(root, shape or (lambda *_: times), steps=800)
     if worker:
         note(root, 0, type="dataloader", time_ns=START_NS, workers=1)
         stacks = [(START_NS + i * 50_000_000, (FETCH,)) for i in range(200)]
@@ -408,6 +408,16 @@ def test_neighbours_explain_of_a_loaders_wait_what_its_workers_lost_to_them(
     verdict = neighbours(root, wait=wait, node=2.0, times=times, main=main, worker=worker)
     finding = found(verdict, "dataloader_bound")
     assert finding.explained_by == (None if is_own else "busy_neighbours")
+
+
+@pytest.mark.parametrize(("wait", "cause"), [(0.6, "all_phases"), (0.02, "backward")])
+def test_few_spikes_beside_neighbours_are_of_no_phase(root: Path, wait: float, cause: str) -> None:
+    """Five in backward, half of the step: waiting for a core hits it as often by chance."""
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (0.2, 5.0, 1500.0 if step % 100 == 99 and step < 600 else 10.0, 2.0)
+
+    assert found(neighbours(root, wait=wait, node=2.0, shape=times), "jitter").cause == cause
 
 
 def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:
