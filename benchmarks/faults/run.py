@@ -40,7 +40,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from draw import Case, draw, write_job
+from draw import Case, draw, faulty_lines, write_job
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
@@ -214,7 +214,7 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
         false = any(f.severity != "info" for f in own)
         return {**facts, "outcome": "false finding" if false else "note" if own else "silent"}
     if right and own[0] is right[0]:
-        return {**facts, "outcome": "right", "line": _line(case, folder, right[0])}
+        return {**facts, "outcome": "right", "line": _line(folder, right[0])}
     if not own and share and share < SMALL_SHARE:
         return {**facts, "outcome": "small"}
     return {**facts, "outcome": "named" if right else "wrong" if own else "missed"}
@@ -225,12 +225,12 @@ def _is_right(case: Case, finding: Any) -> bool:
     return bool(accepted) and (case.rank is None or finding.rank in (case.rank, None))
 
 
-def _line(case: Case, folder: Path, finding: Any) -> bool | None:
+def _line(folder: Path, finding: Any) -> bool | None:
     """Whether the finding names a faulty line, as where the time passes or as what calls that.
 
     None where no line is at fault, or lines are not recorded.
     """
-    faulty = write_job(case, folder / "train.py")
+    faulty = faulty_lines(folder / "train.py")
     lines = getattr(finding, "code_lines", None)
     if not faulty or lines is None:
         return None

@@ -67,7 +67,7 @@ USUAL_FORWARD_RATIO = 0.5
 HELD_STEP_RATIO = 0.08
 """Of the step, what Python of the job's own takes in a phase, from sampled stacks: the tenth from
 which it must be found, less what samples may miss. Own choice."""
-OWN_STEP_RATIO = 0.15
+OWN_STEP_RATIO = 0.12
 """Of the step, what the job's own code takes outside of the model where it also may wait or call
 operators: averages of weights and the loss stay below. Own choice."""
 MODEL_OWN_RATIO = 0.50
