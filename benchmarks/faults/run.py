@@ -16,7 +16,8 @@ Beside --loaded, or where others used a quarter of a core, what is said of neigh
 is true, and left out. A fault that took less than a tenth of the time may be silent. A finding on a
 healthy job is a false one; a note (severity info) is not. work.py makes the models of this machine
 so large that a healthy job's loader takes a fiftieth of a step. Where the job's own clock says that
-it waited a tenth of its time all the same, it is not healthy: `not healthy`, and counted nowhere.
+it waited a tenth of its time all the same, with the machine for itself, it is not healthy: `not
+healthy`, and counted nowhere.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
         "titles": [f.title for f in verdict.findings],
     }
     if case.is_healthy:
-        if waited >= SMALL_SHARE and {f.rule for f in own} == {"dataloader_bound"}:
+        if not beside and waited >= SMALL_SHARE and {f.rule for f in own} == {"dataloader_bound"}:
             return {**facts, "outcome": "not healthy"}
         false = any(f.severity != "info" for f in own)
         return {**facts, "outcome": "false finding" if false else "note" if own else "silent"}

@@ -123,15 +123,17 @@ def own_wait_share(facts: Facts, rank: int, share: float) -> float:
         share: Of the step, what it waited for the loader.
 
     Returns:
-        The share that would be; all of it where samples or CPU use of workers are not known.
+        The share that would be; all of it where the workers' CPU use is not known. Without samples
+        of them they are taken to load while they use the CPU, and to wait for nothing else.
     """
     loader = facts.told.loaders.get(rank)
     main, busy = facts.main_cores.get(rank), facts.busy_cores.get(rank)
-    loads = loading_ratio(facts, rank)
-    if loader is None or not loader.workers or main is None or busy is None or loads is None:
+    if loader is None or not loader.workers or main is None or busy is None:
         return share
-    wait = facts.core_waits.get(rank, 0.0)
-    computes = min(max(busy - main, 0.0) / loader.workers, loads)
+    wait, computes = facts.core_waits.get(rank, 0.0), max(busy - main, 0.0) / loader.workers
+    loads = loading_ratio(facts, rank)
+    loads = computes if loads is None else loads
+    computes = min(computes, loads)
     alone = max(computes, loads - computes * wait / max(min(main, 1.0), SMALL_RATIO))
     rest = max(1.0 - share - wait, min(main, 1.0 - share), SMALL_RATIO)
     return max(alone - rest, 0.0) / max(alone, rest)

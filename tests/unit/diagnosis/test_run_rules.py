@@ -364,7 +364,7 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
 def neighbours(
     root: Path, *, wait: float, node: float, since: float = -2.0,
     times: tuple[float, float, float, float] = BALANCED, main: float = 0.5,
-    worker: float = 0.0, shape: PhaseTimes | None = None,
+    worker: float = 0.0, sampled: bool = True, shape: PhaseTimes | None = None,
 ) -> Verdict:  # fmt: skip
     """Others come at a time in s; until then the rank's half core is all that is used.
 
@@ -373,6 +373,7 @@ def neighbours(
     write_story(root, shape or (lambda *_: times), steps=800)
     if worker:
         note(root, 0, type="dataloader", time_ns=START_NS, workers=1)
+    if worker and sampled:
         stacks = [(START_NS + i * 50_000_000, (FETCH,)) for i in range(200)]
         write_stacks(RunPaths(root).rank(0).worker_stacks(0), stacks, worker=0, pid=9)
 
@@ -393,19 +394,23 @@ def neighbours(
 
 
 @pytest.mark.parametrize(
-    ("main", "wait", "worker", "is_own"),
+    ("main", "wait", "worker", "sampled", "is_own"),
     [
-        (0.5, 0.4, 0.55, False),  # on cores of its own it would be ready in time
-        (0.2, 0.2, 0.5, True),  # its CPU time alone is longer than the rest of the step
-        (0.5, 0.4, 0.05, True),  # it waits for something else: it would have got a core
+        (0.5, 0.4, 0.55, True, False),  # on cores of its own it would be ready in time
+        (0.2, 0.2, 0.5, True, True),  # its CPU time alone is longer than the rest of the step
+        (0.2, 0.2, 0.5, False, True),
+        (0.5, 0.4, 0.05, True, True),  # it waits for something else: it would have got a core
+        (0.5, 0.4, 0.05, False, False),  # nobody knows whether it loads all the time
     ],
 )
 def test_neighbours_explain_of_a_loaders_wait_what_its_workers_lost_to_them(
-    root: Path, main: float, wait: float, worker: float, is_own: bool
+    root: Path, main: float, wait: float, worker: float, sampled: bool, is_own: bool
 ) -> None:
     """In all of them training waits 57 % of the step for a worker that always loads."""
-    times = (20.0, 4.0, 8.0, 2.0)
-    verdict = neighbours(root, wait=wait, node=2.0, times=times, main=main, worker=worker)
+    verdict = neighbours(
+        root, wait=wait, node=2.0, times=(20.0, 4.0, 8.0, 2.0), main=main, worker=worker,
+        sampled=sampled,
+    )  # fmt: skip
     finding = found(verdict, "dataloader_bound")
     assert finding.explained_by == (None if is_own else "busy_neighbours")
 
