@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import threading
 import time
@@ -129,7 +130,7 @@ def share(values: Sequence[float], hz: float) -> str:
     return f"{mean:.4%} ({low:.4%} to {high:.4%})"
 
 
-def report(costs: Sequence[Cost]) -> str:
+def report(costs: Sequence[Cost], load: float) -> str:
     """The table as Markdown."""
     lines = [
         "# Cost of sampling stacks",
@@ -139,6 +140,10 @@ def report(costs: Sequence[Cost]) -> str:
         "waits for a core that others have. Shares of a step are samples per second times that. "
         f"Allowed at the default 20 a second: {MOST_STEP:.1%} of a 30 ms step, {MOST_CORE:.1%} of "
         "a core.",
+        "",
+        f"Load average of the machine before and after: {load:.1f} and {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores. Above the cores' number all of it is more than on a free machine: "
+        "caches are cold, and each wait for the interpreter lock wakes up more often.",
         "",
         "| step | samples a second | samples | holds the lock | of a step | lock handed over "
         "| of a step | CPU time of a sample | of a core | late by |",
@@ -160,10 +165,11 @@ def main() -> None:
     parser.add_argument("--md", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     costs = [
         measure(loop, hz, max(options.samples, round(6 * hz))) for loop in LOOPS for hz in RATES
     ]
-    text = report(costs)
+    text = report(costs, load)
     print(text)
     if options.md:
         options.md.write_text(text, encoding="utf-8")
