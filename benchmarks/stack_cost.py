@@ -142,7 +142,7 @@ def report(costs: Sequence[Cost], load: float) -> str:
         "a core.",
         "",
         f"Load average of the machine before and after: {load:.1f} and {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores. Above the cores' number all of it is more than on a free machine: "
+        f"{os.cpu_count()} cores. Above their number all of it is more than on a free machine: "
         "caches are cold, and each wait for the interpreter lock wakes up more often.",
         "",
         "| step | samples a second | samples | holds the lock | of a step | lock handed over "
