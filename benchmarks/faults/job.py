@@ -34,6 +34,7 @@ LOSE = 0.0  # seconds that a fault takes in a step
 WORK = int(os.environ.get("FAULTS_WORK", "1"))  # a model works on its batch so many times over
 # <constants>
 
+LOSE *= float(os.environ.get("FAULTS_STEP", "1"))  # steps of this model against usual ones
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 LAST = RANK == WORLD - 1
 CLASSES, VOCABULARY = 16, 64

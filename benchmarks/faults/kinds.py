@@ -165,7 +165,7 @@ FAULTS = (
     Kind(name="ranks' data uneven by turns", accepted=("data_imbalance",), ranks=(2,), styles=PLAIN, pieces={"batch": when("(step + RANK) % WORLD == 0", "times = DICE.choice((3, 4))\nx, y = x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)")}),
     # settings
     Kind(name="anomaly detection", accepted=("anomaly_detection", "backward_bound", "forward_bound", "costly_settings"), pieces={"setup": "torch.autograd.set_detect_anomaly(True)"}, ranks=(1,), families=("transformer", "lstm", "graph"), styles=PLAIN),
-    Kind(name="profiler left on", accepted=("profiler_left_on", "outside_the_model"), pieces={"before_training": "profiler = torch.profiler.profile(with_stack=True)\nprofiler.start()  # FAULT\nimport atexit\n\natexit.register(profiler.stop)  # torch 2.13 crashes at exit without"}, ranks=(1,), styles=PLAIN, seconds=7),
+    Kind(name="profiler left on", accepted=("profiler_left_on", "outside_the_model"), pieces={"before_training": "profiler = torch.profiler.profile(with_stack=True)\nprofiler.start()\nimport atexit\n\natexit.register(profiler.stop)  # torch 2.13 crashes at exit without"}, ranks=(1,), styles=PLAIN, seconds=7),
     Kind(name="float64", accepted=("float64", "double_precision", "costly_settings"), pieces={"setup": "torch.set_default_dtype(torch.float64)"}, ranks=(1,), styles=PLAIN, families=("mlp", "unet", "graph")),
 )  # fmt: skip
 

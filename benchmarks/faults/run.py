@@ -15,7 +15,7 @@ beside it. Right is a fault whose first finding is one of the accepted ones, abo
 Beside --loaded, or where others used a quarter of a core, what is said of neighbours and of steal
 is true, and left out. A fault that took less than a tenth of the time may be silent. A finding on a
 healthy job is a false one; a note (severity info) is not. work.py makes the models of this machine
-so large that a healthy job's loader takes a fiftieth of a step. Where the job's own clock says that
+so large that a healthy job's loader takes 3 % of a step. Where the job's own clock says that
 it waited a tenth of its time all the same, with the machine for itself, it is not healthy: `not
 healthy`, and counted nowhere.
 """
@@ -41,7 +41,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from draw import Case, draw, faulty_lines, write_job
+from draw import STEP_S, Case, draw, faulty_lines, write_job
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
@@ -101,11 +101,11 @@ def neighbours(case: Case) -> Iterator[None]:
 
 
 @cache
-def work() -> dict[str, int]:
-    """`WORK` of each family on this machine: measured once, before the first job."""
+def work() -> dict[str, tuple[int, float]]:
+    """`WORK` of each family on this machine and its step: measured once, before the first job."""
     script = Path(__file__).with_name("work.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, check=True)
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, tuple[int, float]] = json.loads(done.stdout)
     return found
 
 
@@ -127,7 +127,8 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     write_job(case, folder / "train.py")
     environment = {
-        **os.environ, "FAULTS_TRUTH": str(folder), "FAULTS_WORK": str(work().get(case.family, 1)),
+        **os.environ, "FAULTS_TRUTH": str(folder), "FAULTS_WORK": str(work()[case.family][0]),
+        "FAULTS_STEP": str(work()[case.family][1] / STEP_S),
         "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     if case.kind.threads:

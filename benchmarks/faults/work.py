@@ -5,8 +5,8 @@
 A drawn job whose loader takes a fifth of each step is not healthy: a fifth can be gained. So the
 bare times are taken first, without haiprof and as CPU time, which neighbours change little: of a
 batch made, of one received from a worker, and of a step of the model. Models work on their batch
-so many times over (`WORK` of job.py) that the loader has a fiftieth of the step, and that a step
-takes about as long as `LOSE` is counted in.
+so many times over (`WORK` of job.py) that the loader has three hundredths of the step; and what a
+fault takes (`LOSE`) is counted in steps of the model as it is then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from draw import BATCHES, STEP_S
 
-LOADER_RATIO = 0.02
+LOADER_RATIO = 0.03
 MOST = 12
 ROUNDS = 9
 
@@ -46,8 +46,8 @@ def cpu_s(act: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def work_of(family: str) -> int:
-    """Times over that a model of the family works on its batch."""
+def work_of(family: str) -> tuple[int, float]:
+    """Times over that a model of the family works on its batch, and its step by then in s."""
     job = bare_job(family, 0)
     batches, received = iter(job["make_loader"]()), iter(bare_job(family, 1)["make_loader"]())
     x, y = next(batches)
@@ -62,11 +62,13 @@ def work_of(family: str) -> int:
         optimizer.zero_grad()
 
     wanted_s = max(loader_s / LOADER_RATIO, 0.75 * STEP_S)
-    return min(max(math.ceil(wanted_s / cpu_s(step)), 1), MOST)
+    step_s = cpu_s(step)
+    work = min(max(math.ceil(wanted_s / step_s), 1), MOST)
+    return work, work * step_s
 
 
 def main() -> None:
-    """Prints `WORK` of each family as JSON."""
+    """Prints `WORK` of each family and its step as JSON."""
     torch.set_num_threads(1)
     print(json.dumps({family: work_of(family) for family in BATCHES}))
 

@@ -23,7 +23,7 @@ from haiprof.run_analysis.code_samples import (
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.run_frames import RunFrames
 
-FIRST_BATCH = "first_batch"
+FIRST_BATCH, EVALUATION_HEAVY = "first_batch", "evaluation_heavy"
 LINE_LIMIT = 3
 MIN_SAMPLES = 4
 """A line that was seen less often is not named."""
@@ -68,7 +68,7 @@ _MODULE = "/torch/nn/modules/module.py"
 """Around each call of a model: an evaluation that takes long is not made shorter in its layers."""
 QUESTIONS: Mapping[str, CodeQuestion] = {
     "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
-    "first_batch": CodeQuestion(phases=("dataloader",), workers=True),
+    FIRST_BATCH: CodeQuestion(phases=("dataloader",), workers=True),
     "forward_bound": CodeQuestion(phases=("forward",)),
     "backward_bound": CodeQuestion(phases=("backward",)),
     "optimizer_bound": CodeQuestion(phases=("optimizer",)),
@@ -76,7 +76,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "gpu_waits_for_host": CodeQuestion(phases=_STEP),
     "outside_the_model": CodeQuestion(phases=("other", "checkpoint")),
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
-    "evaluation_heavy": CodeQuestion(phases=("evaluation",), outside=_MODULE),
+    EVALUATION_HEAVY: CodeQuestion(phases=("evaluation",), outside=_MODULE),
     "garbage_collection": CodeQuestion(phases=_STEP),
     "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER, outside=_COMPILER),
     "too_few_cores": CodeQuestion(phases=_STEP, workers=True),
@@ -197,14 +197,17 @@ class CodeAnswers:
                 yield _code_line(time, of, min(used, 1.0))
 
     def _load(self, finding: Finding) -> CodeSamples:
-        """Samples in the time of the judged steps: of some ranks, and of the finding's own."""
+        """Samples in the time that a finding is about: of some ranks, and of its own."""
         known = self._samples
         first, last = self._facts.window_ns
         if known is None or (finding.rank is not None and not (known.rank == finding.rank).any()):
             world = self._facts.world
             wanted = set(world[:: max(len(world) // RANK_LIMIT, 1)])
             samples = self._analyzer.code_samples(wanted | {finding.rank or 0})
-            known = self._samples = samples.take(samples.time_ns <= last)
+            known = self._samples = samples
+        if finding.rule == EVALUATION_HEAVY:  # also before the first step and after the last one
+            return known
+        known = known.take(known.time_ns <= last)
         if finding.rule != FIRST_BATCH:  # which was before the judged steps
             known = known.take(known.time_ns >= first)
         return known
