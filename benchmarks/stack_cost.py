@@ -1,20 +1,24 @@
-"""What sampling stacks costs a training step: blocks with and without it, side by side.
+"""What sampling stacks costs a training step: the lock time and the CPU time of each sample.
 
     python benchmarks/stack_cost.py --md benchmarks/results/stack_cost.md
 
-One process trains; blocks of about a second with the sampler on and with it off take turns, and
-each block with it is compared with the one beside it. The sampler's own CPU time is what its thread
-used, as the kernel counts it.
+One process trains while the sampler runs. A step with samples cannot be told from one without by
+the clock: neighbours of the machine and its caches move both by several percent, and sampling by a
+hundredth of that. So what a sample takes is counted itself: the CPU time for which it holds the
+interpreter lock, the time for which the training thread had handed that over, and all CPU time of
+the sampling thread, waking up included. Times the samples per second, that is a share of any step.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,6 +29,33 @@ from haiprof.in_job.stack_sampler import StackSampler
 RATES = (1.0, 20.0, 50.0)
 LOOPS = {"mlp": "0.4 ms", "transformer": "30 ms"}
 SETTLE_S = 3.0
+SLICE_SAMPLES = 5
+"""Samples of which CPU time and hand-overs are read together."""
+MOST_STEP, MOST_CORE = 0.002, 0.001
+"""Of a step of 30 ms, and of a core: what sampling may cost at the default rate."""
+
+
+@dataclass
+class Times:
+    """Microseconds per sample: of each sample, or means of slices."""
+
+    walk: list[float] = field(default_factory=list)
+    """CPU time with the interpreter lock: looking at the stack and finding its number."""
+    held: list[float] = field(default_factory=list)
+    """The training thread had handed the lock over, whoever had the core meanwhile."""
+    cpu: list[float] = field(default_factory=list)
+    """All of the sampling thread."""
+
+
+class TimedSampler(StackSampler):
+    """The sampler, with the CPU time of each sample beside it."""
+
+    walks: list[int]
+
+    def _sample(self, due_ns: int) -> None:
+        began = time.thread_time_ns()
+        super()._sample(due_ns)
+        self.walks.append(time.thread_time_ns() - began)
 
 
 @dataclass(frozen=True)
@@ -33,106 +64,112 @@ class Cost:
 
     loop: str
     hz: float
-    step_us: float
-    """Median bare step."""
-    wall: float
-    """Median over pairs of blocks: mean step with the sampler by that without."""
-    cpu: float
-    """The same of the training thread's CPU time, which neighbours of the machine move less."""
-    low: float
-    high: float
-    """The middle half of the pairs' ratios of CPU time."""
-    held: float
-    """Share of the time in which the training thread had handed the interpreter lock over."""
-    sample_us: float
-    """CPU time of the sampling thread per sample."""
-    core: float
-    """The same as a share of a core."""
+    step_ms: float
+    times: Times
     late_us: float
-    """Median time by which a sample came late."""
 
 
-def block(step: Callable[[], None], seconds: float) -> tuple[float, float]:
-    """Mean step in us, and its CPU time in this thread."""
-    count, began, cpu = 0, time.perf_counter(), time.thread_time()
-    while time.perf_counter() - began < seconds:
-        step()
-        count += 1
-    wall_us = 1e6 * (time.perf_counter() - began) / count
-    return wall_us, 1e6 * (time.thread_time() - cpu) / count
-
-
-def measure(loop: str, hz: float, pairs: int, seconds: float) -> Cost:
-    """Pairs of blocks, first one way round, then the other."""
-    step = stepper(loop)
-    block(step, SETTLE_S)
-    walls, cpus, bare, late = [], [], [], []
-    sampler_ns = held_ns = 0
-    for pair in range(pairs):
-        times = {}
-        for sampled in (False, True) if pair % 2 else (True, False):
-            sampler = _sampler(hz) if sampled else None
-            if sampler is not None:
-                sampler.start()
-            times[sampled] = block(step, seconds)
-            if sampler is not None:
-                held_ns += sampler.held_ns()
-                sampler.stop()
-                time.sleep(0.1)  # its thread ends, and has counted its CPU time
-                line = sampler.take_line() or {"late_us": [], "cpu_ns": 0}
-                late += line["late_us"]
-                sampler_ns += line["cpu_ns"]
-        walls.append(times[True][0] / times[False][0])
-        cpus.append(times[True][1] / times[False][1])
-        bare.append(times[False][0])
-    low, middle, high = statistics.quantiles(cpus, n=4)
+def measure(loop: str, hz: float, count: int) -> Cost:
+    """Trains until so many samples have been taken."""
+    step, ident, times = stepper(loop), threading.get_ident(), Times()
+    settled = time.perf_counter() + SETTLE_S
+    train(step, lambda: time.perf_counter() >= settled)
+    sampler = TimedSampler(lambda: ident, hz=hz, note=print)
+    sampler.walks = []
+    sampler.prepare()
+    thread = threading.Thread(target=sample, args=(sampler, hz, times))
+    thread.start()
+    step_ms = train(step, lambda: len(sampler.walks) >= count)
+    sampler.stop()
+    thread.join()
+    times.walk = [ns / 1e3 for ns in sampler.walks]
+    line = sampler.take_line() or {"late_us": [math.nan]}
     return Cost(
-        loop=loop, hz=hz, step_us=statistics.median(bare), wall=statistics.median(walls),
-        cpu=middle, low=low, high=high, held=held_ns / 1e9 / (pairs * seconds),
-        sample_us=sampler_ns / 1e3 / max(len(late), 1), core=sampler_ns / 1e9 / (pairs * seconds),
-        late_us=statistics.median(late) if late else float("nan"),
-    )  # fmt: skip
+        loop=loop, hz=hz, step_ms=step_ms, times=times, late_us=statistics.median(line["late_us"])
+    )
 
 
-def _sampler(hz: float) -> StackSampler:
-    ident = threading.get_ident()
-    return StackSampler(lambda: ident, hz=hz, note=print)
+def train(step: Callable[[], None], is_over: Callable[[], bool]) -> float:
+    """Median step in ms."""
+    steps = []
+    while not is_over():
+        began = time.perf_counter()
+        step()
+        steps.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(steps)
 
 
-def report(costs: list[Cost], pairs: int, seconds: float) -> str:
+def sample(sampler: TimedSampler, hz: float, times: Times) -> None:
+    """The body of the sampling thread, with its clocks read after each slice."""
+    before = (time.thread_time_ns(), sampler.held_ns(), 0)
+    while sampler.sample_until(round(SLICE_SAMPLES * 1e9 / hz)):
+        now = (time.thread_time_ns(), sampler.held_ns(), len(sampler.walks))
+        cpu_ns, held_ns, taken = (a - b for a, b in zip(now, before, strict=True))
+        if taken:
+            times.cpu.append(cpu_ns / 1e3 / taken)
+            times.held.append(held_ns / 1e3 / taken)
+        before = now
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, and where it lies with 95 % certainty (normal approximation)."""
+    mean = statistics.fmean(values)
+    spread = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean, max(mean - spread, 0.0), mean + spread
+
+
+def us(values: Sequence[float]) -> str:
+    """`21.3 us (20.8 to 21.9)`."""
+    mean, low, high = interval(values)
+    return f"{mean:.1f} us ({low:.1f} to {high:.1f})"
+
+
+def share(values: Sequence[float], hz: float) -> str:
+    """The same times the rate: of a second, so of any step."""
+    mean, low, high = (each * hz / 1e6 for each in interval(values))
+    return f"{mean:.4%} ({low:.4%} to {high:.4%})"
+
+
+def report(costs: Sequence[Cost], load: float) -> str:
     """The table as Markdown."""
     lines = [
         "# Cost of sampling stacks",
         "",
-        f"`benchmarks/stack_cost.py`, torch {torch.__version__}, {pairs} pairs of blocks of "
-        f"{seconds:g} s each, with the sampler and without, side by side in one process.",
+        f"`benchmarks/stack_cost.py`, torch {torch.__version__}; means, 95 % intervals. Holding "
+        "the lock is CPU time; handed over is elapsed time, and longer where the sampling thread "
+        "waits for a core that others have. Shares of a step are samples per second times that. "
+        f"Allowed at the default 20 a second: {MOST_STEP:.1%} of a 30 ms step, {MOST_CORE:.1%} of "
+        "a core.",
         "",
-        "The wall time of a block moves with the machine's neighbours by more than sampling costs; "
-        "its CPU time moves less. What sampling takes at most is in the last three columns: "
-        "the training thread held up, and the sampling thread's own CPU time.",
+        f"Load average of the machine before and after: {load:.1f} and {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores. Above their number all of it is more than on a free machine: "
+        "caches are cold, and each wait for the interpreter lock wakes up more often.",
         "",
-        "| step | samples per second | wall time | CPU time (middle half of the pairs) "
-        "| thread held up | CPU time per sample | of a core | a sample comes late by |",
-        "|---|---|---|---|---|---|---|---|",
+        "| step | samples a second | samples | holds the lock | of a step | lock handed over "
+        "| of a step | CPU time of a sample | of a core | late by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {cost.step_us / 1e3:.2f} ms ({cost.loop}) | {cost.hz:g} | x{cost.wall:.3f} "
-        f"| x{cost.cpu:.4f} ({cost.low:.4f} to {cost.high:.4f}) | {cost.held:.3%} "
-        f"| {cost.sample_us:.0f} us | {cost.core:.3%} | {cost.late_us:.0f} us |"
-        for cost in costs
+        f"| {c.step_ms:.2f} ms ({c.loop}) | {c.hz:g} | {len(c.times.walk)} | {us(c.times.walk)} "
+        f"| {share(c.times.walk, c.hz)} | {us(c.times.held)} | {share(c.times.held, c.hz)} "
+        f"| {us(c.times.cpu)} | {share(c.times.cpu, c.hz)} | {c.late_us:.0f} us |"
+        for c in costs
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
+    """Measures every loop at every rate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--samples", type=int, default=40, help="at the least, of each rate")
     parser.add_argument("--md", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    costs = [measure(loop, hz, options.pairs, options.seconds) for loop in LOOPS for hz in RATES]
-    text = report(costs, options.pairs, options.seconds)
+    load = os.getloadavg()[0]
+    costs = [
+        measure(loop, hz, max(options.samples, round(6 * hz))) for loop in LOOPS for hz in RATES
+    ]
+    text = report(costs, load)
     print(text)
     if options.md:
         options.md.write_text(text, encoding="utf-8")

@@ -72,8 +72,8 @@ def _is_installed(style: str) -> bool:
     return style not in NEEDED or importlib.util.find_spec(NEEDED[style]) is not None
 
 
-def write_job(case: Case, path: Path) -> tuple[int, ...]:
-    """Writes the job as one script; returns the lines that are at fault."""
+def write_job(case: Case, path: Path) -> None:
+    """Writes the job as one script; `faulty_lines` of it are what a finding should name."""
     constants = {
         "FAMILY": case.family, "STYLE": case.style, "BATCH": BATCHES[case.family],
         "WORKERS": case.workers, "SECONDS": case.kind.seconds,
@@ -93,5 +93,9 @@ def write_job(case: Case, path: Path) -> tuple[int, ...]:
 
     script = PLACE.sub(filled, TEMPLATE.read_text(encoding="utf-8"))
     path.write_text(script, encoding="utf-8")
-    numbered = enumerate(script.split("\n"), 1)
+
+
+def faulty_lines(path: Path) -> tuple[int, ...]:
+    """The lines at fault of a job that was written."""
+    numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
     return tuple(number for number, line in numbered if line.endswith("# FAULT"))

@@ -3,7 +3,8 @@
     python benchmarks/faults/job.py
     torchrun --nproc-per-node 2 benchmarks/faults/job.py
 
-It knows nothing of haiprof. A step of most models takes about 20 ms on one core.
+It knows nothing of haiprof. With the `WORK` that work.py finds a step takes about 20 ms on one
+core, and the loader a small part of it.
 """
 
 # ruff: noqa: D101, D102, N812, RET504 - a script whose parts are put together
@@ -30,8 +31,10 @@ FAMILY, STYLE = "mlp", "plain"
 SECONDS, BATCH, LENGTH = 9.0, 64, 64 * 400
 LOADER, WORKERS, PERSISTENT, ACCUMULATE, THREADS = True, 0, True, 1, 1
 LOSE = 0.0  # seconds that a fault takes in a step
+WORK = int(os.environ.get("FAULTS_WORK", "1"))  # a model works on its batch so many times over
 # <constants>
 
+LOSE *= float(os.environ.get("FAULTS_STEP", "1"))  # steps of this model against usual ones
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 LAST = RANK == WORLD - 1
 CLASSES, VOCABULARY = 16, 64
@@ -192,6 +195,22 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def working(family: type[nn.Module]) -> type[nn.Module]:
+    """The family with more work: each batch stands in it `WORK` times over."""
+
+    class Working(family):
+        def forward(self, x: Tensor) -> Tensor:
+            if WORK == 1:
+                return super().forward(x)
+            many = super().forward(x.repeat(WORK, *[1] * (x.dim() - 1)))
+            return many.unflatten(0, (WORK, -1)).mean(0)
+
+    return Working
+
+
+FAMILIES = {name: working(family) for name, family in FAMILIES.items()}
+
+
 class Net(nn.Module):
     """A model of the family, with what a kind adds."""
 
@@ -247,10 +266,18 @@ def make_loader() -> DataLoader:
     )  # fmt: skip
 
 
+WAITED = [0.0, 0]
+
+
 def batches(loader: DataLoader | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end, one epoch after another."""
+    """Without end, one epoch after another; the waits for all but the first are summed up."""
     while loader is not None:
-        yield from loader
+        began = time.perf_counter()
+        for batch in loader:
+            WAITED[0] += time.perf_counter() - began if WAITED[1] else 0.0
+            WAITED[1] += 1
+            yield batch
+            began = time.perf_counter()
     x, y = torch.randn(BATCH, *FAMILIES[FAMILY].shape), torch.randint(CLASSES, (BATCH,))
     while True:
         yield x, y
@@ -431,6 +458,7 @@ def main() -> None:
     began = time.monotonic()
     step = globals()[STYLE]()
     truth = {"steps": step, "lost_s": LOST[0], "lost_count": LOST[1],
+             "waited_s": WAITED[0] if WAITED[1] else None,
              "train_s": time.monotonic() - (ENDS[0] - SECONDS if ENDS[0] else began)}  # fmt: skip
     where = os.environ.get("FAULTS_TRUTH")
     if where:

@@ -38,7 +38,7 @@ class Kind:
     """Of a step, the least and the most that is drawn."""
     rank: str = ""
     """`first` or `last`: the rank that the finding must name."""
-    seconds: float = 9.0
+    seconds: float = 7.0
     beside: str = ""
     """`neighbours`: four busy processes from the start; `late`: from the middle on."""
     under: str = ""
@@ -115,7 +115,7 @@ FAULTS = (
     Kind(name="optimizer in Python", accepted=OPTIMIZER, pieces={"optimizer": "kind = Slow", "constants": "class Slow(torch.optim.AdamW):\n    def step(self, closure=None):\n" + indented(BURN, 8) + "\n        return super().step(closure)"}, magnitudes=(1.5, 5)),
     Kind(name="optimizer that waits", accepted=OPTIMIZER, pieces={"optimizer": "kind = Slow", "constants": "class Slow(torch.optim.AdamW):\n    def step(self, closure=None):\n" + indented(SLEEP, 8) + "\n        return super().step(closure)"}, magnitudes=(1.5, 5)),
     Kind(name="hook behind the optimizer", accepted=("optimizer_bound", "outside_the_model"), pieces={"before_training": "optimizer.register_step_post_hook(slow_hook)", "constants": "def slow_hook(*_):\n" + indented(BURN)}, magnitudes=(1.5, 5)),
-    Kind(name="optimizer over a large dense embedding", accepted=OPTIMIZER, pieces={"model_init": "self.large = nn.Embedding(60_000, 64)", "forward": "x = x + 0.0 * self.large.weight[self.calls % 100].mean()"}, families=("cnn", "lstm", "graph", "unet"), ranks=(1,)),
+    Kind(name="optimizer over a large dense embedding", accepted=OPTIMIZER, pieces={"model_init": "self.large = nn.Embedding(60_000, 64)", "forward": "x = x + 0.0 * self.large.weight[self.calls % 100].mean()"}, families=("cnn", "lstm", "graph", "unet"), ranks=(1,), constants={"WORK": 1}),
     # outside
     Kind(name="wait between steps", accepted=OUTSIDE, pieces={"after_step": SLEEP}, magnitudes=(0.6, 5)),
     Kind(name="metric in Python", accepted=OUTSIDE, pieces={"after_step": BURN}, magnitudes=(0.6, 5)),
@@ -141,10 +141,10 @@ FAULTS = (
     Kind(name="history written whole", accepted=("step_time_drift", "outside_the_model"), pieces={"after_step": "with lost():\n    KEPT.append(list(range(200)))\n    json.dumps(KEPT[:: max(1, int(0.02 / LOSE))])  # FAULT"}, magnitudes=(0.5, 2), seconds=11),
     Kind(name="sudden regression", accepted=("step_time_drift",), pieces={"forward": "if self.calls > 120:\n    with lost():\n        sum(i * i for i in range(TURNS))  # FAULT"}, magnitudes=(0.5, 2), seconds=12),
     Kind(name="regression of the optimizer", accepted=("step_time_drift",), pieces={"optimizer": "kind = Slow", "constants": "class Slow(torch.optim.AdamW):\n    def step(self, closure=None):\n        KEPT.append(1)\n        if len(KEPT) > 120:\n" + indented(SLEEP, 12) + "\n        return super().step(closure)"}, magnitudes=(0.6, 2), seconds=12),
-    Kind(name="memory creep", accepted=("memory_creep",), pieces={"after_step": "KEPT.append(torch.ones(int(LOSE * 4e7)))  # FAULT"}, magnitudes=(0.8, 1.5), seconds=12, ranks=(1,)),
+    Kind(name="memory creep", accepted=("memory_creep",), pieces={"after_step": "KEPT.append(torch.ones(int(LOSE * 4e7)))"}, magnitudes=(0.8, 1.5), seconds=12, ranks=(1,)),
     Kind(name="jitter in forward", accepted=("jitter",), pieces={"forward": "if DICE.random() < 0.05:\n    with lost():\n        time.sleep(LOSE)  # FAULT"}, magnitudes=(5, 8), seconds=11),
     Kind(name="jitter between steps", accepted=("jitter",), pieces={"after_step": "if step % 20 == 0:\n    with lost():\n        sum(i * i for i in range(TURNS))  # FAULT"}, magnitudes=(5, 10), seconds=11),
-    Kind(name="recompiles", accepted=("recompiles",), styles=PLAIN, ranks=(1,), families=("transformer", "mlp", "recommender"), constants={"LOADER": False}, pieces={"model": "torch._dynamo.config.recompile_limit = 10_000\ntorch._dynamo.config.accumulated_recompile_limit = 10_000\nmodel.inner = torch.compile(model.inner, backend='eager', dynamic=False)", "batch": "count = 3 + step % 100\nx, y = x.repeat(4, *[1] * (x.dim() - 1))[:count], y.repeat(4)[:count]  # FAULT"}, seconds=12),
+    Kind(name="recompiles", accepted=("recompiles",), styles=PLAIN, ranks=(1,), families=("transformer", "mlp", "recommender"), constants={"LOADER": False}, pieces={"model": "torch._dynamo.config.recompile_limit = 10_000\ntorch._dynamo.config.accumulated_recompile_limit = 10_000\nmodel.inner = torch.compile(model.inner, backend='eager', dynamic=False)", "batch": "count = 3 + step % 100\nx, y = x.repeat(4, *[1] * (x.dim() - 1))[:count], y.repeat(4)[:count]", "forward": "out = self.inner(x)  # FAULT\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}, seconds=12),
     # the machine
     Kind(name="busy neighbours", accepted=("busy_neighbours",), beside="neighbours", ranks=(1, 2), styles=PLAIN),
     Kind(name="neighbours come later", accepted=("busy_neighbours",), beside="late", ranks=(1,), styles=PLAIN, seconds=14),
@@ -152,7 +152,7 @@ FAULTS = (
     Kind(name="one core for training and a worker", accepted=("too_few_cores", "shared_cores"), under="one_core", pieces={"item": EACH_BURN}, workers=(1, 2), ranks=(1,), styles=PLAIN, magnitudes=(1, 2), seconds=12),
     Kind(name="two ranks on one core", accepted=("shared_cores",), under="one_core", ranks=(2,), styles=PLAIN),
     Kind(name="too many threads", accepted=("shared_cores", "too_few_cores"), constants={"THREADS": 4}, ranks=(2,), styles=PLAIN, families=("cnn", "unet", "transformer"), threads=4),
-    Kind(name="tiny operators", accepted=("host_bound", "forward_bound"), constants={"THREADS": 0}, styles=PLAIN, ranks=(1,), families=("lstm",), threads=0, pieces={"forward": "scale = self.inner.head.weight.mean() * 0 + 1\nfor _ in range(400):\n    x = x * scale  # FAULT"}, options=("--steps", "60:63")),
+    Kind(name="tiny operators", accepted=("host_bound", "forward_bound"), constants={"THREADS": 0, "WORK": 1}, styles=PLAIN, ranks=(1,), families=("lstm",), threads=0, pieces={"forward": "scale = self.inner.head.weight.mean() * 0 + 1\nfor _ in range(400):\n    x = x * scale  # FAULT"}, options=("--steps", "60:63")),
     # ranks
     Kind(name="slow rank: loader", accepted=("ranks_uneven", "late_rank"), rank="last", ranks=(2,), styles=LOOPS, workers=(0,), pieces={"collate": when("LAST", SLEEP)}, magnitudes=(0.4, 3)),
     Kind(name="slow rank: forward", accepted=("ranks_uneven", "late_rank"), rank="last", ranks=(2,), styles=LOOPS, pieces={"forward": when("LAST", BURN)}, magnitudes=(0.4, 3)),
@@ -165,7 +165,7 @@ FAULTS = (
     Kind(name="ranks' data uneven by turns", accepted=("data_imbalance",), ranks=(2,), styles=PLAIN, pieces={"batch": when("(step + RANK) % WORLD == 0", "times = DICE.choice((3, 4))\nx, y = x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)")}),
     # settings
     Kind(name="anomaly detection", accepted=("anomaly_detection", "backward_bound", "forward_bound", "costly_settings"), pieces={"setup": "torch.autograd.set_detect_anomaly(True)"}, ranks=(1,), families=("transformer", "lstm", "graph"), styles=PLAIN),
-    Kind(name="profiler left on", accepted=("active_profiler", "user_profiler", "costly_settings", "outside_the_model"), pieces={"before_training": "profiler = torch.profiler.profile(with_stack=True)\nprofiler.start()  # FAULT\nKEPT.append(profiler)"}, ranks=(1,), styles=PLAIN, seconds=7),
+    Kind(name="profiler left on", accepted=("profiler_left_on", "outside_the_model"), pieces={"before_training": "profiler = torch.profiler.profile(with_stack=True)\nprofiler.start()\nimport atexit\n\natexit.register(profiler.stop)  # torch 2.13 crashes at exit without"}, ranks=(1,), styles=PLAIN, seconds=7),
     Kind(name="float64", accepted=("float64", "double_precision", "costly_settings"), pieces={"setup": "torch.set_default_dtype(torch.float64)"}, ranks=(1,), styles=PLAIN, families=("mlp", "unet", "graph")),
 )  # fmt: skip
 
@@ -175,7 +175,7 @@ OWN = {"styles": PLAIN, "ranks": (1,)}
 def loop(before: str, body: str) -> dict[str, str]:
     """A training loop of its own: what comes before it, and one step."""
     code = (
-        f"loader = make_loader()\n{before}\nfor x, y in batches(loader):\n{indented(body)}\n"
+        f"loader = make_loader() if LOADER else None\n{before}\nfor x, y in batches(loader):\n{indented(body)}\n"
         "    step += 1\n    if over(step):\n        break"
     )
     return {"own": code, "constants": 'STYLE = "own"'}
@@ -219,7 +219,7 @@ HEALTHY = (
     Kind(name="compiled", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='eager')"}),
     Kind(name="compiled, warm-up of shapes", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='aot_eager', dynamic=False)", "batch": "if step % 40 == 39:\n    x, y = x[: len(x) // 2], y[: len(y) // 2]"}),
     Kind(name="evaluation that compiles", styles=PLAIN, ranks=(1,), seconds=12, pieces={"model": "model.inner = torch.compile(model.inner, backend='aot_eager')\nevaluate(model, 2)", "after_step": "if step % 100 == 0:\n    evaluate(model, 3, BATCH // 2)"}),
-    Kind(name="tiny model", **OWN, pieces=loop("model = nn.Linear(x_width(), CLASSES)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)", "loss = F.cross_entropy(model(x.flatten(1)), y)\n" + STEP) | {"constants": 'STYLE = "own"\n\n\ndef x_width():\n    width = 1\n    for size in FAMILIES[FAMILY].shape:\n        width *= size\n    return width'}, workers=(0,), constants={"LENGTH": 2048}),
+    Kind(name="tiny model", **OWN, pieces=loop("model = nn.Linear(x_width(), CLASSES)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)", "loss = F.cross_entropy(model(x.flatten(1)), y)\n" + STEP) | {"constants": 'STYLE = "own"\n\n\ndef x_width():\n    width = 1\n    for size in FAMILIES[FAMILY].shape:\n        width *= size\n    return width'}, workers=(0,), constants={"LOADER": False}),
     Kind(name="bfloat16", styles=PLAIN, families=("mlp", "transformer", "recommender"), pieces={"forward": "with torch.autocast('cpu', torch.bfloat16):\n    out = self.inner(x).float()\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}),
     Kind(name="activation checkpoints", ranks=(1,), pieces={"forward": "import torch.utils.checkpoint\n\nout = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}, styles=PLAIN),
     Kind(name="two optimizers", **OWN, pieces=loop("model = Net()\nfirst = torch.optim.AdamW(model.inner.head.parameters(), lr=1e-4)\nsecond = torch.optim.SGD([*model.inner.first.parameters(), *model.inner.last.parameters()], lr=1e-3)", "loss = F.cross_entropy(model(x), y)\nloss.backward()\nfirst.step()\nsecond.step()\nfirst.zero_grad()\nsecond.zero_grad()")),
@@ -230,7 +230,7 @@ HEALTHY = (
     Kind(name="mixup", styles=PLAIN, pieces={"batch": "x = 0.7 * x + 0.3 * x.flip(0)"}),
     Kind(name="dropout sampling", ranks=(1,), styles=PLAIN, pieces={"after_forward": "out = (out + self.inner(x)) / 2"}),
     Kind(name="plain SGD", pieces={"optimizer": "kind = torch.optim.SGD"}),
-    Kind(name="collector frozen", pieces={"setup": "import gc\n\ngc.freeze()\ngc.disable()", "after_step": "if step % 200 == 0:\n    import gc\n\n    gc.collect(1)"}),
+    Kind(name="collector frozen", pieces={"setup": "import gc\n\ngc.freeze()\ngc.disable()", "after_step": "if step % 50 == 0:\n    import gc\n\n    gc.collect(1)"}),
     Kind(name="one collection", pieces={"before_training": "KEPT.extend([i] for i in range(4_000_000))", "after_step": "if step == 60:\n    import gc\n\n    gc.collect()"}),
     Kind(name="saving in a thread", styles=PLAIN, pieces={"after_step": "if step % 100 == 0 and RANK == 0:\n    import copy\n    import threading\n\n    state = copy.deepcopy(model.state_dict())\n    threading.Thread(target=torch.save, args=(state, FOLDER / 't.pt')).start()"}),
     Kind(name="short profile by the user", styles=PLAIN, ranks=(1,), pieces={"before_training": "KEPT.append(torch.profiler.profile())", "after_step": "if step == 30:\n    KEPT[0].start()\nif step == 33:\n    KEPT[0].stop()"}),

@@ -23,7 +23,7 @@ from haiprof.run_analysis.code_samples import (
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.run_frames import RunFrames
 
-FIRST_BATCH = "first_batch"
+FIRST_BATCH, EVALUATION_HEAVY = "first_batch", "evaluation_heavy"
 LINE_LIMIT = 3
 MIN_SAMPLES = 4
 """A line that was seen less often is not named."""
@@ -57,14 +57,18 @@ class CodeQuestion:
     Then lines are those whose time is more than there."""
     within: str = ""
     """Only where a function of that file is on the stack."""
+    outside: str = ""
+    """Of stacks with a function of that file, what is outside of it."""
 
 
 _STEP = TRAINING_PHASES[:6]
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 """On the stack while torch.compile works, and not while what it has compiled runs."""
+_MODULE = "/torch/nn/modules/module.py"
+"""Around each call of a model: an evaluation that takes long is not made shorter in its layers."""
 QUESTIONS: Mapping[str, CodeQuestion] = {
     "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
-    "first_batch": CodeQuestion(phases=("dataloader",), workers=True),
+    FIRST_BATCH: CodeQuestion(phases=("dataloader",), workers=True),
     "forward_bound": CodeQuestion(phases=("forward",)),
     "backward_bound": CodeQuestion(phases=("backward",)),
     "optimizer_bound": CodeQuestion(phases=("optimizer",)),
@@ -72,9 +76,10 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "gpu_waits_for_host": CodeQuestion(phases=_STEP),
     "outside_the_model": CodeQuestion(phases=("other", "checkpoint")),
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
-    "evaluation_heavy": CodeQuestion(phases=("evaluation",)),
+    EVALUATION_HEAVY: CodeQuestion(phases=("evaluation",), outside=_MODULE),
     "garbage_collection": CodeQuestion(phases=_STEP),
-    "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER),
+    "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER, outside=_COMPILER),
+    "too_few_cores": CodeQuestion(phases=_STEP, workers=True),
     "synchronising_calls": CodeQuestion(phases=_STEP),
     "jitter": CodeQuestion(phases=_STEP, against="usual_steps"),
     "step_time_drift": CodeQuestion(phases=_STEP, against="earlier_steps"),
@@ -135,6 +140,10 @@ class CodeAnswers:
         samples = samples.take(np.isin(samples.phase, phases))
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
+        if question.ends_outside:
+            outside = samples.tree.ends_outside(question.ends_outside)
+            samples = replace(samples, stack=outside[samples.stack])
+        if question.within:
             return samples, function_times(samples), "the compilations", 1.0
         if question.against:
             chosen, times, of, part = self._contrast(samples, finding, question)
@@ -188,14 +197,17 @@ class CodeAnswers:
                 yield _code_line(time, of, min(used, 1.0))
 
     def _load(self, finding: Finding) -> CodeSamples:
-        """Samples in the time of the judged steps: of some ranks, and of the finding's own."""
+        """Samples in the time that a finding is about: of some ranks, and of its own."""
         known = self._samples
         first, last = self._facts.window_ns
         if known is None or (finding.rank is not None and not (known.rank == finding.rank).any()):
             world = self._facts.world
             wanted = set(world[:: max(len(world) // RANK_LIMIT, 1)])
             samples = self._analyzer.code_samples(wanted | {finding.rank or 0})
-            known = self._samples = samples.take(samples.time_ns <= last)
+            known = self._samples = samples
+        if finding.rule == EVALUATION_HEAVY:  # also before the first step and after the last one
+            return known
+        known = known.take(known.time_ns <= last)
         if finding.rule != FIRST_BATCH:  # which was before the judged steps
             known = known.take(known.time_ns >= first)
         return known

@@ -67,7 +67,7 @@ USUAL_FORWARD_RATIO = 0.5
 HELD_STEP_RATIO = 0.08
 """Of the step, what Python of the job's own takes in a phase, from sampled stacks: the tenth from
 which it must be found, less what samples may miss. Own choice."""
-OWN_STEP_RATIO = 0.15
+OWN_STEP_RATIO = 0.12
 """Of the step, what the job's own code takes outside of the model where it also may wait or call
 operators: averages of weights and the loss stay below. Own choice."""
 MODEL_OWN_RATIO = 0.50
@@ -234,6 +234,8 @@ BURST_UNUSUAL_RATIO = 0.50
 LOADER_IDLE_RATIO = 0.50
 """Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
 which training waits for them. Own choice."""
+SMALL_RATIO = 0.01
+"""No share that is divided by is taken to be less. Own choice."""
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""

@@ -50,6 +50,7 @@ _OWN_WORK = (  # what wrappers call beside the job's own function
     Registry.add,
     RootDescriber.__call__,
     Recorder.show_work,
+    Recorder.sample_early,
     Recorder.fault,
     Recorder.arm,
     DeviceTimer.begin,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 PART_LIMIT = 1500
@@ -58,6 +58,23 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
+    """The line `root_input`: which dtypes a module was called with first, of floating tensors.
+
+    A batch in float64 makes float64 of whatever it meets, also where parameters are float32. This
+    is read on the training thread: where the job follows calls of torch (a TorchFunctionMode),
+    which reading a dtype is, nothing is read.
+    """
+    found: set[str] = set()
+    modes = getattr(sys.modules.get("torch._C"), "_len_torch_function_stack", None)
+    for value in values if modes is not None and not modes() else ():
+        inner = value.values() if type(value) is dict else value
+        for each in inner if type(value) in (dict, list, tuple) else (value,):
+            if _is_plain(type(each)) and each.dtype.is_floating_point:
+                found.add(_dtype_name(each.dtype))
+    return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
+
+
 def _modules_and_parameters(module: Any) -> tuple[list[Any], list[Any]]:
     """Modules and parameters, each once; a third of the time that `Module.parameters` takes."""
     modules: dict[int, Any] = {}
@@ -81,10 +98,8 @@ class _Tensors:
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        self._numbers: Counter[Any] = Counter()
-        self._tensors: Counter[Any] = Counter()
-        self._devices: Counter[Any] = Counter()
-        trainable, is_whole = 0, True
+        self._alike: dict[tuple[Any, Any, bool], list[int]] = {}
+        is_whole = True
         plain: dict[type, bool] = {}
         for tensor in tensors:
             kind = type(tensor)
@@ -93,28 +108,34 @@ class _Tensors:
             if not plain[kind]:
                 is_whole = False
                 continue
-            count, dtype = tensor.numel(), tensor.dtype
-            self._numbers[dtype] += count
-            self._tensors[dtype] += 1
-            self._devices[tensor.device] += 1
-            trainable += count if tensor.requires_grad else 0
-        self.number_count = sum(self._numbers.values()) if is_whole else None
+            key = (tensor.dtype, tensor.device, tensor.requires_grad)
+            counts = self._alike.get(key)
+            if counts is None:
+                counts = self._alike[key] = [0, 0]
+            counts[0] += 1
+            counts[1] += tensor.numel()
+        numbers = sum(count for _, count in self._alike.values())
+        trainable = sum(count for (_, _, trains), (_, count) in self._alike.items() if trains)
+        self.number_count = numbers if is_whole else None
         """Null where some tensors are of another kind."""
         self.trainable_count = trainable if is_whole else None
 
     def numbers_by_dtype(self) -> dict[str, int]:
         """Numbers by `float32`, `bfloat16`, ..."""
-        return {_dtype_name(dtype): int(count) for dtype, count in self._numbers.items()}
+        return self._sums(lambda key: _dtype_name(key[0]), 1)
 
     def tensors_by_dtype(self) -> dict[str, int]:
         """The same of tensors."""
-        return {_dtype_name(dtype): count for dtype, count in self._tensors.items()}
+        return self._sums(lambda key: _dtype_name(key[0]), 0)
 
     def by_device(self) -> dict[str, int]:
         """Tensors by kind of device."""
+        return self._sums(lambda key: str(key[1].type), 0)
+
+    def _sums(self, name: Callable[[tuple[Any, Any, bool]], str], place: int) -> dict[str, int]:
         found: Counter[str] = Counter()
-        for device, count in self._devices.items():
-            found[device.type] += count
+        for key, counts in self._alike.items():
+            found[name(key)] += counts[place]
         return dict(found)
 
 

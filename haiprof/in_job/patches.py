@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.object_numbers import Registry
+from haiprof.in_job.object_settings import input_line
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.repeats import Repeats
 from haiprof.in_job.spans import Gate, step_ends
@@ -159,6 +160,8 @@ class State(Gate):
         self.slow = self.device is not None or self.inputs is not None or not self.stepped
         if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
             self.repeats.fetch()
+            if kind == DATA and not self.recorder.armed:
+                self.recorder.sample_early()
         if self.watch is not None:  # asked after: another thread may put one in meanwhile
             self.slow = True
         mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
@@ -308,6 +311,8 @@ def wrap_module_call(
                 codes = entries.get(id(self))
                 if codes is None and (state.idle == 0 or state.begins_here()):
                     codes = roots.add(self)
+                    if codes:
+                        recorder.lines.append(input_line(self, (*args, *kwargs.values())))
                 if codes and _ident() == state.owner:
                     if state.inputs is not None and is_grad_enabled():
                         state.inputs(args, kwargs)

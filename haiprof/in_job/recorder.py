@@ -177,6 +177,15 @@ class Recorder:
         elif many:
             self.spans.clear()
 
+    def sample_early(self) -> None:
+        """Samples from the first fetch of a batch on, which may take longer than all that follows.
+
+        Files are opened for it when the process trains. Not at a loader's iterator: its workers
+        are forked there, and Python warns of a fork beside threads.
+        """
+        if self._sampler is None and not (self.closed or self._window.warmup_s or self.is_child()):
+            self._sampler = self._make_sampler()
+
     def _is_in_group(self) -> bool:
         """Whether this process has made itself a rank: a forked worker has its parent's groups."""
         return not self._was_forked and has_process_group()
@@ -288,7 +297,7 @@ class Recorder:
             opens_ns, closes_ns = self._window.limits()
             self._ring.settle(len(batch) // 2, opens_ns=opens_ns, closes_ns=closes_ns)
         self._pause_s = DRAIN_SOON_S if len(batch) // 2 > MANY_SPANS else DRAIN_INTERVAL_S
-        if self._sampler is not None:
+        if self._sampler is not None and self._start_noted:
             files.write_stacks(self._sampler.take_line())
         files.beat()
         files.drain_cpu_ns += time.thread_time_ns() - began
@@ -343,16 +352,26 @@ class Recorder:
         if reason:
             files.note({"type": "stacks_failed", "reason": reason})
             return
-        sampler = StackSampler(
-            self.installed.training_thread, hz=self.stacks_hz, note=self.lines.append
-        )
+        sampler = self._sampler or self._make_sampler()
+        if sampler is None:
+            return
         try:
             files.open_stacks(sampler.header())
         except OSError as error:
             files.note({"type": "stacks_failed", "reason": str(error)})
-            return
+            sampler.stop()
+            sampler = None
         self._sampler = sampler
+
+    def _make_sampler(self) -> StackSampler | None:
+        """One that has started; None where stacks are not sampled or cannot be."""
+        if not self.stacks_hz or why_not_sampled():
+            return None
+        sampler = StackSampler(
+            self.installed.training_thread, hz=self.stacks_hz, note=self.lines.append
+        )
         sampler.start()
+        return sampler
 
     def _note_cost(self) -> None:
         if self._files is not None and not self.closed:
@@ -389,7 +408,7 @@ class Recorder:
         if files is None:
             return
         files.keep_collectives()
-        if self._sampler is not None:
+        if self._sampler is not None and self._start_noted:
             files.write_stacks(self._sampler.take_line())
         if self._last_line is not None:
             files.note(self._last_line)

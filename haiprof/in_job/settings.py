@@ -174,6 +174,14 @@ def _precision() -> str | None:
         return None
 
 
+def _capability() -> str | None:
+    """Only where the job has started CUDA itself."""
+    module: Any = sys.modules.get("torch.cuda")
+    if module is None or not module.is_initialized():
+        return None
+    return ".".join(map(str, module.get_device_capability()))
+
+
 def _backend() -> str | None:
     return str(_flag("distributed.get_backend")()) if _is_distributed() else None
 
@@ -216,6 +224,7 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     "mkldnn": _flag("_C._get_mkldnn_enabled"),
     "matmul_precision": _precision,
     "tf32_matmul": _tf32_matmul,
+    "compute_capability": _capability,
     "default_dtype": _default_dtype,
     "interop_threads": _flag("get_num_interop_threads"),
     "tracemalloc": _traces_memory,

@@ -78,6 +78,8 @@ class RankSettings:
     gc_thresholds: tuple[int, ...]
     autocast: str | None
     """What autocast made of operators when a model was called first; None: it was off there."""
+    input_dtypes: tuple[str, ...]
+    """Of the floating tensors that models were called with first."""
     models: tuple[ModelSettings, ...]
     optimizers: tuple[OptimizerSettings, ...]
     looks: Looks
@@ -155,11 +157,17 @@ def _rank_settings(rank: RankFiles) -> RankSettings | None:
         gc_enabled=_switch(collector.get("enabled")),
         gc_thresholds=tuple(value for value in thresholds if value is not None),
         autocast=next(filter(None, autocast), None),
+        input_dtypes=tuple(sorted(_input_dtypes(rank))),
         models=tuple(_model(each) for each in _objects(line.get("models"))),
         optimizers=tuple(_optimizer(each) for each in _objects(line.get("optimizers"))),
         looks=Looks(**{name: integer(seen.get(name)) for name in Looks.__dataclass_fields__}),
         problems=tuple(filter(None, map(text, _list(line.get("problems"))))),
     )
+
+
+def _input_dtypes(rank: RankFiles) -> set[str]:
+    lines = rank.of_type("root_input")
+    return {name for x in lines for each in _list(x.get("dtypes")) if (name := text(each))}
 
 
 def _model(entry: Mapping[str, Any]) -> ModelSettings:

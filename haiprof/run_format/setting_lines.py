@@ -28,6 +28,7 @@ FLAGS = {
     "cudnn_deterministic": "torch.backends.cudnn.deterministic",
     "mkldnn": "torch.backends.mkldnn.enabled",
     "matmul_precision": "torch.get_float32_matmul_precision",
+    "compute_capability": "of the current GPU, `9.0`; null before CUDA is used, and without it",
     "tf32_matmul": "torch.backends.cuda.matmul.fp32_precision: tf32, ieee or none",
     "default_dtype": "torch.get_default_dtype",
     "interop_threads": "torch.get_num_interop_threads",

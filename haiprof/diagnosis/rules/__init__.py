@@ -21,8 +21,10 @@ from haiprof.diagnosis.rules.deterministic_mode import deterministic_mode
 from haiprof.diagnosis.rules.double_precision import double_precision
 from haiprof.diagnosis.rules.evaluation_heavy import evaluation_heavy
 from haiprof.diagnosis.rules.exposed_communication import exposed_communication
+from haiprof.diagnosis.rules.fast_paths_off import fast_paths_off
 from haiprof.diagnosis.rules.first_batch import first_batch
 from haiprof.diagnosis.rules.forward_bound import forward_bound
+from haiprof.diagnosis.rules.fsdp_units import fsdp_units
 from haiprof.diagnosis.rules.garbage_collection import garbage_collection
 from haiprof.diagnosis.rules.gpu_memory_limit import gpu_memory_limit
 from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
@@ -90,6 +92,8 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     mkldnn_off,
     optimizer_loop,
     ddp_arguments,
+    fsdp_units,
+    fast_paths_off,
     threads_over_cores,
     settings_differ,
     slow_kernels,

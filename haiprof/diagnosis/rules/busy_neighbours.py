@@ -14,11 +14,12 @@ from haiprof.diagnosis.core_contention import (
     used_by_others,
 )
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES
+from haiprof.diagnosis.loader_causes import COMPUTED_BATCHES, own_wait_share
 from haiprof.diagnosis.rule_inputs import RuleInputs, usual_split
 from haiprof.diagnosis.thresholds import (
     CORE_WAIT_WARNING_RATIO,
     DATALOADER_WARNING_RATIO,
+    EXPLAINED_RATIO,
     FREE_CORES,
     STARVING_CORES,
 )
@@ -66,8 +67,23 @@ def _lost_ratio(inputs: RuleInputs, rank: int, hosts: Mapping[int, str]) -> floa
     used = used_by_others(inputs, host, hosts) or 0.0
     if free >= FREE_CORES or used < STARVING_CORES:
         return wait
+    share = _loader_share(inputs, rank)
+    return max(wait, share - own_wait_share(inputs, rank, share))
+
+
+def _loader_share(inputs: RuleInputs, rank: int) -> float:
     split = usual_split(inputs.of_rank(rank))
-    return max(wait, (split["dataloader"] or 0.0) / max(sum(v or 0.0 for v in split.values()), 1.0))
+    return (split["dataloader"] or 0.0) / max(sum(v or 0.0 for v in split.values()), 1.0)
+
+
+def _slowed_loaders(inputs: RuleInputs, rank: int) -> tuple[str, ...]:
+    """Causes of a loader that is slow for want of cores, and not by its own work."""
+    loader, share = inputs.last_attempts.loaders.get(rank), _loader_share(inputs, rank)
+    if loader is not None and not loader.workers:  # training makes them, and is as slow itself
+        return ()
+    if own_wait_share(inputs, rank, share) >= EXPLAINED_RATIO * share > 0.0:
+        return ()
+    return (*COMPUTED_BATCHES, "dataloader_bound/storage", "dataloader_bound/slow_samples")
 
 
 def _finding(
@@ -77,14 +93,6 @@ def _finding(
     wait, cores = inputs.core_waits.get(rank), cores_of(inputs, hosts_of(inputs)[rank])
     starved = lost[rank] > (wait or 0.0)
     what = "waits for workers that get no core" if starved else "could run and got no core"
-    loader = inputs.last_attempts.loaders.get(rank)
-    slow: tuple[str, ...] = (
-        *COMPUTED_BATCHES,
-        "dataloader_bound/storage",
-        "dataloader_bound/slow_samples",
-    )
-    if loader is not None and not loader.workers:  # the training thread makes them, like the rest
-        slow = ()
     return Finding(
         rule=RULE,
         title=f"others use the CPUs: {ranks_text(ranks)} {what} {ratio_text(lost[rank])} of the "
@@ -105,7 +113,7 @@ def _finding(
         rank=rank if len(ranks) < len(inputs.world) else None,
         explains=(
             *SLOWED_ALIKE,
-            *slow,
+            *_slowed_loaders(inputs, rank),
             "ranks_uneven/waits_for_cores",
             "late_rank/waits_for_cores",
             "late_rank/now_and_then",

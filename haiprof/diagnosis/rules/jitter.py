@@ -8,10 +8,12 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Floats
+from haiprof.base.statistics.binomial import at_least_p_value
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, usual_split
 from haiprof.diagnosis.thresholds import (
+    CORE_WAIT_WARNING_RATIO,
     DRIFT_PHASE_RATIO,
     JITTER_WARNING_RATIO,
     LIKE_RATIO,
@@ -21,6 +23,7 @@ from haiprof.diagnosis.thresholds import (
     SPIKE_MIN_COUNT,
     SPIKE_RATIO,
     SPIKE_WINDOW_STEPS,
+    TREND_P_VALUE,
 )
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
@@ -41,6 +44,8 @@ class _Spikes:
     whole_ns: float
     by_phase: dict[str, float]
     """Of the excess, by phase."""
+    main_phase: dict[str, int]
+    """Spikes by the phase that holds most of what each of them takes longer."""
 
     @property
     def share(self) -> float:
@@ -106,17 +111,16 @@ def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
     around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
     whole, usual = numbers["step_ns"].to_numpy(), around["step_ns"].to_numpy()
     spike = np.flatnonzero(_is_spike(steps, numbers, around).to_numpy())
-    beyond = {
-        phase: float((numbers[name].to_numpy() - around[name].to_numpy())[spike].sum())
-        for phase, name in zip(STEP_PHASES, columns[1:], strict=True)
-    }
+    excess = (numbers[columns[1:]].to_numpy() - around[columns[1:]].to_numpy())[spike]
+    main = np.bincount(excess.argmax(axis=1), minlength=len(STEP_PHASES))
     return _Spikes(
         rank=rank,
         steps=steps["step"].to_numpy()[spike],
         usual_ns=float(np.median(usual)),
         excess_ns=float((whole - usual)[spike].sum()),
         whole_ns=float(whole.sum()),
-        by_phase=beyond,
+        by_phase=dict(zip(STEP_PHASES, excess.sum(axis=0).tolist(), strict=True)),
+        main_phase=dict(zip(STEP_PHASES, main.tolist(), strict=True)),
     )
 
 
@@ -135,7 +139,7 @@ def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
     part = spikes.by_phase[phase] / max(spikes.excess_ns, 1.0)
     usual = usual_split(inputs.of_rank(spikes.rank))[phase] or 0.0
     share = min(PHASE_BEYOND_RATIO * usual / max(spikes.usual_ns, 1.0), MOST_RATIO)
-    named = part >= max(DRIFT_PHASE_RATIO, share)
+    named = part >= max(DRIFT_PHASE_RATIO, share) and not _by_chance(inputs, spikes, phase, usual)
     pause = _pause(inputs, spikes)
     count = len(spikes.steps)
     mean = spikes.excess_ns / count
@@ -157,6 +161,17 @@ def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
         missing=("what happens in these steps: --keep-slow traces them",),
         cause=pause or (phase if named else "all_phases"),
     )
+
+
+def _by_chance(inputs: RuleInputs, spikes: _Spikes, phase: str, usual_ns: float) -> bool:
+    """Whether a thread that waits for cores would have as many spikes in that phase.
+
+    Waiting hits each phase by its length: the count is binomial then.
+    """
+    if inputs.core_waits.get(spikes.rank, 0.0) < CORE_WAIT_WARNING_RATIO:
+        return False
+    share, count = min(usual_ns / max(spikes.usual_ns, 1.0), 1.0), len(spikes.steps)
+    return at_least_p_value(spikes.main_phase[phase], count, share) >= TREND_P_VALUE
 
 
 def _pause(inputs: RuleInputs, spikes: _Spikes) -> str | None:

@@ -18,11 +18,11 @@ from haiprof.diagnosis.thresholds import (
     DRIFT_P_VALUE,
     DRIFT_PHASE_RATIO,
     DRIFT_RATIO,
+    EXPLAINED_RATIO,
     HARDWARE_DIFFERENCE_RATIO,
     MOST_RATIO,
     PHASE_BEYOND_RATIO,
 )
-from haiprof.run_analysis.records import mean
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "step_time_drift"
@@ -54,6 +54,7 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
+    changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
     return _finding(series, found, phase if named else None, grown[phase], changed)
 
 
@@ -142,16 +143,31 @@ def _growth(values: pl.Series, third: int) -> float:
     return float(np.median(numbers[-third:]) - np.median(numbers[:third]))
 
 
-def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
-    """What else is different after that step: waiting for cores, saves, compilations."""
+def _core_wait_growth(
+    inputs: RuleInputs, growth: float, began_ns: int
+) -> Iterable[tuple[str, Evidence]]:
+    """Waiting for cores, where it grew by enough to make most of the growth.
+
+    Work that took 1 takes 1 / (1 - wait): from 60 % to 70 % makes steps a third longer. Each rank
+    by itself, as one that waits holds up all.
+    """
     waits = inputs.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
-    sides = (pl.col("time_ns") < began_ns, pl.col("time_ns") >= began_ns)
-    before, after = (mean(waits.filter(side)["value"]) for side in sides)
-    if before is not None and after is not None and after - before >= HARDWARE_DIFFERENCE_RATIO:
-        yield (
-            _STARVED,
-            Evidence(name="wait for cores from then on", value=after, unit="ratio"),
-        )
+    later = pl.col("time_ns") >= began_ns
+    sides = waits.group_by("rank").agg(
+        pl.col("value").filter(~later).mean().alias("before"),
+        pl.col("value").filter(later).mean().alias("after"),
+    )
+    known = sides.drop_nulls().select("before", "after").rows()
+    before, after = max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
+    after = min(after, MOST_RATIO)
+    longer = (1.0 - before) / (1.0 - after) - 1.0 if before < after else 0.0
+    if after - before >= HARDWARE_DIFFERENCE_RATIO or longer >= EXPLAINED_RATIO * growth:
+        evidence = Evidence(name="wait for cores from then on", value=after, unit="ratio")
+        yield _STARVED, evidence
+
+
+def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
+    """What else is different after that step: saves, compilations."""
     compiled = inputs.last_attempts.compilations.filter(pl.col("time_ns") >= began_ns)[
         "count"
     ].to_list()

@@ -26,11 +26,15 @@ def work(ms):
         torch.ones(4).sum()  # lets go of the interpreter lock for a moment, again and again
 
 class Data(Dataset):
+    seen = False
     def __len__(self):
         return 64
     def __getitem__(self, index):
         if where == "dataset":
             work(4)
+        if where == "first" and index == 0 and not self.seen:
+            self.seen = True
+            work(2500)
         return torch.full((16,), float(index))
 
 def metric(loss):
@@ -40,9 +44,9 @@ def metric(loss):
 def main():
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    until = time.time() + 5
+    until, data = time.time() + 5, Data()
     while time.time() < until:
-        for batch in DataLoader(Data(), batch_size=4, num_workers=workers,
+        for batch in DataLoader(data, batch_size=4, num_workers=workers,
                                 multiprocessing_context=method):
             loss = model(batch).square().mean()
             optimizer.zero_grad()
@@ -63,6 +67,7 @@ if __name__ == "__main__":
         pytest.param("dataset", "0", "", "dataloader_bound", "work", marks=pytest.mark.proof),
         ("dataset", "2", "fork", "dataloader_bound", "work"),
         pytest.param("metric", "0", "", "outside_the_model", "work", marks=pytest.mark.proof),
+        ("first", "0", "", "first_batch", "work"),
     ],
 )
 def test_finding_names_the_function_that_takes_the_time(

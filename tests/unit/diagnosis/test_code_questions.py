@@ -142,3 +142,17 @@ def test_recompiles_name_what_is_compiled_not_what_runs_compiled(tmp_path: Path)
     samples = analyzer.code_samples()
     inside = samples.take(samples.tree.within("/torch/_dynamo/convert_frame.py")[samples.stack])
     assert {time.function for time in function_times(inside)} == {LOG[2]}
+
+
+def test_a_heavy_evaluation_names_who_calls_the_model_not_its_layers(tmp_path: Path) -> None:
+    module = ("/x/site-packages/torch/nn/modules/module.py", 9, "Module._call_impl")
+    layer, evaluate = ("/home/me/net.py", 5, "Net.forward"), ("/home/me/train.py", 30, "evaluate")
+    root = story(
+        tmp_path,
+        lambda rank, step: (1.0, 30.0, 8.0, 2.0),
+        lambda phase, step: (MAIN, evaluate, module, layer) if step % 2 else (MAIN, evaluate),
+    )
+    samples = Analyzer(root).code_samples()
+    outside = samples.tree.outside("/torch/nn/modules/module.py")[samples.stack]
+    (time,) = function_times(replace(samples, stack=outside))
+    assert (time.function, time.callers[0].function) == ("evaluate", "main")

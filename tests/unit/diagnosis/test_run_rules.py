@@ -25,10 +25,12 @@ from haiprof.run_format.tables.gpu import GPU
 from haiprof.run_format.tables.host import HOST
 from haiprof.run_format.tables.process import PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
+from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_story
 
 BALANCED = (0.2, 5.0, 10.0, 2.0)
 STEP_NS = 20 * NS_PER_MS
+FETCH = ("/x/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 
 
 @pytest.fixture
@@ -359,9 +361,21 @@ def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
 # -- cores ----------------------------------------------------------------------------------------
 
 
-def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> Verdict:
-    """Others come at a time in s; until then the rank's half core is all that is used."""
-    write_story(root, lambda *_: BALANCED, steps=800)
+def neighbours(
+    root: Path, *, wait: float, node: float, since: float = -2.0,
+    times: tuple[float, float, float, float] = BALANCED, main: float = 0.5,
+    worker: float = 0.0, sampled: bool = True, shape: PhaseTimes | None = None,
+) -> Verdict:  # fmt: skip
+    """Others come at a time in s; until then the rank's half core is all that is used.
+
+    With a loader's worker it uses so much of a core, and always loads.
+    """
+    write_story(root, shape or (lambda *_: times), steps=800)
+    if worker:
+        note(root, 0, type="dataloader", time_ns=START_NS, workers=1)
+    if worker and sampled:
+        stacks = [(START_NS + i * 50_000_000, (FETCH,)) for i in range(200)]
+        write_stacks(RunPaths(root).rank(0).worker_stacks(0), stacks, worker=0, pid=9)
 
     def host(t: float) -> dict[str, float]:
         busy = 0.5 * (t + 2) + (node - 0.5) * max(t - since, 0.0)
@@ -370,13 +384,45 @@ def neighbours(root: Path, *, wait: float, node: float, since: float = -2.0) -> 
 
     counters(
         root,
-        lambda t: {"cpu_ns": int(0.5 * (t + 2) * NS_PER_S),
-                   "cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
+        lambda t: {"cpu_ns": int((main + worker) * (t + 2) * NS_PER_S),
+                   "cpu_main_ns": int(main * (t + 2) * NS_PER_S),
                    "run_queue_wait_ns": int(wait * max(t - since, 0.0) * NS_PER_S)},
         host=host,
     )  # fmt: skip
     placed(root)
     return judged(root)
+
+
+@pytest.mark.parametrize(
+    ("main", "wait", "worker", "sampled", "is_own"),
+    [
+        (0.5, 0.4, 0.55, True, False),  # on cores of its own it would be ready in time
+        (0.2, 0.2, 0.5, True, True),  # its CPU time alone is longer than the rest of the step
+        (0.2, 0.2, 0.5, False, True),
+        (0.5, 0.4, 0.05, True, True),  # it waits for something else: it would have got a core
+        (0.5, 0.4, 0.05, False, False),  # nobody knows whether it loads all the time
+    ],
+)
+def test_neighbours_explain_of_a_loaders_wait_what_its_workers_lost_to_them(
+    root: Path, main: float, wait: float, worker: float, sampled: bool, is_own: bool
+) -> None:
+    """In all of them training waits 57 % of the step for a worker that always loads."""
+    verdict = neighbours(
+        root, wait=wait, node=2.0, times=(20.0, 4.0, 8.0, 2.0), main=main, worker=worker,
+        sampled=sampled,
+    )  # fmt: skip
+    finding = found(verdict, "dataloader_bound")
+    assert finding.explained_by == (None if is_own else "busy_neighbours")
+
+
+@pytest.mark.parametrize(("wait", "cause"), [(0.6, "all_phases"), (0.02, "backward")])
+def test_few_spikes_beside_neighbours_are_of_no_phase(root: Path, wait: float, cause: str) -> None:
+    """Five in backward, half of the step: waiting for a core hits it as often by chance."""
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (0.2, 5.0, 1500.0 if step % 100 == 99 and step < 600 else 10.0, 2.0)
+
+    assert found(neighbours(root, wait=wait, node=2.0, shape=times), "jitter").cause == cause
 
 
 def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:

@@ -22,7 +22,7 @@ USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "optimizer_loop", "ddp_arguments", "threads_over_cores",
-    "settings_differ",
+    "settings_differ", "fast_paths_off", "fsdp_units",
 }  # fmt: skip
 LINE: dict[str, Any] = {
     "type": "settings",
@@ -142,6 +142,18 @@ def test_a_frozen_float64_teacher_is_silent(root: Path) -> None:
     assert story(root, model=changes) == {}
 
 
+@pytest.mark.parametrize(("dtype", "fires"), [("float64", True), ("float32", False)])
+def test_batches_in_float64_are_a_note(root: Path, dtype: str, fires: bool) -> None:
+    write_story(root, lambda rank, step: USUAL)
+    note(root, 0, {"type": "root_input", "name": "GPT", "dtypes": [dtype]})
+    told(root)
+    found = of_settings(judged(root))
+    assert ("double_precision" in found) is fires
+    if fires:
+        finding = found["double_precision"]
+        assert (finding.cause, finding.severity, finding.lost_ratio) == ("batches", "info", None)
+
+
 @pytest.mark.parametrize(("layers", "fires"), [({"Conv2d": 8}, True), ({"Linear": 8}, False)])
 def test_mkldnn_off_concerns_convolutions(root: Path, layers: dict[str, int], fires: bool) -> None:
     found = story(root, flags={"mkldnn": False}, model={"layers": layers})
@@ -188,6 +200,48 @@ def test_prices_that_are_not_known_are_notes_that_say_so(root: Path) -> None:
 
 def test_switched_off_variables_are_silent_on_a_gpu(root: Path) -> None:
     assert gpu_story(root, variables={"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "1"}) == {}
+
+
+FULL_PRECISION = {
+    "compute_capability": "9.0", "matmul_precision": "highest", "tf32_matmul": "ieee",
+    "cudnn_enabled": True, "cudnn_benchmark": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtypes", "said"),
+    [
+        ({}, {"float32": 900}, ["tensor cores"]),
+        ({"compute_capability": "7.0"}, {"float32": 900}, []),
+        ({"compute_capability": None}, {"float32": 900}, []),
+        ({"matmul_precision": "high"}, {"float32": 900}, []),
+        ({"tf32_matmul": "tf32"}, {"float32": 900}, []),
+        ({}, {"bfloat16": 900, "float32": 10}, []),
+    ],
+)
+def test_products_that_could_be_in_tf32_are_a_note(
+    root: Path, flags: dict[str, Any], dtypes: dict[str, int], said: list[str]
+) -> None:
+    found = gpu_story(root, flags={**FULL_PRECISION, **flags}, model={"dtypes": dtypes})
+    finding = found.get("fast_paths_off")
+    assert [word for word in ("tensor cores", "cuDNN") if finding and word in finding.title] == said
+    assert finding is None or (finding.severity, finding.lost_ratio) == ("info", None)
+
+
+def test_convolutions_without_a_search_are_a_note_unless_they_must_be_deterministic(
+    root: Path,
+) -> None:
+    changes: dict[str, Any] = {"model": {"layers": {"Conv2d": 8}, "dtypes": {"bfloat16": 9}}}
+    assert "cuDNN" in gpu_story(root, flags=FULL_PRECISION, **changes)["fast_paths_off"].title
+    flags = {**FULL_PRECISION, "cudnn_deterministic": True}
+    other = gpu_story(root.parent / "deterministic", flags=flags, **changes)
+    assert "fast_paths_off" not in other
+
+
+@pytest.mark.parametrize(("units", "fires"), [(1, True), (13, False), (0, False)])
+def test_fsdp_with_one_unit_is_a_note(root: Path, units: int, fires: bool) -> None:
+    found = gpu_story(root, ranks=2, model={"fsdp_unit_count": units})
+    assert ("fsdp_units" in found) is fires
 
 
 def test_float64_on_a_busy_gpu_costs_half_of_what_it_computes(root: Path) -> None:
