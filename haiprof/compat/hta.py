@@ -25,8 +25,6 @@ from haiprof.trace_analysis.temporal import Steps, gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from haiprof.trace_analysis.critical.path import CriticalPath
     from haiprof.trace_analysis.trace_questions import TraceQuestions
 
@@ -502,7 +500,7 @@ class HtaMethods:
 
 
 def _draw(
-    visualize: bool | None, figure: Callable[[ModuleType], go.Figure], renderer: str | None = None
+    visualize: bool | None, figure: Callable[[ModuleType], Any], renderer: str | None = None
 ) -> None:
     """Draws where it is wanted: None is in a notebook, as HTA does."""
     notebook = in_notebook()

@@ -117,7 +117,8 @@ class CauseQuestions(RankTraces):
             rank: Whose; None is the lowest.
             steps: First profiler step and the one after the last.
             annotation: Part of the name of a record_function range.
-            instance: Which of those ranges, from 0, or first and last of several. With neither, the whole trace.
+            instance: Which of those ranges, from 0, or the first and the last of several. With
+                neither steps nor annotation, the whole trace.
             data_loading: Regular expression of the ranges in which the host loads data; None takes
                 torch's own.
 

@@ -19,6 +19,7 @@ from haiprof.trace_analysis.memory_timeline import (
     memory_by_operator,
     memory_timeline,
 )
+from haiprof.trace_analysis.modules import module_times
 from haiprof.trace_analysis.python_functions import folded_stacks, python_functions, python_stacks
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
 from haiprof.trace_analysis.queue import (
@@ -238,6 +239,17 @@ class HostQuestions(RankTraces):
             events without one.
         """
         return self.per_rank(operator_kernels, steps=steps)
+
+    def module_times(self, steps: Steps = None) -> pl.DataFrame:
+        """Modules with their time on host and GPU: `haiprof.trace_analysis.modules`.
+
+        Returns:
+            One row per rank and module or annotated range: `rank`, `path`, `name`, `kind`,
+            `depth`, `call_count`, `host_self_ns`, `host_ns`, `backward_host_ns`, `kernel_count`,
+            `device_self_ns`, `device_ns`, `backward_device_self_ns`, `backward_device_ns`. The
+            row with `path` null is of GPU events outside of all.
+        """
+        return self.per_rank(module_times, steps=steps)
 
     def operator_sequences(self, steps: Steps = None) -> pl.DataFrame:
         """What operators launch themselves, and when: `haiprof.trace_analysis.sequences`.
