@@ -56,8 +56,9 @@ class RankTraces:
     @cached_property
     def traces(self) -> dict[int, Trace]:
         """The trace of each rank; its tables are read in this process."""
+        files = self.files  # asks the pool, which then holds the tables that it has read
         read = self._pool.trace if isinstance(self._pool, Serial) else Trace
-        return {rank: read(file.path) for rank, file in self.files.items()}
+        return {rank: read(file.path) for rank, file in files.items()}
 
     @cached_property
     def files(self) -> dict[int, TraceFile]:
