@@ -113,7 +113,7 @@ def _parts(found: FunctionReports) -> Iterator[FunctionSection]:
             meaning=tuple(map(printable, report.meaning)),
             tables=tuple(
                 page_table(TITLES[name], rows, columns, limit=_FUNCTION_LIMIT)
-                for name, rows, columns in function_tables(report)
+                for name, rows, columns in function_tables(report, len(found.ranks))
             ),
             missing=tuple(map(printable, report.missing)),
         )

@@ -23,6 +23,11 @@ _TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host
 _CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
             ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
             ("share_ratio", "share"))  # fmt: skip
+_HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
+              ("backward_host_ns", "backward"), ("host_self_ns", "own"),
+              ("share_ratio", "of host"))  # fmt: skip
+_HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "own"),
+                 ("share_ratio", "of host"))  # fmt: skip
 
 
 def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> RenderableType:
@@ -42,10 +47,11 @@ def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> Renderable
     if depth is not None:
         tree = tree.filter(pl.col("depth") < depth)
     large = tree.filter(pl.col("share_ratio").fill_null(1) >= _LEAST_RATIO)
+    columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
     title = "Where the time goes, from 1 % of it; share with all that is inside"
-    parts = [section(title, *frame_table(large, _TREE, limit=_TREE_LIMIT))]
+    parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
     classes = _by_class(summed, whole)
-    parts.append(section("By class, own time", *frame_table(classes, _CLASSES, limit=_CLASS_LIMIT)))
+    parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
     return Group(*parts, *_outside(summed))
 
 
@@ -58,10 +64,15 @@ def _over_ranks(found: pl.DataFrame) -> pl.DataFrame:
 
 def _whole(summed: pl.DataFrame) -> tuple[int, pl.Expr]:
     """All GPU time, and a part's; of traces without a GPU the host's time at the top."""
-    device = _sum(summed, "device_self_ns") + _sum(summed, "backward_device_self_ns")
+    device = _device_ns(summed)
     if device:
         return device, pl.col("device_ns") + pl.col("backward_device_ns")
     return _sum(summed.filter(pl.col("depth") == 0), "host_ns"), pl.col("host_ns")
+
+
+def _device_ns(found: pl.DataFrame) -> int:
+    """GPU time of the parts' own launches, forward and backward."""
+    return _sum(found, "device_self_ns") + _sum(found, "backward_device_self_ns")
 
 
 def _sum(found: pl.DataFrame, column: str) -> int:
@@ -74,7 +85,7 @@ def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
     sums = known.with_columns(pl.col("name").replace(names)).group_by("name").agg(
         pl.col("call_count", *_TIMES).sum()
     )  # fmt: skip
-    has_gpu = _sum(sums, "device_self_ns") + _sum(sums, "backward_device_self_ns") > 0
+    has_gpu = _device_ns(sums) > 0
     own = pl.col("device_self_ns") + pl.col("backward_device_self_ns")
     own = own if has_gpu else pl.col("host_self_ns")
     share = own / whole if whole else pl.lit(None, pl.Float64)
@@ -84,7 +95,7 @@ def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
 def _outside(summed: pl.DataFrame) -> Iterator[RenderableType]:
     nobody = summed.filter(pl.col("path").is_null())
     whole, _ = _whole(summed)
-    outside = _sum(nobody, "device_self_ns") + _sum(nobody, "backward_device_self_ns")
+    outside = _device_ns(nobody)
     if outside and whole:
         share = ratio_text(outside / whole)
         yield Text(f"\n{share} of GPU time was launched outside of all of these", style="dim")

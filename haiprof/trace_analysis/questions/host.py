@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.trace_analysis.attribution import kernel_operators, operator_kernels
+from haiprof.trace_analysis.attribution import host_operators, kernel_operators, operator_kernels
 from haiprof.trace_analysis.bandwidth import memory_bandwidth, memory_bandwidth_summary
 from haiprof.trace_analysis.call_tree import call_tree
 from haiprof.trace_analysis.launches import (
@@ -239,6 +239,15 @@ class HostQuestions(RankTraces):
             events without one.
         """
         return self.per_rank(operator_kernels, steps=steps)
+
+    def host_operators(self, steps: Steps = None) -> pl.DataFrame:
+        """Operators by shapes in traces without a GPU: `haiprof.trace_analysis.attribution`.
+
+        Returns:
+            One row per rank, operator and shapes: `rank`, `operator`, `shapes`, `call_count`,
+            `cpu_self_ns`, `cpu_total_ns`; none of a rank with GPU events.
+        """
+        return self.per_rank(host_operators, steps=steps)
 
     def module_times(self, steps: Steps = None) -> pl.DataFrame:
         """Modules with their time on host and GPU: `haiprof.trace_analysis.modules`.
