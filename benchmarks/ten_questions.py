@@ -47,7 +47,7 @@ QUESTIONS = (
     Question("What fills memory at its peak?", "memory-timeline dlrm_v100_8ranks",
              ("haiprof: error", "haiprof: hint"), 1),
     Question("What fills memory at its peak? (a trace that recorded it)",
-             "memory-timeline tl_h100_qwen05_mem_stack", ("Alive at the peak of cuda",), 6),
+             "memory-timeline tl_h100_qwen05_mem_stack", ("cuda 0, by class of module",), 6),
     Question("Is it the loader?", "what-if dlrm_v100_8ranks --faster loader:2x",
              ("step ", "Predictions"), 3),
     Question("What would a 2x all-reduce give?",

@@ -259,6 +259,12 @@ class HtaMethods:
         found = self._of(ranks, self._analysis.queue_length_summary(self._steps))
         return found.select("rank", "stream", *_spread(1.0), "device")
 
+    def get_queue_length_summary_from_time_series(
+        self, queue_length_dict: Mapping[int, object]
+    ) -> pl.DataFrame:
+        """`get_queue_length_summary` of the ranks of a `get_queue_length_time_series`."""
+        return self.get_queue_length_summary(list(queue_length_dict))
+
     def get_time_spent_blocked_on_full_queue(
         self,
         queue_length_dict: Mapping[int, object] | None = None,
@@ -342,7 +348,7 @@ class HtaMethods:
         )
 
     def get_aten_op_kernels_and_delay(
-        self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] = ("occurrence_count",)
+        self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] | None = None
     ) -> dict[int, pl.DataFrame]:
         """What ATen's operators launch themselves.
 
@@ -350,10 +356,33 @@ class HtaMethods:
             By rank: `aten_op_name`, `kernel_sequence`, `occurrence_count`,
             `avg_aten_op_launch_delay`, `avg_runtime_delay` (us).
         """
+        return self._op_kernels(ranks, "^aten::", sort_by or _MOST_FREQUENT)
+
+    def get_op_kernels_and_delay(
+        self,
+        op_name_pattern: str | None = None,
+        ranks: Sequence[int] | None = None,
+        sort_by: Sequence[str] | None = None,
+    ) -> dict[int, pl.DataFrame]:
+        """What operators launch themselves, as `get_aten_op_kernels_and_delay`.
+
+        Args:
+            op_name_pattern: Regular expression of operators; None takes ATen's. (HTA's own default
+                is `::aten`, which no operator contains.)
+            ranks: Only these; None takes all.
+            sort_by: Columns, the largest first.
+
+        Returns:
+            By rank: columns of `get_aten_op_kernels_and_delay`.
+        """
+        return self._op_kernels(ranks, op_name_pattern or "^aten::", sort_by or _MOST_FREQUENT)
+
+    def _op_kernels(
+        self, ranks: Sequence[int] | None, pattern: str, sort_by: Sequence[str]
+    ) -> dict[int, pl.DataFrame]:
         found = self._of(ranks, self._analysis.operator_sequences(self._steps))
-        aten = found.filter(pl.col("operator").str.starts_with("aten::"))
         return _by_rank(
-            aten,
+            found.filter(pl.col("operator").str.contains(pattern)),
             lambda own: (
                 own.select(
                     "kernel_sequence",
@@ -529,6 +558,7 @@ def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | Non
 
 
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
+_MOST_FREQUENT = ("occurrence_count",)
 _ATEN = ("aten_op_name", "kernel_sequence", "occurrence_count", "avg_aten_op_launch_delay",
          "avg_runtime_delay")  # fmt: skip
 

@@ -54,13 +54,7 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     Raises:
         MissingDataError: Neither modules nor ranges nor stacks were recorded.
     """
-    tree = nest(_parts(trace))
-    if tree.spans.is_empty():
-        raise MissingDataError(
-            f"{trace.path}: no module, annotated range or call stack in it",
-            hint="profile with with_modules=True or with_stack=True, or put record_function "
-            "around parts of the model",
-        )
+    tree = part_tree(trace)
     paths = _paths(tree)
     launched = _launched(trace, tree, steps)
     nodes = _autograd_nodes(trace, tree, steps)
@@ -83,6 +77,22 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         .sort(order, "depth", "path", nulls_last=True)
         .select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
     )
+
+
+def part_tree(trace: Trace) -> CallTree:
+    """Modules and annotated ranges with their nesting.
+
+    Raises:
+        MissingDataError: Neither modules nor ranges nor stacks were recorded.
+    """
+    tree = nest(_parts(trace))
+    if tree.spans.is_empty():
+        raise MissingDataError(
+            f"{trace.path}: no module, annotated range or call stack in it",
+            hint="profile with with_modules=True or with_stack=True, or put record_function "
+            "around parts of the model",
+        )
+    return tree
 
 
 def _parts(trace: Trace) -> pl.DataFrame:

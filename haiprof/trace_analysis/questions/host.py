@@ -16,6 +16,7 @@ from haiprof.trace_analysis.launches import (
 from haiprof.trace_analysis.memory_timeline import (
     memory_allocations,
     memory_at_peak,
+    memory_at_peak_by_module,
     memory_by_operator,
     memory_timeline,
 )
@@ -76,6 +77,14 @@ class HostQuestions(RankTraces):
             `block_count`, `size_bytes`, `ratio`.
         """
         return self.per_rank(memory_at_peak)
+
+    def memory_at_peak_by_module(self) -> pl.DataFrame:
+        """What was alive when each device held most, by module or annotated range.
+
+        Returns:
+            As `memory_at_peak`, with `module` in place of `operator`.
+        """
+        return self.per_rank(memory_at_peak_by_module)
 
     def python_stacks(self, steps: Steps = None) -> pl.DataFrame:
         """Python calls by call stack: `haiprof.trace_analysis.python_functions`.

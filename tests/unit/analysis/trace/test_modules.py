@@ -98,3 +98,17 @@ def test_a_trace_without_modules_says_what_to_record(
     rank_file(tmp_path, 0, [event("aten::mm", "cpu_op", 0, 20)])
     assert main(["modules", str(tmp_path)]) == 5
     assert "with_modules=True" in capsys.readouterr().err
+
+
+def test_memory_at_the_peak_by_module_adds_up_to_the_peak(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = traces("tl_h100_qwen05_mem_stack")
+    found = TraceAnalysis(folder).memory_at_peak_by_module()
+    gpu = found.filter(pl.col("device_type") == "cuda")
+    assert gpu["size_bytes"].sum() == gpu["peak_bytes"][0]
+    assert gpu["module"].str.starts_with("Linear_").any()
+    assert main(["memory-timeline", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "Alive at the peak of rank 0, cuda 0, by class of module" in shown
+    assert "Linear " in shown.partition("by class of module")[2]
