@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from haiprof.api.trace_pictures import ShownTraces
 from haiprof.compat.hta import HTA_NAMES, HtaMethods
 from haiprof.trace_analysis.pool import Pool
-from haiprof.trace_analysis.trace_questions import TraceQuestions
 
 
-class TraceAnalysis(TraceQuestions):
+class TraceAnalysis(ShownTraces):
     """The traces of one window of a job, a file per rank; each is read at the first question.
 
     Args:
@@ -21,6 +21,7 @@ class TraceAnalysis(TraceQuestions):
         window: Of a run directory with several trace windows: which, by start, from 0; None takes
             the last whole one.
 
+    `show_*` draws figures in a notebook and prints tables in a terminal; `write_page` writes all.
     Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are
     installed: haiprof does not need them.
     """

@@ -21,6 +21,7 @@ COMMANDS = {
     "trace-report": "haiprof trace-report [TRACES]: what traces of torch.profiler say, all ranks",
     "trace-check": "haiprof trace-check [TRACES]: what is wrong with the recording of traces",
     "efficiency": "haiprof efficiency [TRACES]: MFU, and operators against the roofline",
+    "modules": "haiprof modules [TRACES]: which layers take the time, forward and backward",
     "functions": "haiprof functions [TRACES]: what bounds the job by function, which rank differs",
     "merge": "haiprof merge [RUN_OR_TRACES] -o merged.json.gz: all ranks in one timeline",
     "link": "haiprof link [RUN_OR_TRACES]: execution traces joined with timelines, share linked",
@@ -46,8 +47,8 @@ GROUPS = {
     "One page of it all": ("report", "view", "list"),
     "A job that runs": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
     "Traces of torch.profiler": (
-        "trace-report", "trace-check", "efficiency", "functions", "critical-path", "what-if",
-        "memory-timeline", "query",
+        "trace-report", "trace-check", "efficiency", "modules", "functions", "critical-path",
+        "what-if", "memory-timeline", "query",
     ),
     "Before and after": ("compare", "trace-diff"),
     "In other tools": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,10 @@ from haiprof.cli.trace_arguments import (
     parse_steps,
 )
 
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.pool import Pool
+    from haiprof.trace_analysis.report import TraceReport
+
 Reduce = Annotated[
     Path | None,
     typer.Option(
@@ -31,6 +35,16 @@ Reduce = Annotated[
         metavar="DIR",
         help="Show nothing: write a small summary of each trace into this folder. "
         "trace-report DIR then gives the same report without the traces.",
+        show_default=False,
+    ),
+]
+
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Also write pictures and tables as a page that opens anywhere.",
         show_default=False,
     ),
 ]
@@ -46,6 +60,7 @@ def trace_report(
     csv: CsvFolder = None,
     force: Force = False,
     reduce: Reduce = None,
+    html: Html = None,
 ) -> None:
     """Show what traces of torch.profiler say: GPU time, steps, kernels, launches.
 
@@ -61,6 +76,8 @@ def trace_report(
 
       haiprof trace-report traces/ --csv tables       every table whole
 
+      haiprof trace-report traces/ --html traces.html     pictures
+
       haiprof trace-report traces/ --json | jq '.tables.temporal[].idle_ratio'
 
       haiprof trace-report /shared/traces --cluster tcp://head:8786
@@ -75,7 +92,7 @@ def trace_report(
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
     if reduce is not None:
-        if rank is not None or csv is not None or as_json:
+        if rank is not None or csv is not None or as_json or html is not None:
             raise UsageError("trace-report: --reduce goes with --steps, --window and --cluster")
         with ReadProgress(quiet=False) as waiting:
             made = reduce_traces(
@@ -93,6 +110,33 @@ def trace_report(
 
         written = write_tables(report.tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
+    if html is not None:
+        _write_page(report, html, rank, window=window, pool=pool, force=force, output=output)
     output.show(lambda _: trace_view(report), report.as_json())
     if not report.reduced:
         output.hint(f"next: haiprof query {shlex.quote(str(traces))} --schema")
+
+
+def _write_page(
+    report: TraceReport,
+    path: Path,
+    rank: int | None,
+    *,
+    window: int | None,
+    pool: Pool | None,
+    force: bool,
+    output: Output,
+) -> None:
+    from haiprof.base.output_file import output_file
+    from haiprof.show.page.trace_page import trace_page_html
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+    if report.reduced:
+        raise UsageError("trace-report: --html needs the traces, not summaries of them")
+    traces = TraceQuestions(report.path, pool=pool, window=window)
+    if rank is not None:
+        traces = TraceQuestions(traces.files[rank].path, pool=pool)
+    page = trace_page_html(report, traces)
+    with output_file(path, force=force) as file:
+        file.write(page.encode())
+    output.hint(f"wrote {path}: open it in a browser")

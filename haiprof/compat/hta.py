@@ -1,22 +1,25 @@
 """HTA's method names, with HTA's columns and units, for users who migrate.
 
 Times are us as floats and shares percent, as in HTA; the numbers are those of `TraceAnalysis`,
-which docs/hta-differences.md compares with HTA's. Nothing is drawn: `visualize` and its like are
-taken, so that calls need not be changed, and do nothing.
+which docs/hta-differences.md compares with HTA's. `visualize` draws haiprof's own figures: None in
+a notebook alone, where HTA's users expect them; True elsewhere too, by plotly's renderer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
+from haiprof.show.show import display_figure, in_notebook
 from haiprof.trace_analysis.annotations import GPU_CATEGORY, with_annotation
 from haiprof.trace_analysis.critical.segments import DATA_LOADING
 from haiprof.trace_analysis.idle import UNKNOWN
+from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.queue import MAX_QUEUE_LENGTH
 from haiprof.trace_analysis.temporal import Steps, gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -52,7 +55,7 @@ class HtaMethods:
         found = self._analysis.step_time_breakdown()["step"].drop_nulls()
         return [int(step) for step in found.unique().sort()]
 
-    def get_temporal_breakdown(self, visualize: bool = False) -> pl.DataFrame:
+    def get_temporal_breakdown(self, visualize: bool | None = None) -> pl.DataFrame:
         """Idle, computing and other time.
 
         Returns:
@@ -61,6 +64,7 @@ class HtaMethods:
             `idle_time_pctg`, `compute_time_pctg`, `non_compute_time_pctg`, `device`.
         """
         found = self._analysis.temporal_breakdown(self._steps)
+        _draw(visualize, lambda figures: figures.temporal_figure(found, share=True))
         parts = ("idle", "compute", "non_compute")
         return found.select(
             "rank",
@@ -70,7 +74,7 @@ class HtaMethods:
             "device",
         )
 
-    def get_comm_comp_overlap(self, visualize: bool = False) -> pl.DataFrame:
+    def get_comm_comp_overlap(self, visualize: bool | None = None) -> pl.DataFrame:
         """Hidden communication.
 
         Returns:
@@ -78,6 +82,7 @@ class HtaMethods:
             communication), `device`.
         """
         found = self._analysis.overlap(self._steps)
+        _draw(visualize, lambda figures: figures.overlap_figure(found, share=True))
         return found.select(
             "rank", _percent("overlap_ratio").alias("comp_comm_overlap_pctg"), "device"
         )
@@ -86,8 +91,8 @@ class HtaMethods:
         self,
         ranks: Sequence[int] | None = None,
         streams: list[int] | None = None,
-        visualize: bool = False,
-        visualize_pctg: bool = False,
+        visualize: bool | None = None,
+        visualize_pctg: bool = True,
         show_idle_interval_stats: bool = False,
         consecutive_kernel_delay: float = 30,
     ) -> tuple[pl.DataFrame, pl.DataFrame | None]:
@@ -96,8 +101,8 @@ class HtaMethods:
         Args:
             ranks: Only these; None takes all, where HTA takes rank 0.
             streams: Only these.
-            visualize: Does nothing.
-            visualize_pctg: Does nothing.
+            visualize: As in all methods: see the module.
+            visualize_pctg: Whether the figure shows shares, not times.
             show_idle_interval_stats: Whether the second frame is wanted.
             consecutive_kernel_delay: us (HTA says ns, and means us: D9).
 
@@ -111,6 +116,7 @@ class HtaMethods:
             self._steps, streams=streams,
             consecutive_kernel_delay_ns=round(consecutive_kernel_delay * _US),
         ))  # fmt: skip
+        _draw(visualize, lambda figures: figures.idle_figure(found, share=visualize_pctg))
         seen = found.filter((pl.col("idle_category") != UNKNOWN) | (pl.col("count") > 0))
         keys = ("rank", "stream", "idle_category")
         times = seen.select(
@@ -125,7 +131,7 @@ class HtaMethods:
 
     def get_gpu_kernel_breakdown(
         self,
-        visualize: bool = False,
+        visualize: bool | None = None,
         duration_ratio: float | None = 0.8,
         num_kernels: int | None = 10,
         include_memory_kernels: bool = True,
@@ -134,12 +140,12 @@ class HtaMethods:
         """Kernels by type and by name.
 
         Args:
-            visualize: Does nothing.
+            visualize: As in all methods: see the module.
             duration_ratio: The longest kernels that make this share of their type's time (HTA cuts
                 elsewhere: D4); the rest is `others`. None is no limit.
             num_kernels: At most so many per type and rank. None is no limit.
             include_memory_kernels: Copies and sets in the second frame too.
-            image_renderer: Does nothing.
+            image_renderer: plotly's renderer of the figures; None takes the usual one.
 
         Returns:
             All ranks together: `kernel_type`, `sum` (us), `percentage`; and per rank: `name`,
@@ -155,6 +161,10 @@ class HtaMethods:
             duration_ratio=duration_ratio,
             include_memory=include_memory_kernels,
         )
+        _draw(
+            visualize, lambda figures: figures.kernel_type_figure(types, share=True), image_renderer
+        )
+        _draw(visualize, lambda figures: figures.top_kernels_figure(kernels), image_renderer)
         return by_type.select(
             _hta_type("kernel_type"),
             sum=_us("time_ns"),
@@ -166,16 +176,22 @@ class HtaMethods:
     def get_gpu_user_annotation_breakdown(
         self,
         use_gpu_annotation: bool = True,
-        visualize: bool = False,
+        visualize: bool | None = None,
+        duration_ratio: float | None = None,
+        num_kernels: int | None = None,
         allowlist_patterns: Sequence[str] | None = None,
+        image_renderer: str | None = None,
     ) -> pl.DataFrame:
-        """Annotated ranges by name, all of them: there is no limit that would hide some.
+        """Annotated ranges by name; all of them, unless a limit is given (HTA: 0.8 and 1000).
 
         Args:
             use_gpu_annotation: Ranges as they show on the GPU; else on the CPU.
-            visualize: Does nothing.
+            visualize: As in all methods: see the module.
+            duration_ratio: The longest ranges of each rank that make this share of their time.
+            num_kernels: At most so many per rank.
             allowlist_patterns: Regular expressions of wanted names (HTA takes them for plain
                 texts: D23).
+            image_renderer: As in `get_gpu_kernel_breakdown`.
 
         Returns:
             `name`, `sum (us)`, `max (us)`, `min (us)`, `stddev`, `mean (us)`, `rank`.
@@ -184,18 +200,40 @@ class HtaMethods:
         found = found.filter((pl.col("category") == GPU_CATEGORY) == use_gpu_annotation)
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
+        found = _longest(found, num_kernels, duration_ratio)
+        _draw(
+            visualize,
+            lambda figures: figures.top_kernels_figure(
+                found.with_columns(kind="category"),
+                title="<b>Annotated ranges with the most time</b>",
+            ),
+            image_renderer,
+        )
         return found.select(*_NAMED, "rank").sort("name", "rank")
 
-    def get_gpu_kernels_with_user_annotations(self, rank: int) -> pl.DataFrame:
+    def get_gpu_kernels_with_user_annotations(
+        self, rank: int, expand_names: bool = True, shortern_names: bool = True
+    ) -> pl.DataFrame:
         """GPU events with the annotation around each on its stream.
+
+        Args:
+            rank: Whose.
+            expand_names: Whether names are columns; HTA's numbers of names do not exist here.
+            shortern_names: Whether kernels lose their template arguments, as HTA spells it.
 
         Returns:
             `index` (place among the file's events), `s_name`, `s_cat`, `ts` and `dur` (ns, as the
             trace has them), `pid`, `tid`, `stream`, `correlation`, `s_user_annotation` (the
             innermost; null outside of all).
         """
-        return self._of([rank], self._analysis.per_rank(_annotated_gpu, steps=self._steps)).drop(
-            "rank"
+        found = self._of([rank], self._analysis.per_rank(_annotated_gpu, steps=self._steps))
+        if shortern_names:
+            name = pl.col("s_name").map_elements(short_kernel_name, return_dtype=pl.String)
+            found = found.with_columns(s_name=name)
+        return (
+            found.drop("rank")
+            if expand_names
+            else found.drop("rank", "s_name", "s_cat", "s_user_annotation")
         )
 
     def get_queue_length_time_series(
@@ -220,6 +258,12 @@ class HtaMethods:
         """
         found = self._of(ranks, self._analysis.queue_length_summary(self._steps))
         return found.select("rank", "stream", *_spread(1.0), "device")
+
+    def get_queue_length_summary_from_time_series(
+        self, queue_length_dict: Mapping[int, object]
+    ) -> pl.DataFrame:
+        """`get_queue_length_summary` of the ranks of a `get_queue_length_time_series`."""
+        return self.get_queue_length_summary(list(queue_length_dict))
 
     def get_time_spent_blocked_on_full_queue(
         self,
@@ -275,24 +319,36 @@ class HtaMethods:
         runtime_cutoff: float = 50,
         launch_delay_cutoff: float = 100,
         include_memory_events: bool = True,
-        visualize: bool = False,
+        visualize: bool | None = None,
     ) -> dict[int, pl.DataFrame]:
         """Launches, by rank: `correlation`, `cpu_duration`, `gpu_duration`, `launch_delay` (us).
 
-        The cut-offs are those of HTA's plots; `TraceAnalysis.launch_statistics` has them as
+        The cut-offs (us) are those of the figure; `TraceAnalysis.launch_statistics` has them as
         columns. Of a CUDA graph there is one row, with the duration of all its kernels (D17).
         """
         found = self._analysis.launch_statistics(
-            self._steps, include_memory_events=include_memory_events
+            self._steps,
+            runtime_cutoff_ns=round(runtime_cutoff * _US),
+            launch_delay_cutoff_ns=round(launch_delay_cutoff * _US),
+            include_memory_events=include_memory_events,
+        )
+        shown = self._of(ranks, found)
+        _draw(
+            visualize,
+            lambda figures: figures.launch_figure(
+                shown,
+                runtime_cutoff_ns=round(runtime_cutoff * _US),
+                launch_delay_cutoff_ns=round(launch_delay_cutoff * _US),
+            ),
         )
         parts = ("cpu_duration", "gpu_duration", "launch_delay")
         return _by_rank(
-            self._of(ranks, found),
+            shown,
             lambda own: own.select("correlation", *(_us(f"{p}_ns").alias(p) for p in parts)),
         )
 
     def get_aten_op_kernels_and_delay(
-        self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] = ("occurrence_count",)
+        self, ranks: Sequence[int] | None = None, sort_by: Sequence[str] | None = None
     ) -> dict[int, pl.DataFrame]:
         """What ATen's operators launch themselves.
 
@@ -300,10 +356,33 @@ class HtaMethods:
             By rank: `aten_op_name`, `kernel_sequence`, `occurrence_count`,
             `avg_aten_op_launch_delay`, `avg_runtime_delay` (us).
         """
+        return self._op_kernels(ranks, "^aten::", sort_by or _MOST_FREQUENT)
+
+    def get_op_kernels_and_delay(
+        self,
+        op_name_pattern: str | None = None,
+        ranks: Sequence[int] | None = None,
+        sort_by: Sequence[str] | None = None,
+    ) -> dict[int, pl.DataFrame]:
+        """What operators launch themselves, as `get_aten_op_kernels_and_delay`.
+
+        Args:
+            op_name_pattern: Regular expression of operators; None takes ATen's. (HTA's own default
+                is `::aten`, which no operator contains.)
+            ranks: Only these; None takes all.
+            sort_by: Columns, the largest first.
+
+        Returns:
+            By rank: columns of `get_aten_op_kernels_and_delay`.
+        """
+        return self._op_kernels(ranks, op_name_pattern or "^aten::", sort_by or _MOST_FREQUENT)
+
+    def _op_kernels(
+        self, ranks: Sequence[int] | None, pattern: str, sort_by: Sequence[str]
+    ) -> dict[int, pl.DataFrame]:
         found = self._of(ranks, self._analysis.operator_sequences(self._steps))
-        aten = found.filter(pl.col("operator").str.starts_with("aten::"))
         return _by_rank(
-            aten,
+            found.filter(pl.col("operator").str.contains(pattern)),
             lambda own: (
                 own.select(
                     "kernel_sequence",
@@ -324,7 +403,8 @@ class HtaMethods:
         min_pattern_len: int = 3,
         rank: int = 0,
         top_k: int = 5,
-        visualize: bool = False,
+        visualize: bool | None = None,
+        compress_other_kernels: bool = True,
     ) -> pl.DataFrame:
         """Frequent sequences of kernels under an operator.
 
@@ -334,7 +414,8 @@ class HtaMethods:
             min_pattern_len: Calls with fewer kernels are left out.
             rank: Whose.
             top_k: How many.
-            visualize: Does nothing.
+            visualize: Does nothing: the frame is short.
+            compress_other_kernels: Does nothing: no trace is written.
 
         Returns:
             `pattern`, `count`, `GPU kernel duration (us)`, `CPU op duration (us)`.
@@ -353,7 +434,7 @@ class HtaMethods:
         self,
         profiler_steps: Sequence[int] | None = None,
         num_candidates: int = 2,
-        visualize: bool = False,
+        visualize: bool | None = None,
     ) -> list[int]:
         """The ranks that hold the others up most at collectives; fewer where fewer do.
 
@@ -362,43 +443,73 @@ class HtaMethods:
         Args:
             profiler_steps: Only these.
             num_candidates: At most so many.
-            visualize: Does nothing.
+            visualize: As in all methods: see the module.
         """
         found = self._analysis.stragglers(self._steps, by_step=True)
         if profiler_steps is not None:
             found = found.filter(pl.col("step").is_in(list(profiler_steps)))
+        if visualize:
+            waits = self._analysis.collective_waits(self._steps)
+            _draw(visualize, lambda figures: figures.collective_figure(waits))
         held_up = found.group_by("rank").agg(pl.col("held_up_ns").sum())
         late = held_up.filter(pl.col("held_up_ns") > 0)
         return late.sort(-pl.col("held_up_ns"), "rank")["rank"].head(num_candidates).to_list()
 
     def generate_trace_with_counters(
-        self, ranks: Sequence[int] | None = None, folder: str | Path | None = None
+        self,
+        time_series: object = None,
+        ranks: Sequence[int] | None = None,
+        output_suffix: str | None = None,
+        folder: str | Path | None = None,
     ) -> pl.DataFrame:
-        """Writes traces anew with counter tracks: `TraceAnalysis.write_counter_traces`."""
-        return self._of(ranks, self._analysis.write_counter_traces(folder))
+        """Writes traces anew with counter tracks: `TraceAnalysis.write_counter_traces`.
+
+        Args:
+            time_series: Both series are written; HTA's flag would leave one out.
+            ranks: Only these; None takes all, where HTA takes rank 0.
+            output_suffix: Another is not taken: files end in `_with_counters.json.gz`.
+            folder: Where; None is beside each trace.
+        """
+        return self._of(ranks, self._analysis.write_counter_traces(folder, ranks=ranks))
 
     def critical_path_analysis(
         self,
         rank: int,
         annotation: str,
-        instance_id: int = 0,
+        instance_id: int | tuple[int, int] | None = None,
         data_load_events: Sequence[str] | None = None,
     ) -> tuple[CriticalPath, bool]:
         """The critical path of one annotated range: `TraceAnalysis.critical_path`.
+
+        Args:
+            rank: Whose.
+            annotation: Part of the range's name.
+            instance_id: Which of those ranges, from 0; None is the first. First and last instance
+                as a pair take all from the one to the other.
+            data_load_events: Regular expressions of ranges in which the host loads data.
 
         Returns:
             The path, and True: what HTA says where it has failed, is an error here.
         """
         loading = "|".join(data_load_events) if data_load_events else DATA_LOADING
         path = self._analysis.critical_path(
-            rank, annotation=annotation, instance=instance_id, data_loading=loading
+            rank, annotation=annotation, instance=instance_id or 0, data_loading=loading
         )
         return path, True
 
     def overlay_critical_path_analysis(
-        self, rank: int, critical_path_graph: CriticalPath, output_dir: str | Path | None = None
+        self,
+        rank: int,
+        critical_path_graph: CriticalPath,
+        output_dir: str | Path | None = None,
+        only_show_critical_events: bool = False,
+        show_all_edges: bool = False,
     ) -> str:
-        """Writes the trace anew with its path drawn in; returns the file."""
+        """Writes the trace anew with its path drawn in; returns the file.
+
+        All events stay, and the path's own dependencies are drawn: HTA's last two arguments are
+        taken and change nothing.
+        """
         overlay = self._analysis.overlay_critical_path
         return str(overlay(critical_path_graph, rank, folder=output_dir))
 
@@ -417,7 +528,37 @@ class HtaMethods:
         return found if ranks is None else found.filter(pl.col("rank").is_in(list(ranks)))
 
 
+def _draw(
+    visualize: bool | None, figure: Callable[[ModuleType], Any], renderer: str | None = None
+) -> None:
+    """Draws where it is wanted: None is in a notebook, as HTA does."""
+    notebook = in_notebook()
+    if visualize is False or (visualize is None and not notebook):
+        return
+    from haiprof.compat import hta_figures
+
+    drawn = figure(hta_figures)
+    if notebook and not renderer:
+        display_figure(drawn)
+    else:
+        drawn.show(renderer=renderer or None)
+
+
+def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | None) -> pl.DataFrame:
+    """The ranges of each rank with the most time."""
+    ordered = found.sort("rank", -pl.col("sum_ns"), "name")
+    sums = pl.col("sum_ns")
+    keep = pl.lit(True)
+    if count is not None:
+        keep = keep & (sums.cum_count().over("rank") <= count)
+    if duration_ratio is not None:
+        before = (sums.cum_sum() - sums).over("rank")
+        keep = keep & (before < duration_ratio * sums.sum().over("rank"))
+    return ordered.filter(keep)
+
+
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
+_MOST_FREQUENT = ("occurrence_count",)
 _ATEN = ("aten_op_name", "kernel_sequence", "occurrence_count", "avg_aten_op_launch_delay",
          "avg_runtime_delay")  # fmt: skip
 

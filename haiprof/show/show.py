@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
 from haiprof.show.console import SafeConsole
 from haiprof.show.source import RunData
+from haiprof.show.views.blocks import section
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from haiprof.run_analysis.run_frames import RunFrames
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 200
+_ROW_LIMIT = 20
 
 
 def overview(data: RunData) -> None:
@@ -98,6 +101,37 @@ def comparison(data: RunFrames, baseline: str | Path) -> None:
     from haiprof.show.views.compare import compare_view
 
     _print(_console(), compare_view(found, chosen=chosen.why))
+
+
+def trace_picture(
+    traces: TraceQuestions,
+    name: str,
+    steps: tuple[int, int] | None,
+    **options: Any,  # noqa: ANN401 - whatever the picture takes
+) -> None:
+    """Shows one answer about traces.
+
+    Args:
+        traces: Of a job.
+        name: One of `haiprof.show.trace_pictures.PICTURES`.
+        steps: First profiler step and the one after the last; None takes all.
+        options: Of the picture.
+
+    Raises:
+        MissingDataError: It was not recorded.
+    """
+    from haiprof.show.trace_pictures import PICTURES
+
+    picture = PICTURES[name](traces, steps, **options)
+    if in_notebook():
+        display_figure(picture.figure)
+        return
+    from haiprof.show.tables.frame_table import plain_frame
+
+    _print(
+        _console(),
+        section(picture.title, *plain_frame(picture.frame, picture.columns, limit=_ROW_LIMIT)),
+    )
 
 
 def in_notebook() -> bool:

@@ -132,6 +132,46 @@ def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     ).sort("gpu_total_ns", "operator", descending=[True, False], nulls_last=True)
 
 
+def host_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Operators by name and shapes in a trace without a GPU, where they do the work themselves.
+
+    Args:
+        trace: One rank's.
+        steps: Only operators begun in these profiler steps.
+
+    Returns:
+        One row per operator and shapes of its inputs, the most own time first: `operator`;
+        `shapes` as recorded, null without; `call_count`; `cpu_self_ns` without operators inside;
+        `cpu_total_ns`, calls inside one of the same name and shapes not counted again. No row
+        where the trace has GPU events: `operator_kernels` is about them.
+    """
+    spans = _without_steps(trace.ops)
+    if len(trace.gpu):
+        spans = spans.clear()
+    tree = nest(spans)
+    shapes = tree.spans["input_dims"].cast(pl.String)
+    some = shapes.is_not_null() & (shapes.str.replace_all(r"[\[\], ]", "") != "")
+    named = pl.DataFrame({"operator": tree.spans["name"].cast(pl.String), "shapes": shapes})
+    key = named.select(pl.struct("operator", "shapes").rank("dense")).to_series()
+    window = step_window(trace, steps) if steps else None
+    found = _cpu_time(
+        CallTree(
+            spans=tree.spans.with_columns(name=key.cast(pl.Int64)),
+            starts=tree.starts, ends=tree.ends, parent=tree.parent, depth=tree.depth,
+        ),
+        window,
+    )  # fmt: skip
+    names = named.with_columns(
+        pl.when(pl.Series(some)).then("shapes").alias("shapes"), key=key.cast(pl.String)
+    ).unique("key")
+    return (
+        found.rename({"operator": "key"})
+        .join(names, on="key", how="left")
+        .select("operator", "shapes", "call_count", "cpu_self_ns", "cpu_total_ns")
+        .sort(-pl.col("cpu_self_ns"), "operator", "shapes", nulls_last=True)
+    )
+
+
 def _totals(owned: GpuLaunches) -> pl.DataFrame:
     """`operator`, `kernel_total_count`, `gpu_total_ns`: a pass per level of the tree."""
     kernel = np.flatnonzero(owned.row >= 0)

@@ -10,6 +10,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.call_stacks import is_outermost, levels, stacks
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
+from haiprof.trace_analysis.modules import part_tree
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 
 # c10::DeviceType, c10/core/DeviceType.h. ROCm builds of PyTorch say CUDA.
@@ -132,7 +133,28 @@ def memory_at_peak(trace: Trace) -> pl.DataFrame:
     Raises:
         MissingDataError: No memory event was recorded, or none says addresses and totals.
     """
-    events = _with_operators(_events(trace), _operators(trace))
+    return _at_peak(trace, _operators(trace))
+
+
+def memory_at_peak_by_module(trace: Trace) -> pl.DataFrame:
+    """What was alive when each device held most, by the module that allocated it.
+
+    Args:
+        trace: As for `memory_at_peak`, with modules, annotated ranges or call stacks.
+
+    Returns:
+        As `memory_at_peak`, with `module` in place of `operator`: the innermost part of
+        `haiprof.trace_analysis.modules` around the allocation on its thread. What autograd's
+        threads allocate is outside of all.
+
+    Raises:
+        MissingDataError: No memory event was recorded, none says addresses, or no module.
+    """
+    return _at_peak(trace, part_tree(trace)).rename({"operator": "module"})
+
+
+def _at_peak(trace: Trace, owners: CallTree) -> pl.DataFrame:
+    events = _with_operators(_events(trace), owners)
     blocks = _allocations(trace, events)
     at = pl.col("allocated_bytes").arg_max()
     peaks = events.with_row_index("at").group_by(*_DEVICE, maintain_order=True).agg(

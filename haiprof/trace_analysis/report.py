@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.attribution import host_operators
 from haiprof.trace_analysis.bandwidth import memory_bandwidth_summary
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.efficiency.operators import step_efficiency
@@ -47,6 +48,7 @@ _OF_STEPS: tuple[Question[Any], ...] = (
     memory_bandwidth_summary,
     step_efficiency,
     collective_kernels,
+    host_operators,
 )
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
 _NO_COLLECTIVE = "no collective that several of the ranks have in common"
@@ -107,10 +109,12 @@ SECTIONS: Mapping[str, _Section] = {
     "kernel_types": TraceQuestions.kernel_type_breakdown,
     "kernels": _kernels,
     "idle": TraceQuestions.idle_time_breakdown,
+    "operators": TraceQuestions.host_operators,
     "launches": TraceQuestions.launch_summary,
     "queue": _queues,
     "efficiency": TraceQuestions.step_efficiency,
     "memory_bandwidth": TraceQuestions.memory_bandwidth_summary,
+    "rank_collectives": TraceQuestions.rank_collectives,
     "process_groups": TraceQuestions.process_groups,
     "lateness": TraceQuestions.arrival_lateness,
     "stragglers": TraceQuestions.stragglers,

@@ -124,6 +124,42 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
+    """What each rank's collectives moved, as its own trace tells it.
+
+    Args:
+        kernels: From `collectives.collective_kernels`, with a column `rank`.
+
+    Returns:
+        One row per rank, process group, kind and type: `rank`, `process_group`, `kind`, `dtype`,
+        `group_size`, `collective_count`; `sized_count`, of which sizes are known; `time_ns` of all;
+        of the sized ones `bytes` and both bandwidths as `collectives` defines them, over the whole
+        time of the kernels: waiting for other ranks is in it, so bandwidths are lower bounds.
+    """
+    keys = ("rank", "process_group", "kind", "dtype", "group_size")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    sized = pl.col("own_bytes").is_not_null()
+    grouped = kernels.with_columns(own_bytes=_own_bytes()).group_by(keys).agg(
+        collective_count=pl.len().cast(pl.Int64),
+        sized_count=sized.sum().cast(pl.Int64),
+        time_ns=length.sum(),
+        bytes=pl.when(sized.any()).then(pl.col("own_bytes").sum()),
+        sized_ns=length.filter(sized).sum(),
+    )  # fmt: skip
+    rate = pl.when(pl.col("sized_ns") > 0).then(pl.col("bytes") / (pl.col("sized_ns") / 1e9))
+    bus = pl.coalesce(
+        pl.when(pl.col("kind") == kind).then(factor) for kind, factor in _BUS_FACTOR.items()
+    )
+    return (
+        grouped.with_columns(
+            rate.alias("algorithm_bandwidth_bytes_per_s"),
+            (rate * bus).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .drop("sized_ns")
+        .sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
+    )
+
+
 def _own_bytes() -> pl.Expr:
     """Bytes of the collective as nccl-tests counts them, from one rank's counts."""
     sent, received = pl.col("in_count"), pl.col("out_count")

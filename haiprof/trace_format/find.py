@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.layout import MANIFEST_NAME
 from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
+from haiprof.trace_format.file_ranks import MERGED_KEY
 from haiprof.trace_format.run_windows import one_window, raw_traces
 
 TRACE_ENDINGS = (".json", ".json.gz")
@@ -27,7 +28,8 @@ MERGED_NAME = "merged"
 LINKED_NAME = "linked"
 """Begins the name of `haiprof link`'s output: execution traces with times."""
 _EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
-_HEAD_BYTES = 64
+_MERGED = f'"{MERGED_KEY}"'.encode()
+_HEAD_BYTES = 256
 # Files beside traces with the same ending.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
 
@@ -39,8 +41,8 @@ def trace_files(source: str | Path) -> list[Path]:
 
     Args:
         source: A file; a folder with one file per rank, or with their summaries alone, in which
-            execution traces may stand, too; a run directory with its `traces`, in which raw ones
-            count that nobody will compress any more.
+            execution traces and a merged trace may stand, too; a run directory with its `traces`,
+            in which raw ones count that nobody will compress any more.
 
     Raises:
         TraceFormatError: There is nothing, or no trace in it.
@@ -52,11 +54,18 @@ def trace_files(source: str | Path) -> list[Path]:
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
     there = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
-    found = [path for path in there if not _is_execution_trace(path)]
+    heads = {path: _head(path) for path in there}
+    merged = [path for path in there if _MERGED in heads[path]]
+    found = [p for p in there if p not in merged and not _EXECUTION_TRACE.match(heads[p])]
     if folder.name == "traces":
         found += raw_traces(folder, [file.name for file in found])
     if not found:
         found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
+    if not found and merged:
+        raise TraceFormatError(
+            f"{merged[0]}: it holds several ranks (haiprof merge), for a viewer",
+            hint="name the ranks' own traces",
+        )
     if not found:
         raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder, there))
     return found
@@ -76,13 +85,13 @@ def window_files(source: str | Path, window: int | None = None) -> list[Path]:
     return one_window(trace_files(source), window)
 
 
-def _is_execution_trace(path: Path) -> bool:
-    """Whether it begins like a file of ExecutionTraceObserver; unreadable files count as traces."""
+def _head(path: Path) -> bytes:
+    """How a file's text begins, which tells execution traces and merged ones; empty unreadable."""
     try:
         with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
-            return _EXECUTION_TRACE.match(file.read(_HEAD_BYTES)) is not None
+            return file.read(_HEAD_BYTES)
     except (OSError, EOFError, zlib.error):
-        return False
+        return b""
 
 
 def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:

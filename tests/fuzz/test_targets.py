@@ -44,7 +44,7 @@ _OWN = {
     "live/watch.py": "the answer of a child process",
     "agent/reactions.py": "the same",
     "agent/prometheus_endpoint.py": "records that a sampler of the same process has just made",
-    "show/page/content.py": "plotly's own output",
+    "show/page/picture_parts.py": "plotly's own output",
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
     "trace_format/kineto/cache.py": "the owner's cache, whose parts have checksums",
     "run_format/kept_answers.py": "answers of this user in this user's run, bound to its inodes",

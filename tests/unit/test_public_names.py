@@ -54,6 +54,7 @@ def test_commands_are_frozen() -> None:
         "trace-report",
         "trace-check",
         "efficiency",
+        "modules",
         "functions",
         "merge",
         "link",

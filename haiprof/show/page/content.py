@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import polars as pl
 
 from haiprof.base.units import NS_PER_S
@@ -26,6 +24,7 @@ from haiprof.show.page import run_sections as parts
 from haiprof.show.page.comparison import ComparisonSection, comparison_section
 from haiprof.show.page.counter_data import counter_data
 from haiprof.show.page.death_part import DeathPart, death_part
+from haiprof.show.page.picture_parts import figure_data, plain_figure
 from haiprof.show.page.slow_step import SlowStepPart, slow_step_part
 from haiprof.show.page.step_data import map_data, step_data, traced_times
 from haiprof.show.page.tables import PageTable
@@ -89,6 +88,7 @@ def page_content(
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None)
+    traces = trace_sections(analyzer.run, read=read_traces)
     return PageContent(
         header=summary.run,
         verdict=verdict,
@@ -101,7 +101,7 @@ def page_content(
         late=parts.late_table(late),
         collectives=parts.collective_table(analyzer.collectives()),
         death=death_part(analyzer.files, verdict),
-        traces=trace_sections(analyzer.run, read=read_traces),
+        traces=traces,
         windows=tuple(map(tuple, windows)),
         no_windows=no_windows,
         snapshots=parts.snapshot_table(analyzer.run),
@@ -111,7 +111,7 @@ def page_content(
         not_measured=tuple(by_reason(summary.missing)),
         flames=flames,
         comparison=compared,
-        data={**_data(analyzer, summary, late, compared), "flame": flames.graph.as_json()},
+        data={**_data(analyzer, summary, late, compared, traces), "flame": flames.graph.as_json()},
     )
 
 
@@ -125,6 +125,7 @@ def _data(
     summary: OverviewSummary,
     late: pl.DataFrame,
     compared: ComparisonSection | None,
+    traces: TraceSections,
 ) -> dict[str, Any]:
     """What the figures are drawn of."""
     steps, counters = analyzer.steps(), analyzer.counters()
@@ -139,7 +140,10 @@ def _data(
         "steps": step_data(steps, start_ns) if grid else None,
         "counters": counter_data(counters, start_ns),
         "hosts": {str(row.rank): row.host for row in summary.ranks},
-        "figures": dict(_figures(grid, late, compared, start_ns)),
+        "figures": {
+            **dict(_figures(grid, late, compared, start_ns)),
+            **figure_data(traces.pictures),
+        },
     }
 
 
@@ -155,14 +159,8 @@ def _figures(
 ) -> Iterator[tuple[str, Any]]:
     """The figures that do not depend on the reader's choices, as plain JSON values."""
     if grid is not None:
-        yield "over-time", _plain(over_time_figure(grid, title="", start_ns=start_ns))
+        yield "over-time", plain_figure(over_time_figure(grid, title="", start_ns=start_ns))
     if late["late_ns_per_step"].is_finite().any():
-        yield "late", _plain(late_ranks_figure(late, title=""))
+        yield "late", plain_figure(late_ranks_figure(late, title=""))
     if compared is not None and compared.figure is not None:
-        yield "comparison", _plain(compared.figure)
-
-
-def _plain(figure: go.Figure) -> Any:  # noqa: ANN401 - any JSON value
-    """A figure without plotly's own colours: the page has its own."""
-    figure.update_layout(template=None)
-    return json.loads(figure.to_json())
+        yield "comparison", plain_figure(compared.figure)

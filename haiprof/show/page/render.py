@@ -110,6 +110,27 @@ def lines_html(flames: RunFlames, header: RunHeader) -> str:
     )
 
 
+def trace_html(
+    header: object,
+    data: Mapping[str, Any],
+    **parts: Any,  # noqa: ANN401
+) -> str:
+    """The pictures and tables of traces as a page that needs no network.
+
+    Args:
+        header: Has a `name` and `facts`.
+        data: Of the figures.
+        parts: What the template shows: pictures, tables, missing, notes.
+    """
+    return _template("trace.html").render(
+        header=header,
+        sections=[("pictures", "Pictures"), ("tables", "Tables")],
+        version=__version__,
+        **parts,
+        **_inside(data, with_plotly=True),
+    )
+
+
 def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = None) -> Path:
     """Writes the flame graph of a run alone; returns its path.
 

@@ -11,6 +11,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
 from haiprof.run_format.layout import RunPaths
+from haiprof.show.page.picture_parts import PagePicture, page_pictures
 from haiprof.show.page.tables import PageTable, page_table
 from haiprof.show.text import printable
 from haiprof.show.views.functions import TITLES
@@ -39,6 +40,7 @@ class TraceSections:
     """Sections of the page that need traces; each empty with its reason in `missing`."""
 
     kernels: tuple[PageTable, ...] = ()
+    pictures: tuple[PagePicture, ...] = ()
     functions: tuple[FunctionSection, ...] = ()
     memory: tuple[PageTable, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
@@ -61,8 +63,10 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
     missing: list[tuple[str, str]] = []
     kernels, notes = _kernels(run, missing)
     functions, memory = _functions(run, missing), _memory(run, missing)
+    pictures, _ = page_pictures(TraceQuestions(run.root)) if kernels else ((), ())
     return TraceSections(
         kernels=kernels,
+        pictures=pictures,
         functions=functions,
         memory=memory,
         missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
@@ -109,7 +113,7 @@ def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
             meaning=tuple(map(printable, report.meaning)),
             tables=tuple(
                 page_table(TITLES[name], rows, columns, limit=_FUNCTION_LIMIT)
-                for name, rows, columns in function_tables(report)
+                for name, rows, columns in function_tables(report, len(found.ranks))
             ),
             missing=tuple(map(printable, report.missing)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import polars as pl
@@ -13,6 +14,9 @@ from haiprof.show.text import number_text, value_text
 from haiprof.show.views.blocks import one_line, plain_table
 
 _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("bytes", "bytes"))
+
+_SHARE = re.compile(r"(?:_share)?_ratio$")
+_UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s)$")
 
 Columns = Sequence[tuple[str, str]]
 """Column of the frame and its heading."""
@@ -38,6 +42,21 @@ def frame_table(
         table.add_row(*(cell(name, row[name]) for name, _ in columns))
     more = found.height - limit
     return [table, *([Text(f"and {more} more, in {where}", style="dim")] if more > 0 else [])]
+
+
+def plain_frame(found: pl.DataFrame, columns: Sequence[str], *, limit: int) -> list[RenderableType]:
+    """A frame's first rows under its own column names, without their units and empty columns.
+
+    Args:
+        found: Any frame.
+        columns: What is shown of it.
+        limit: How many rows.
+    """
+    known = [name for name in columns if found[name].count()]
+    heads = [
+        (name, _UNIT_SUFFIX.sub("", _SHARE.sub("_share", name)).replace("_", " ")) for name in known
+    ]
+    return frame_table(found, heads, limit=limit, where="the frame")
 
 
 def cell(name: str, value: object) -> Text:

@@ -11,6 +11,7 @@ Tables = Mapping[str, pl.DataFrame]
 STEP_PARTS = (
     "kernel", "communication", "memcpy", "memset", "runtime", "dataloader", "cpu_exec", "other",
 )  # fmt: skip
+_SHAPES_WIDTH = 32
 IDLE_PARTS = ("host_wait", "kernel_wait", "other", "unknown")
 
 
@@ -114,3 +115,22 @@ def lateness(tables: Tables) -> pl.DataFrame:
     return tables["lateness"].join(
         tables["stragglers"], on="rank", how="left", maintain_order="left", suffix="_any"
     )
+
+
+def operators(tables: Tables) -> pl.DataFrame:
+    """Operators over all ranks of traces without a GPU, the most own time first."""
+    short = pl.col("shapes").str.replace_all(" ", "").str.strip_prefix("[").str.strip_suffix("]")
+    shapes = short.str.replace_all(r",\[\]", "").str.slice(0, _SHAPES_WIDTH)
+    summed = tables["operators"].group_by("operator", "shapes").agg(
+        pl.col("call_count", "cpu_self_ns", "cpu_total_ns").sum()
+    )  # fmt: skip
+    own = pl.col("cpu_self_ns")
+    return summed.with_columns(
+        name="operator", shapes=shapes, own_ratio=own / own.sum()
+    ).sort(-own, "operator", "shapes", nulls_last=True)  # fmt: skip
+
+
+def rank_collectives(tables: Tables) -> pl.DataFrame:
+    """The collectives of a rank that is alone; of several ranks nothing: who waited is known."""
+    found = tables["rank_collectives"]
+    return found.clear() if "process_groups" in tables else found

@@ -12,6 +12,7 @@ from rich.text import Text
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.functions.reports import FunctionReports
+from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.tables.frame_table import Columns, frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, section
@@ -98,17 +99,22 @@ def functions_view(found: FunctionReports) -> RenderableType:
         "bottleneck: share of the time in which it ran and nothing above it did "
         "(GPU compute, communication, memory, runtime, Python)"
     )
-    parts = [part for report in found.reports for part in _report(report, brief=several)]
+    count = len(found.ranks)
+    told = [report for report in found.reports if not several or _says_something(report, count)]
+    parts = [part for report in told for part in _report(report, count, brief=several)]
+    left_out = [report for report in found.reports if report not in told]
+    if left_out:
+        parts.append(section("not in the traces", *bullets(_left_out(left_out))))
     return Group(Text(head, style="bold"), Text(legend, style="dim"), *parts)
 
 
-def _report(report: FunctionReport, *, brief: bool) -> Iterator[RenderableType]:
+def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator[RenderableType]:
     """Meaning first, then tables; of all five only what differs and what bounds most."""
     share = report.facts["bottleneck"]["median"]
     title = report.title if share is None else f"{report.title}: {ratio_text(share)} of the time"
     yield section(title, *bullets(report.meaning or _nothing(report)))
     limit = _LIMIT if brief else 4 * _LIMIT
-    for name, table, columns in shown_tables(report):
+    for name, table, columns in shown_tables(report, rank_count):
         if not (brief and name == RANKS):
             rows = frame_table(table, columns, limit=limit, where="--json and --csv")
             yield section(TITLES[name], *rows)
@@ -116,14 +122,30 @@ def _report(report: FunctionReport, *, brief: bool) -> Iterator[RenderableType]:
         yield section("not known", *bullets(report.missing))
 
 
-def shown_tables(report: FunctionReport) -> Iterator[tuple[str, pl.DataFrame, Columns]]:
-    """Name, rows and columns of its tables that say something, the abnormal first."""
+def shown_tables(
+    report: FunctionReport, rank_count: int
+) -> Iterator[tuple[str, pl.DataFrame, Columns]]:
+    """Name, rows and columns of its tables that say something, the abnormal first.
+
+    Fewer ranks than `FAR_MIN_RANKS` have none that is abnormal: their functions are in the others.
+    """
     for name, columns in _COLUMNS[report.kind].items():
+        if name == ABNORMAL and rank_count < FAR_MIN_RANKS:
+            continue
         table = report.tables[name]
         if not table.is_empty():
             shown = [(column, head) for column, head in columns if _has_values(table, column)]
             if any(column not in ("rank", "name") for column, _ in shown):
                 yield name, _shorten_names(table, report.kind), shown
+
+
+def _says_something(report: FunctionReport, rank_count: int) -> bool:
+    """Whether it has a meaning or a table; a trace without a GPU has nothing to say of one."""
+    return bool(report.meaning) or any(True for _ in shown_tables(report, rank_count))
+
+
+def _left_out(reports: Sequence[FunctionReport]) -> list[str]:
+    return [f"{report.title}: {report.missing[0]}" for report in reports if report.missing]
 
 
 def _nothing(report: FunctionReport) -> tuple[str, ...]:

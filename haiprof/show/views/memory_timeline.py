@@ -28,6 +28,7 @@ _OPERATORS = (
     ("name", "operator"), ("allocation_count", "allocations"), ("allocated_bytes", "allocated"),
     ("freed_bytes", "freed"), ("increase_bytes", "increase"), ("kept_bytes", "kept"),
 )  # fmt: skip
+_OUTSIDE_MODULES = "(outside all modules)"
 _OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 
 
@@ -38,6 +39,8 @@ class MemoryAnswers:
     timeline: pl.DataFrame
     at_peak: pl.DataFrame | None
     """Null where events have no addresses."""
+    at_peak_by_module: pl.DataFrame | None
+    """None where no module, range or stack was recorded."""
     by_operator: pl.DataFrame
     missing: dict[str, str]
     """By frame: why it is null."""
@@ -45,9 +48,11 @@ class MemoryAnswers:
     def as_json(self) -> dict[str, Any]:
         """Plain data, whole."""
         peak = None if self.at_peak is None else self.at_peak.to_dicts()
+        by_module = self.at_peak_by_module
         return {
             "timeline": self.timeline.to_dicts(),
             "at_peak": peak,
+            "at_peak_by_module": None if by_module is None else by_module.to_dicts(),
             "by_operator": self.by_operator.to_dicts(),
             "missing": self.missing,
         }
@@ -65,17 +70,43 @@ def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
     own = pl.lit(True) if rank is None else pl.col("rank") == rank
     timeline = analysis.memory_timeline().filter(own)
     missing: dict[str, str] = {}
-    at_peak = None
+    at_peak = by_module = None
     try:
         at_peak = analysis.memory_at_peak().filter(own)
     except MissingDataError as error:
         missing["at_peak"] = str(error)
+    if at_peak is not None:
+        try:
+            by_module = analysis.memory_at_peak_by_module().filter(own)
+        except MissingDataError as error:
+            missing["at_peak_by_module"] = str(error)
     return MemoryAnswers(
         timeline=timeline,
         at_peak=at_peak,
+        at_peak_by_module=by_module,
         by_operator=analysis.memory_by_operator().filter(own),
         missing=missing,
     )
+
+
+def _peak_by_class(found: pl.DataFrame, *, limit: int) -> Iterator[RenderableType]:
+    """What was alive at the peak by class of module: the instances of one are summed."""
+    origin = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+    plain = pl.col("module").str.replace(r"_\d+$", "")
+    named = found.with_columns(name=pl.coalesce(origin, plain, pl.lit(_OUTSIDE_MODULES)))
+    for key, alive in named.group_by(_DEVICE, maintain_order=True):
+        sums = alive.group_by("name").agg(
+            pl.col("block_count").sum(),
+            pl.col("size_bytes").sum(),
+            share_ratio=pl.col("ratio").sum(),
+        )
+        ordered = sums.with_columns(
+            pl.when(pl.col("name") != _BEFORE).then("block_count").alias("block_count")
+        ).sort(-pl.col("size_bytes"), "name")
+        yield section(
+            f"Alive at the peak of {_device(key)}, by class of module",
+            *frame_table(ordered, _PEAK, limit=limit),
+        )
 
 
 def memory_view(answers: MemoryAnswers) -> RenderableType:
@@ -92,6 +123,8 @@ def memory_view(answers: MemoryAnswers) -> RenderableType:
             )
             title = f"Alive at the peak of {_device(key)}: {peak}"
             parts.append(section(title, *frame_table(named, _PEAK, limit=10 if alone else 3)))
+    if answers.at_peak_by_module is not None:
+        parts += _peak_by_class(answers.at_peak_by_module, limit=10 if alone else 3)
     operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
     for key, own in operators.group_by(_DEVICE, maintain_order=True) if alone else ():
         table = frame_table(own.sort(-pl.col("allocated_bytes")), _OPERATORS, limit=8)

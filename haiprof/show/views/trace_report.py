@@ -93,6 +93,17 @@ VIEWS = (
         ),
     ),
     View(
+        title="Operators, the longest in own time",
+        of=("operators",),
+        rows=rows.operators,
+        columns=(
+            ("name", "operator"), ("shapes", "shapes"), ("call_count", "calls"),
+            ("cpu_self_ns", "own time"), ("cpu_total_ns", "with inner ones"),
+            ("own_ratio", "share of own"),
+        ),
+        limit=15,
+    ),
+    View(
         title="Launches",
         of=("launches",),
         rows=rows.launches,
@@ -136,6 +147,18 @@ VIEWS = (
             ("copy_kind", "kind"), ("copy_count", "count"), ("bytes", "size"),
             ("busy_ns", "time"), ("mean_bytes_per_s", "bandwidth"),
         ),
+    ),
+    View(
+        title="Collectives of one rank",
+        of=("rank_collectives",),
+        rows=rows.rank_collectives,
+        columns=(
+            ("process_group", "group"), ("kind", "kind"), ("dtype", "type"),
+            ("group_size", "ranks"), ("collective_count", "count"), ("bytes", "size"),
+            ("time_ns", "time"), ("algorithm_bandwidth_bytes_per_s", "bandwidth"),
+            ("bus_bandwidth_bytes_per_s", "bus bandwidth"),
+        ),
+        legend="the time holds waiting for other ranks: bandwidths are lower bounds",
     ),
     View(
         title="Collectives: from the last rank's arrival on",

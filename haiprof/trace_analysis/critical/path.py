@@ -20,7 +20,7 @@ from haiprof.trace_analysis.critical.segments import (
 )
 from haiprof.trace_analysis.critical.waits import joins_by_thread
 from haiprof.trace_analysis.critical.walk import Graph, Stretches, longest_path
-from haiprof.trace_analysis.critical.window import PathWindow, find_window
+from haiprof.trace_analysis.critical.window import Instance, PathWindow, find_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 RECORDED, ASSUMED = "recorded", "assumed"
@@ -114,7 +114,7 @@ def critical_path(
     *,
     steps: tuple[int, int] | None = None,
     annotation: str | None = None,
-    instance: int = 0,
+    instance: Instance = 0,
     data_loading: str = DATA_LOADING,
 ) -> CriticalPath:
     """The critical path of a window of one rank.

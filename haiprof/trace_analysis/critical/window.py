@@ -12,6 +12,8 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 
 Thread = tuple[int, int]
 """pid and tid."""
+Instance = int | tuple[int, int]
+"""One of several ranges of a name, from 0; or the first and the last of those that are meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ def find_window(
     *,
     steps: tuple[int, int] | None,
     annotation: str | None,
-    instance: int,
+    instance: Instance,
 ) -> PathWindow:
     """Finds the requested window.
 
@@ -41,7 +43,7 @@ def find_window(
         host: Its host events.
         steps: First profiler step and the one after the last.
         annotation: A range of record_function whose name contains this.
-        instance: Which of those ranges, from 0, by time.
+        instance: Which of those ranges, from 0, by time; or the first and the last of several.
 
     Raises:
         ValueError: Both steps and an annotation.
@@ -74,16 +76,18 @@ def _marks_as_ranges(trace: Trace, marks: pl.DataFrame) -> pl.DataFrame:
     return ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
 
 
-def _of_annotation(trace: Trace, annotation: str, instance: int) -> PathWindow:
+def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWindow:
     found = _ranges(trace, annotation)
-    if not 0 <= instance < found.height:
+    first, last = (instance, instance) if isinstance(instance, int) else instance
+    if not 0 <= first <= last < found.height:
         raise MissingDataError(
             f"{trace.path}: {found.height} annotations with {annotation!r} in their name; "
             f"instance {instance} was asked for",
             hint="record_function(name) around a part of the program makes one",
         )
-    chosen = found[instance]
-    return _window(chosen, f"{chosen['name'][0]} (instance {instance})")
+    chosen = found[first : last + 1]
+    which = f"instance {first}" if first == last else f"instances {first} to {last}"
+    return _window(chosen, f"{chosen['name'][0]} ({which})")
 
 
 def _ranges(trace: Trace, part: str) -> pl.DataFrame:

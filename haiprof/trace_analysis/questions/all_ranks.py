@@ -9,9 +9,15 @@ import polars as pl
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
 from haiprof.trace_analysis.clocks import on_one_clock
+from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
-from haiprof.trace_analysis.skew import collective_waits, collectives, process_groups
+from haiprof.trace_analysis.skew import (
+    collective_waits,
+    collectives,
+    process_groups,
+    rank_collectives,
+)
 from haiprof.trace_analysis.stragglers import stragglers
 
 if TYPE_CHECKING:
@@ -50,6 +56,16 @@ class RankQuestions(RankTraces):
             `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
         """
         return process_groups(self.collectives(steps))
+
+    def rank_collectives(self, steps: Steps = None) -> pl.DataFrame:
+        """What each rank's own collectives moved; one rank's trace is enough.
+
+        Returns:
+            `rank`, `process_group`, `kind`, `dtype`, `group_size`, `collective_count`,
+            `sized_count`, `time_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s` and
+            `bus_bandwidth_bytes_per_s`, both lower bounds: the time holds waiting.
+        """
+        return rank_collectives(self.per_rank(collective_kernels, steps=steps))
 
     def patterns(self, steps: Steps = None, *, progress: Progress | None = None) -> Patterns:
         """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.

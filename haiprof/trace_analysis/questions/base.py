@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 
+from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.clocks import clock_offsets, host_offsets, on_one_clock
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.files import TraceFile, load_frame, trace_file
@@ -55,8 +56,9 @@ class RankTraces:
     @cached_property
     def traces(self) -> dict[int, Trace]:
         """The trace of each rank; its tables are read in this process."""
+        files = self.files  # asks the pool, which then holds the tables that it has read
         read = self._pool.trace if isinstance(self._pool, Serial) else Trace
-        return {rank: read(file.path) for rank, file in self.files.items()}
+        return {rank: read(file.path) for rank, file in files.items()}
 
     @cached_property
     def files(self) -> dict[int, TraceFile]:
@@ -96,19 +98,31 @@ class RankTraces:
     def per_rank(
         self,
         question: Callable[..., pl.DataFrame],
+        *,
+        ranks: Sequence[int] | None = None,
         **options: Any,  # noqa: ANN401 - whatever the question takes
     ) -> pl.DataFrame:
         """One question's frames of all ranks, with the rank in front.
 
         Args:
             question: A function of the module level: (trace, **options) to a frame.
+            ranks: Only these are asked; None takes all.
             options: Passed on.
+
+        Raises:
+            MissingDataError: There is no trace of one of them.
         """
-        ranks, paths = list(self.files), [file.path for file in self.files.values()]
+        asked = list(self.files) if ranks is None else list(ranks)
+        if absent := [rank for rank in asked if rank not in self.files]:
+            known = ", ".join(map(str, self.files))
+            raise MissingDataError(
+                f"{self.path}: no trace of rank {absent[0]}", hint=f"it has rank {known}"
+            )
+        paths = [self.files[rank].path for rank in asked]
         answers = self._ask(question, paths, options)
         named = [
             answer.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
-            for rank, answer in zip(ranks, answers, strict=True)
+            for rank, answer in zip(asked, answers, strict=True)
         ]
         return pl.concat(named)
 

@@ -6,6 +6,7 @@ in each process that reads traces for a report.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,18 +86,21 @@ class CauseQuestions(RankTraces):
         waits = collective_waits(on_one_clock(kernels, clocks))
         return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)
 
-    def write_counter_traces(self, folder: str | Path | None = None) -> pl.DataFrame:
+    def write_counter_traces(
+        self, folder: str | Path | None = None, *, ranks: Sequence[int] | None = None
+    ) -> pl.DataFrame:
         """Writes each trace anew with counter tracks: `haiprof.trace_analysis.counter_trace`.
 
         Args:
             folder: Where; None is beside each trace.
+            ranks: Only these; None takes all.
 
         Returns:
             One row per rank: `rank`, `path`, `counter_event_count`.
         """
         from haiprof.trace_analysis.counter_trace import write_counter_trace
 
-        return self.per_rank(write_counter_trace, folder=folder and Path(folder))
+        return self.per_rank(write_counter_trace, ranks=ranks, folder=folder and Path(folder))
 
     def critical_path(
         self,
@@ -104,7 +108,7 @@ class CauseQuestions(RankTraces):
         *,
         steps: Steps = None,
         annotation: str | None = None,
-        instance: int = 0,
+        instance: int | tuple[int, int] = 0,
         data_loading: str | None = None,
     ) -> CriticalPath:
         """The chain of events that a window consists of: `haiprof.trace_analysis.critical.path`.
@@ -113,7 +117,8 @@ class CauseQuestions(RankTraces):
             rank: Whose; None is the lowest.
             steps: First profiler step and the one after the last.
             annotation: Part of the name of a record_function range.
-            instance: Which of those ranges, from 0. With neither, the whole trace.
+            instance: Which of those ranges, from 0, or the first and the last of several. With
+                neither steps nor annotation, the whole trace.
             data_loading: Regular expression of the ranges in which the host loads data; None takes
                 torch's own.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from haiprof.trace_analysis.attribution import kernel_operators, operator_kernels
+from haiprof.trace_analysis.attribution import host_operators, kernel_operators, operator_kernels
 from haiprof.trace_analysis.bandwidth import memory_bandwidth, memory_bandwidth_summary
 from haiprof.trace_analysis.call_tree import call_tree
 from haiprof.trace_analysis.launches import (
@@ -16,9 +16,11 @@ from haiprof.trace_analysis.launches import (
 from haiprof.trace_analysis.memory_timeline import (
     memory_allocations,
     memory_at_peak,
+    memory_at_peak_by_module,
     memory_by_operator,
     memory_timeline,
 )
+from haiprof.trace_analysis.modules import module_times
 from haiprof.trace_analysis.python_functions import folded_stacks, python_functions, python_stacks
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
 from haiprof.trace_analysis.queue import (
@@ -75,6 +77,14 @@ class HostQuestions(RankTraces):
             `block_count`, `size_bytes`, `ratio`.
         """
         return self.per_rank(memory_at_peak)
+
+    def memory_at_peak_by_module(self) -> pl.DataFrame:
+        """What was alive when each device held most, by module or annotated range.
+
+        Returns:
+            As `memory_at_peak`, with `module` in place of `operator`.
+        """
+        return self.per_rank(memory_at_peak_by_module)
 
     def python_stacks(self, steps: Steps = None) -> pl.DataFrame:
         """Python calls by call stack: `haiprof.trace_analysis.python_functions`.
@@ -238,6 +248,26 @@ class HostQuestions(RankTraces):
             events without one.
         """
         return self.per_rank(operator_kernels, steps=steps)
+
+    def host_operators(self, steps: Steps = None) -> pl.DataFrame:
+        """Operators by shapes in traces without a GPU: `haiprof.trace_analysis.attribution`.
+
+        Returns:
+            One row per rank, operator and shapes: `rank`, `operator`, `shapes`, `call_count`,
+            `cpu_self_ns`, `cpu_total_ns`; none of a rank with GPU events.
+        """
+        return self.per_rank(host_operators, steps=steps)
+
+    def module_times(self, steps: Steps = None) -> pl.DataFrame:
+        """Modules with their time on host and GPU: `haiprof.trace_analysis.modules`.
+
+        Returns:
+            One row per rank and module or annotated range: `rank`, `path`, `name`, `kind`,
+            `depth`, `call_count`, `host_self_ns`, `host_ns`, `backward_host_ns`, `kernel_count`,
+            `device_self_ns`, `device_ns`, `backward_device_self_ns`, `backward_device_ns`. The
+            row with `path` null is of GPU events outside of all.
+        """
+        return self.per_rank(module_times, steps=steps)
 
     def operator_sequences(self, steps: Steps = None) -> pl.DataFrame:
         """What operators launch themselves, and when: `haiprof.trace_analysis.sequences`.

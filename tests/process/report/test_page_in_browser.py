@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from haiprof import TraceAnalysis
 from haiprof.cli.app import run_command
 from tests.browser import Page, browser, chromium
 from tests.served import served
 from tests.unit.analysis.test_compare import write
+from tests.unit.analysis.trace.shared import traces
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import parts_of
 
@@ -330,3 +332,21 @@ def test_hostile_names_run_nothing_in_the_browser(
     assert page.run("document.title").startswith("<img")
     assert len(parts_of((tmp_path / "r.html").read_text(encoding="utf-8")).all("script")) == 3
     check_quiet(page, own=1)
+
+
+def test_every_picture_of_traces_is_drawn_without_a_network(
+    browser: Callable[[str], Page], tmp_path: Path
+) -> None:
+    path = tmp_path / "traces.html"
+    TraceAnalysis(traces("dlrm_v100_8ranks")).write_page(path)
+    page = opened(browser, path.as_uri(), dark=True)
+    places = "[...document.querySelectorAll('figure.plot')]"
+    assert page.run(f"{places}.length") == 15
+    page.run(f"{places}.forEach(place => place.scrollIntoView())")
+    for number in range(15):
+        page.run(f"{places}[{number}].scrollIntoView()")
+        page.wait(f"({places}[{number}].data || []).length > 0")
+    assert page.run("document.getElementById('problem').hidden")
+    assert not [url for url in page.foreign if not url.startswith("file:")]
+    keys = page.texts(".keys li")
+    assert {"computes", "idle", "waits for the host", "exposed"} <= {key.strip() for key in keys}

@@ -132,6 +132,9 @@
       const made = { ...trace };
       if (made.line) made.line = { ...made.line, color: tinted(made.line.color) };
       if (made.fillcolor) made.fillcolor = tinted(made.fillcolor);
+      if (typeof made.marker?.color === "string") {
+        made.marker = { ...made.marker, color: tinted(made.marker.color) };
+      }
       if (Array.isArray(made.marker?.color)) {
         made.marker = { ...made.marker, color: made.marker.color.map(tinted) };
       }
@@ -149,8 +152,9 @@
     }
     const shown = traces.filter((trace) => trace.name && trace.showlegend !== false);
     keys.replaceChildren(...shown.map((trace) => keyOf({
-      name: trace.name, dash: trace.line.dash, color: trace.fillcolor || trace.line.color,
-      wide: Boolean(trace.fillcolor),
+      name: trace.name, dash: trace.line?.dash,
+      color: trace.fillcolor || trace.line?.color || trace.marker?.color,
+      wide: Boolean(trace.fillcolor) || trace.type === "bar",
     })));
   }
 

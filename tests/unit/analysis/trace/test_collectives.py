@@ -239,3 +239,22 @@ def test_trace_without_collectives_has_no_rows() -> None:
     assert found.collectives().is_empty()
     assert found.stragglers().is_empty()
     assert found.process_groups().is_empty()
+
+
+def test_collectives_of_one_rank_have_sizes_and_bandwidths_that_hold_the_waiting(
+    tmp_path: Path,
+) -> None:
+    found = analysis(tmp_path, [[all_reduce(100, 300, seq=1), all_reduce(400, 600, seq=2)]])
+    (row,) = found.rank_collectives().rows(named=True)
+    assert (row["kind"], row["group_size"], row["collective_count"]) == ("all_reduce", 2, 2)
+    assert (row["bytes"], row["sized_count"], row["time_ns"]) == (8_000_000, 2, 400_000)
+    assert row["algorithm_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
+    assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
+
+
+def test_collectives_of_one_rank_without_sizes_have_no_bandwidth(tmp_path: Path) -> None:
+    unsized = kernel(ALL_REDUCE, 100, 50)
+    (row,) = analysis(tmp_path, [[unsized]]).rank_collectives().rows(named=True)
+    assert row["time_ns"] == 50_000
+    assert row["bytes"] is None
+    assert row["bus_bandwidth_bytes_per_s"] is None

@@ -240,6 +240,10 @@ def test_methods_without_a_table_of_hta(folder: Path) -> None:
     assert methods.get_memory_bw_time_series() == {}
     delays = methods.get_aten_op_kernels_and_delay()[0]
     assert delays.row(0) == ("aten::mm", "gemm", 1, 5.0, 5.0)
+    assert methods.get_op_kernels_and_delay("mm$", ranks=[1])[1].equals(delays)
+    series = methods.get_queue_length_time_series([1])
+    summary = methods.get_queue_length_summary_from_time_series(series)
+    assert summary["rank"].unique().to_list() == [1]
     sequences = methods.get_frequent_cuda_kernel_sequences("aten::mm", "out", min_pattern_len=1)
     assert sequences.row(0) == ("aten::mm|gemm", 1, 20.0, 20.0)
     annotated = methods.get_gpu_kernels_with_user_annotations(1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
+from haiprof.__main__ import main
 from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
 from tests.unit.analysis.trace.shared import (
     Counting,
@@ -134,3 +137,52 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     found = report.as_json()
     assert list(found) == ["path", "ranks", "steps", "tables", "missing", "notes"]
     assert found["tables"]["temporal"][0]["span_ns"] == 120_000
+
+
+def test_a_trace_of_the_cpu_alone_has_its_operators_by_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = {"Input Dims": [[8, 4], [4, 2]]}, {"Input Dims": [[8, 4], [4, 9]]}
+    rank_file(tmp_path, 0, [
+        event("aten::linear", "cpu_op", 0, 50, **one), event("aten::mm", "cpu_op", 10, 30, **one),
+        event("aten::mm", "cpu_op", 60, 25, **other), event("aten::mm", "cpu_op", 90, 10, **one),
+    ])  # fmt: skip
+    found = TraceAnalysis(tmp_path).host_operators()
+    rows = [(name, json.loads(shapes), *rest) for _, name, shapes, *rest in found.iter_rows()]
+    assert rows == [
+        ("aten::mm", [[8, 4], [4, 2]], 2, 40_000, 40_000),
+        ("aten::mm", [[8, 4], [4, 9]], 1, 25_000, 25_000),
+        ("aten::linear", [[8, 4], [4, 2]], 1, 20_000, 50_000),
+    ]
+    assert main(["trace-report", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Operators, the longest in own time" in shown
+    assert "computes" not in shown  # the head of the table of GPU time
+    assert main(["functions", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "abnormal" not in shown
+    assert "CUDA runtime: no call of the CUDA runtime in any trace" in " ".join(shown.split())
+
+
+def test_a_trace_with_a_gpu_has_no_table_of_host_operators() -> None:
+    assert TraceAnalysis(traces("hta_nsres_v100_r0of1")).host_operators().is_empty()
+
+
+def test_a_trace_is_not_read_again_after_the_report_on_its_file(tmp_path: Path) -> None:
+    analysis = TraceAnalysis(two_ranks(tmp_path))
+    trace = analysis.traces[1]
+    assert isinstance(analysis._pool, Serial)
+    assert analysis._pool.trace(analysis.files[1].path) is trace
+
+
+def test_a_merged_trace_beside_its_ranks_is_left_out_under_any_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = two_ranks(tmp_path)
+    assert main(["merge", str(folder), "-o", str(folder / "all_of_it.json.gz")]) == 0
+    assert list(TraceAnalysis(folder).files) == [0, 1]
+    (folder / "alone").mkdir()
+    (folder / "all_of_it.json.gz").rename(folder / "alone" / "all_of_it.json.gz")
+    capsys.readouterr()
+    assert main(["trace-report", str(folder / "alone")]) != 0
+    assert "it holds several ranks" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""`haiprof modules`: the time of each nn.Module on host and GPU, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from haiprof.cli.arguments import AsJson
+from haiprof.cli.output import Output
+from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
+
+Depth = Annotated[
+    int | None,
+    typer.Option("--depth", metavar="N", min=1, help="Only the outer N levels of the tree.",
+                 show_default=False),
+]  # fmt: skip
+
+
+def modules(
+    traces: Traces,
+    steps: StepRange = None,
+    depth: Depth = None,
+    window: Window = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which layers take the time: on the host, on the GPU, forward and backward.
+
+    Modules are known where they were recorded (--trace-modules, or --trace-stacks);
+    else the ranges of record_function, and functions called forward, stand for them.
+    Kernels of the backward pass count for the module that ran their forward operator.
+
+    For example:
+
+      haiprof modules traces/
+
+      haiprof modules trace.json.gz --depth 3
+
+      haiprof modules traces/ --json | jq '.modules[] | {path, device_ns}'
+    """
+    from haiprof.show.views.modules import modules_view
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+
+    output = Output(json=as_json)
+    analysis = TraceQuestions(traces, window=window)
+    with ReadProgress(quiet=as_json):
+        found = analysis.module_times(parse_steps(steps))
+    output.show(
+        lambda _: modules_view(found, depth=depth),
+        {"path": str(traces), "modules": found.to_dicts()},
+    )

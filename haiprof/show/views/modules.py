@@ -1,0 +1,101 @@
+"""What `haiprof modules` shows: the tree of modules with their time, and their classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from haiprof.base.units import ratio_text
+from haiprof.show.tables.frame_table import frame_table
+from haiprof.show.views.blocks import section
+
+_LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
+_INSTANCE = re.compile(r"_\d+$")
+_TIMES = ("host_ns", "host_self_ns", "device_ns", "device_self_ns", "backward_device_ns",
+          "backward_device_self_ns", "backward_host_ns")  # fmt: skip
+_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
+         ("device_ns", "GPU"), ("backward_device_ns", "GPU backward"),
+         ("own_ns", "GPU own"), ("share_ratio", "share"))  # fmt: skip
+_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
+            ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
+            ("share_ratio", "share"))  # fmt: skip
+_HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
+              ("backward_host_ns", "backward"), ("host_self_ns", "own"),
+              ("share_ratio", "of host"))  # fmt: skip
+_HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "own"),
+                 ("share_ratio", "of host"))  # fmt: skip
+
+
+def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> RenderableType:
+    """The whole screen; times are sums over ranks.
+
+    Args:
+        found: Of `TraceQuestions.module_times`.
+        depth: Only parts with fewer around them; None takes all.
+    """
+    summed = _over_ranks(found)
+    whole, on = _whole(summed)
+    tree = summed.filter(pl.col("path").is_not_null()).with_columns(
+        own_ns=pl.col("device_self_ns") + pl.col("backward_device_self_ns"),
+        share_ratio=pl.lit(None, pl.Float64) if not whole else on / whole,
+        name=pl.lit("· ").repeat_by("depth").list.join("") + pl.col("name"),
+    )
+    if depth is not None:
+        tree = tree.filter(pl.col("depth") < depth)
+    large = tree.filter(pl.col("share_ratio").fill_null(1) >= _LEAST_RATIO)
+    columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
+    title = "Where the time goes, from 1 % of it; share with all that is inside"
+    parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
+    classes = _by_class(summed, whole)
+    parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
+    return Group(*parts, *_unattributed_lines(summed))
+
+
+def _over_ranks(found: pl.DataFrame) -> pl.DataFrame:
+    return found.group_by("path", maintain_order=True).agg(
+        pl.col("name", "kind", "depth").first(),
+        pl.col("call_count", "kernel_count", *_TIMES).sum(),
+    )
+
+
+def _whole(summed: pl.DataFrame) -> tuple[int, pl.Expr]:
+    """All GPU time, and a part's; of traces without a GPU the host's time at the top."""
+    device = _device_ns(summed)
+    if device:
+        return device, pl.col("device_ns") + pl.col("backward_device_ns")
+    return _sum(summed.filter(pl.col("depth") == 0), "host_ns"), pl.col("host_ns")
+
+
+def _device_ns(found: pl.DataFrame) -> int:
+    """GPU time of the parts' own launches, forward and backward."""
+    return _sum(found, "device_self_ns") + _sum(found, "backward_device_self_ns")
+
+
+def _sum(found: pl.DataFrame, column: str) -> int:
+    return int(found[column].sum())
+
+
+def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
+    known = summed.filter(pl.col("path").is_not_null())
+    names = {name: _INSTANCE.sub("", name) for name in known["name"].unique()}
+    sums = known.with_columns(pl.col("name").replace(names)).group_by("name").agg(
+        pl.col("call_count", *_TIMES).sum()
+    )  # fmt: skip
+    has_gpu = _device_ns(sums) > 0
+    own = pl.col("device_self_ns") + pl.col("backward_device_self_ns")
+    own = own if has_gpu else pl.col("host_self_ns")
+    share = own / whole if whole else pl.lit(None, pl.Float64)
+    return sums.with_columns(share_ratio=share).sort(-own, "name")
+
+
+def _unattributed_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
+    nobody = summed.filter(pl.col("path").is_null())
+    whole, _ = _whole(summed)
+    outside = _device_ns(nobody)
+    if outside and whole:
+        share = ratio_text(outside / whole)
+        yield Text(f"\n{share} of GPU time was launched outside of all of these", style="dim")
