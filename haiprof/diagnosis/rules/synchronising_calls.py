@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.base.units import ratio_text
@@ -9,8 +11,10 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import Facts
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_analysis.patterns.gather import Patterns
 from haiprof.trace_format.blocking_calls import FREE
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 RULE = "synchronising_calls"
 _FREES = pl.col("call").str.contains(FREE)
