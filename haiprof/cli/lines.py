@@ -45,7 +45,7 @@ CollapsedFile = Annotated[
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that already exists.")]
 
 
 def lines(

@@ -76,7 +76,7 @@ def _per_rank(patterns: Patterns) -> pl.DataFrame:
 
 _WAIT = (
     "keep values on the GPU: no .item(), .cpu(), print, nonzero() or boolean masks of GPU tensors "
-    "in the loop; log every so many steps"
+    "in the loop; log every few steps"
 )
 _FREE = (
     "the caching allocator gives memory back and takes it again: no torch.cuda.empty_cache() in "
