@@ -35,34 +35,31 @@ PROGRAM = (
 )
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """The environment of a user, for whom pip has compiled haiprof; the bytecode is kept apart."""
-    unlike = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
-    own = {name: value for name, value in os.environ.items() if name not in unlike}
-    return {**own, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+def environment() -> dict[str, str]:
+    """The environment of a user: Python keeps bytecode, as pip did when it installed haiprof."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
-def compile_bytecode(root: Path, folder: Path) -> None:
-    """Compiles haiprof and what it imports, as an installation does."""
-    places = [str(root / "haiprof"), *(path for path in sys.path if path.endswith("-packages"))]
-    command = [sys.executable, "-m", "compileall", "-q", *places]
-    subprocess.run(command, env=environment(folder), capture_output=True)
+def compile_bytecode(root: Path) -> None:
+    """Compiles a checkout, as an installation does."""
+    command = [sys.executable, "-m", "compileall", "-q", str(root / "haiprof")]
+    subprocess.run(command, check=True, env=environment())
 
 
 def cpu_s(root: Path, words: list[str], folder: Path) -> float:
     """User and system time of one command and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", PROGRAM.format(root=str(root)), *words]
-    subprocess.run(command, capture_output=True, cwd=folder, env=environment(folder))
+    subprocess.run(command, capture_output=True, cwd=folder, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def import_s(folder: Path) -> float:
+def import_s() -> float:
     """CPU time of Python with the two libraries."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", "import numpy, polars"]
-    subprocess.run(command, check=True, env=environment(folder))
+    subprocess.run(command, check=True, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -106,7 +103,7 @@ def main() -> None:
         many = copies(run, folder / "many", options.many)
         names = {"run": run, "untraced": untraced, "logs": run.parent, "many": many, "out": folder}
         for root in filter(None, (REPOSITORY, options.before)):
-            compile_bytecode(root, folder)
+            compile_bytecode(root)
         print(f"CPU seconds of each command on a small run; `many` holds {options.many} runs.")
         print("`run` has one trace window, `untraced` none. First and second: the second time an")
         print(
@@ -122,7 +119,7 @@ def main() -> None:
             shown = command.replace("{", "").replace("}", "")
             print(f"| `haiprof {shown}`".rstrip() + f" | {before} | {first:.2f} | {second:.2f} |",
                   flush=True)  # fmt: skip
-        floor = [f"{import_s(folder):.2f}" for _ in range(3)]
+        floor = [f"{import_s():.2f}" for _ in range(3)]
         print("| `import numpy, polars` | " + " | ".join(floor) + " |")
 
 

@@ -326,12 +326,14 @@ OPTIONS = (
     OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
                "let trace-now reach the job through Kineto, beside Python (12 us per step)"),
     OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
-               "what haiprof does by itself: snapshot of a hang (default), trace of slower steps, both, or off"),
+               "what haiprof does by itself: snapshot of a hang (default), trace of slower steps, "
+               "both, or off"),
     OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",
                "a median step that is this far above the rank's usual one is slower "
                f"(default: {Options.slow_limit:.0%})"),
     OptionSpec("hang-limit", "hang_limit", parse_hang_limit, "HAIPROF_HANG_LIMIT", "SECONDS|5x",
-               "a hang is this long without a step; 5x: five times the longest so far, at least 300 s"),
+               "a hang is this long without a step; 5x: five times the longest so far, at least "
+               "300 s"),
     OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
                "react at most N times, for each of the two reasons "
                f"(default: {Options.react_times})"),

@@ -82,8 +82,8 @@ Requeue = Annotated[
     bool,
     _switch("--requeue", "Start it again after it was preempted or reached its time limit.", _SITE),
 ]
-Partition = Annotated[str | None, _text("--partition", "NAME", "Slurm's.", _SITE)]
-Account = Annotated[str | None, _text("--account", "NAME", "Slurm's.", _SITE)]
+Partition = Annotated[str | None, _text("--partition", "NAME", "Slurm's partition.", _SITE)]
+Account = Annotated[str | None, _text("--account", "NAME", "Slurm's account.", _SITE)]
 Sbatch = Annotated[
     list[str] | None, _text("--sbatch", "NAME[=VALUE]", "Any option of sbatch; may repeat.", _SITE)
 ]
