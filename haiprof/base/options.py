@@ -203,6 +203,11 @@ def _address(text: str) -> str:
 
 
 def _folder(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(
+            "an address, where a folder of this machine is expected: record into a folder, and "
+            "copy the run there when the job has ended"
+        )
     return Path(text).expanduser()
 
 
