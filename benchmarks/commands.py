@@ -98,7 +98,9 @@ def main() -> None:
         if options.run:
             shutil.copytree(options.run, run)
         else:
-            run = record(folder, "logs", ["--steps", "20:23"])
+            run = record(folder, "logs", ["--steps", "3:6"])
+        if not any(run.glob("traces/rank*")):
+            parser.error("the run has no trace: the machine is too busy, or name one with --run")
         untraced = record(folder, "untraced")
         many = copies(run, folder / "many", options.many)
         names = {"run": run, "untraced": untraced, "logs": run.parent, "many": many, "out": folder}
