@@ -16,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 COMMANDS = (
+    "verdict {untraced}", "overview {untraced}", "rank {untraced} 0", "lines {untraced}",
     "verdict {run}", "overview {run}", "rank {run} 0", "lines {run}", "list {logs}", "list {many}",
     "ps --log-dir {logs}", "diagnose {run}", "report {run} -o {out}/r.html", "export {run} "
     "--format csv -o {out}/c.csv --force", "query {run} --schema", "trace-report {run}",
@@ -33,23 +35,43 @@ PROGRAM = (
 )
 
 
+def environment() -> dict[str, str]:
+    """The environment of a user: Python keeps bytecode, as pip did when it installed haiprof."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+
+def compile_bytecode(root: Path) -> None:
+    """Compiles a checkout, as an installation does."""
+    command = [sys.executable, "-m", "compileall", "-q", str(root / "haiprof")]
+    subprocess.run(command, check=True, env=environment())
+
+
 def cpu_s(root: Path, words: list[str], folder: Path) -> float:
     """User and system time of one command and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = PROGRAM.format(root=str(root))
-    subprocess.run([sys.executable, "-c", program, *words], capture_output=True, cwd=folder)
+    command = [sys.executable, "-c", PROGRAM.format(root=str(root)), *words]
+    subprocess.run(command, capture_output=True, cwd=folder, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def record(folder: Path) -> Path:
-    """A small run of a few seconds with one trace window."""
+def import_s() -> float:
+    """CPU time of Python with the two libraries."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", "import numpy, polars"]
+    subprocess.run(command, check=True, env=environment())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def record(folder: Path, name: str, tracing: Sequence[str] = ()) -> Path:
+    """A small run of a few seconds, into a log directory of that name."""
     script = REPOSITORY / "examples" / "cpu_bound_forward.py"
-    options = ["--log-dir", str(folder / "logs"), "--steps", "20:23", "--quiet"]
+    options = ["--log-dir", str(folder / name), *tracing, "--quiet"]
     program = PROGRAM.format(root=str(REPOSITORY))
     words = [sys.executable, "-c", program, *options, str(script), "--seconds", "6"]
     subprocess.run(words, check=True, capture_output=True, cwd=folder)
-    return next((folder / "logs").iterdir())
+    return next((folder / name).iterdir())
 
 
 def copies(run: Path, folder: Path, count: int) -> Path:
@@ -76,11 +98,19 @@ def main() -> None:
         if options.run:
             shutil.copytree(options.run, run)
         else:
-            run = record(folder)
+            run = record(folder, "logs", ["--steps", "3:6"])
+        if not any(run.glob("traces/rank*")):
+            parser.error("the run has no trace: the machine is too busy, or name one with --run")
+        untraced = record(folder, "untraced")
         many = copies(run, folder / "many", options.many)
-        names = {"run": run, "logs": run.parent, "many": many, "out": folder}
+        names = {"run": run, "untraced": untraced, "logs": run.parent, "many": many, "out": folder}
+        for root in filter(None, (REPOSITORY, options.before)):
+            compile_bytecode(root)
         print(f"CPU seconds of each command on a small run; `many` holds {options.many} runs.")
-        print("First and second: the second time an answer may have been kept.\n")
+        print("`run` has one trace window, `untraced` none. First and second: the second time an")
+        print(
+            "answer may have been kept. Last line: numpy and polars alone, which nearly all load.\n"
+        )
         print("Made by `benchmarks/commands.py` on a machine with "
               f"{os.cpu_count()} cores, shared with other work.\n")  # fmt: skip
         print("| command | before | first | second |\n|---|---:|---:|---:|")
@@ -91,6 +121,8 @@ def main() -> None:
             shown = command.replace("{", "").replace("}", "")
             print(f"| `haiprof {shown}`".rstrip() + f" | {before} | {first:.2f} | {second:.2f} |",
                   flush=True)  # fmt: skip
+        floor = [f"{import_s():.2f}" for _ in range(3)]
+        print("| `import numpy, polars` | " + " | ".join(floor) + " |")
 
 
 if __name__ == "__main__":

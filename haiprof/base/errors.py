@@ -25,6 +25,8 @@ class HaiprofError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]  # tracebacks and notebooks show it, Python 3.11 on
 
 
 class UsageError(HaiprofError):

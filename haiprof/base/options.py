@@ -203,6 +203,11 @@ def _address(text: str) -> str:
 
 
 def _folder(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(
+            "an address, where a folder of this machine is expected: record into a folder, and "
+            "copy the run there when the job has ended"
+        )
     return Path(text).expanduser()
 
 
@@ -305,7 +310,7 @@ OPTIONS = (
     OptionSpec("run-id", "run_id", str, "HAIPROF_RUN_ID", "ID",
                "the same on every node of one job: they share a run directory"),
     OptionSpec("burst", "burst", _switch, "HAIPROF_BURST", "",
-               "GPU metrics each 100 us for 5 s, by Nsight Systems (nsys)"),
+               "GPU metrics every 100 us for 5 s, by Nsight Systems (nsys)"),
     OptionSpec("burst-hz", "burst_hz", int, "HAIPROF_BURST_HZ", "HZ",
                f"samples per second of a burst (default: {Options.burst_hz})"),
     OptionSpec("burst-time", "burst_time_s", _seconds, "HAIPROF_BURST_TIME", "SECONDS",
@@ -326,14 +331,16 @@ OPTIONS = (
     OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
                "let trace-now reach the job through Kineto, beside Python (12 us per step)"),
     OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
-               "by itself: snapshot of a hang (default), trace of slower steps, both, or off"),
+               "what haiprof does by itself: snapshot of a hang (default), trace of slower steps, "
+               "both, or off"),
     OptionSpec("slow-limit", "slow_limit", parse_slow_limit, "HAIPROF_SLOW_LIMIT", "PERCENT",
-               "slower is a median step so far above the rank's usual one "
+               "a median step that is this far above the rank's usual one is slower "
                f"(default: {Options.slow_limit:.0%})"),
     OptionSpec("hang-limit", "hang_limit", parse_hang_limit, "HAIPROF_HANG_LIMIT", "SECONDS|5x",
-               "a hang is so long without a step; 5x: of the longest so far, 300 s at least"),
+               "a hang is this long without a step; 5x: five times the longest so far, at least "
+               "300 s"),
     OptionSpec("react-times", "react_times", int, "HAIPROF_REACT_TIMES", "N",
-               "react N times at the most, for each of the two reasons "
+               "react at most N times, for each of the two reasons "
                f"(default: {Options.react_times})"),
     OptionSpec("quiet", "quiet", _switch, "HAIPROF_QUIET", "",
                "print neither the first line nor the verdict"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -17,7 +18,7 @@ from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
-from haiprof.cli.target import LOG_DIR, default_log_dir
+from haiprof.cli.target import COMMAND_NAME, LOG_DIR, default_log_dir
 
 if TYPE_CHECKING:
     import typer
@@ -32,6 +33,9 @@ _MODULES = {
 _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _INTERRUPTED = 130
+_GC_THRESHOLD = 20_000
+"""Imports and frames make many objects that stay: looking for garbage at each 700 of them takes a
+tenth of a short command's time."""
 
 
 def command_function(name: str) -> Callable[..., None]:
@@ -50,9 +54,13 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_no_options)  # without it, one command alone is taken for the whole program
     for name in names:
-        function = command_function(name)
-        app.command(name)(function if name in _OWN_LOG_DIR else take_log_dir(function))
+        app.command(name)(_full_command(name))
     return app
+
+
+def _full_command(name: str) -> Callable[..., None]:
+    function = command_function(name)
+    return function if name in _OWN_LOG_DIR else take_log_dir(function)
 
 
 def _no_options() -> None:
@@ -83,6 +91,8 @@ def run_command(argv: Sequence[str]) -> int:
     """Runs one command, or prints what it said before where nothing has changed since."""
     words = list(argv)
     LOG_DIR.set(None)
+    COMMAND_NAME.set(words[0] if words else "")
+    gc.set_threshold(_GC_THRESHOLD)
     try:
         question = ask(words, default_log_dir())
     except HaiprofError:
@@ -109,9 +119,7 @@ def _run(argv: list[str]) -> int:
     # The parser's errors for an invalid command line; typer carries click or its own copy.
     parser_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
-        names = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
-        command = typer.main.get_command(make_app(names))
-        status = command.main(argv, prog_name="haiprof", standalone_mode=False)
+        status = _call_or_parse(argv)
         sys.stdout.flush()
     except HaiprofError as error:
         return show_error(error)
@@ -129,6 +137,26 @@ def _run(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - a defect of ours: one line, as every error
         return show_error(_defect(error))
     return status if isinstance(status, int) else 0
+
+
+def _call_or_parse(argv: list[str]) -> object:
+    """Calls the command of a plain command line; typer parses whatever is not plain."""
+    import typer
+
+    from haiprof.cli.plain_words import plain_arguments
+
+    names = [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS
+    if len(names) == 1:
+        function = _full_command(argv[0])
+        arguments = plain_arguments(function, argv[1:])
+        if arguments is not None:
+            try:
+                return function(**arguments)
+            except typer.Exit as ended:
+                return ended.exit_code
+    return typer.main.get_command(make_app(names)).main(
+        argv, prog_name="haiprof", standalone_mode=False
+    )
 
 
 def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:

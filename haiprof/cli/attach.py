@@ -26,7 +26,7 @@ Inject = Annotated[
     typer.Option(
         "--inject",
         help="A process that was not started under haiprof: put the hook into it. It has risks, "
-        "which are told before anything is done.",
+        "which are listed before anything is done.",
     ),
 ]
 

@@ -19,15 +19,14 @@ _NO_RUN = Path(os.devnull) / "doctor"  # no folder can be there: nothing is foun
 
 
 def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
-    """Show every counter of this node: its value, source and price, or why there is none.
+    """Show every counter of this node: its value, source and cost, or why there is none.
 
-    Needs no job, changes nothing, leaves no file. Beside what is missing stands
-    what an administrator would have to set. Counters of ranks are shown of
-    haiprof's own process.
+    Needs no job, changes nothing, leaves no file. What is missing is shown with what an
+    administrator would have to set. Counters of ranks are those of haiprof's own process.
 
     For example:
 
-      haiprof doctor                  what there is in short, then what lacks
+      haiprof doctor                  what is measured in short, then what is missing
 
       haiprof doctor --all            one line per counter
 

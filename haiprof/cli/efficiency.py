@@ -32,9 +32,9 @@ def efficiency(
 ) -> None:
     """Show MFU and HFU of traced steps, and which operators are far from the roofline.
 
-    FLOPs and bytes are worked out from the shapes that were recorded: traces need
-    record_shapes. An operator without a formula stays unknown, and the share of
-    kernels that is known is said.
+    FLOPs and bytes are computed from recorded shapes: traces need record_shapes.
+    An operator without a formula stays unknown; the share of kernels that is known
+    is shown.
 
     For example:
 

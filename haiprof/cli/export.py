@@ -50,7 +50,7 @@ OutputFile = Annotated[
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace FILE where it is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")]
 Lines = Annotated[
     bool, typer.Option("--lines", help="otlp-json: a line for each node and rank, for large runs.")
 ]

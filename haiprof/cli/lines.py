@@ -45,7 +45,7 @@ CollapsedFile = Annotated[
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that already exists.")]
 
 
 def lines(
@@ -79,7 +79,6 @@ def lines(
     from haiprof.run_analysis import stack_export
     from haiprof.run_analysis.code_samples import CODE_PHASES
     from haiprof.run_analysis.lines import line_frame
-    from haiprof.show.page.render import write_lines_page
     from haiprof.show.views.lines import lines_view
 
     if phase is not None and phase not in CODE_PHASES:
@@ -96,6 +95,8 @@ def lines(
         _write(collapsed, stack_export.collapsed_lines(samples), force)
         output.hint(f"wrote {collapsed}")
     if html is not None:
+        from haiprof.show.page.render import write_lines_page  # 0.3 s
+
         output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")
     elif baseline is not None:
         raise UsageError("--baseline: is drawn beside the run, with --html FILE")

@@ -36,7 +36,7 @@ OutputFile = Annotated[
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("-f", "--force", help="Replace FILE where it is there.")]
+Force = Annotated[bool, typer.Option("-f", "--force", help="Replace FILE if it already exists.")]
 Ranks = Annotated[
     str | None,
     typer.Option("--ranks", metavar="LIST", help="Only these, such as 0,3-5.", show_default=False),

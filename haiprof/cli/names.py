@@ -32,7 +32,7 @@ COMMANDS = {
     "what-if": "haiprof what-if [TRACES_OR_RUN]: what would make steps shorter, and by how much",
     "critical-path": "haiprof critical-path [TRACES]: what a step's time consists of",
     "memory-timeline": "haiprof memory-timeline [TRACES]: memory over time, what fills its peak",
-    "ps": "haiprof ps: the jobs that run under haiprof now: how far, how fast",
+    "ps": "haiprof ps: the jobs that run under haiprof now: progress and speed",
     "top": "haiprof top [JOB]: running jobs, live in the terminal: ranks, steps, split, verdict",
     "attach": "haiprof attach [JOB] --time 60: record a running job for a while, and judge it",
     "snapshot": "haiprof snapshot [JOB]: what every rank does now, and who holds the job up",
@@ -44,8 +44,8 @@ COMMANDS = {
 
 GROUPS = {
     "Why is it slow, or dead?": ("verdict", "overview", "rank", "lines"),
-    "One page of it all": ("report", "view", "list"),
-    "A job that runs": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
+    "All of it on one page": ("report", "view", "list"),
+    "A running job": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
     "Traces of torch.profiler": (
         "trace-report", "trace-check", "efficiency", "modules", "functions", "critical-path",
         "what-if", "memory-timeline", "query",

@@ -10,7 +10,7 @@ from haiprof.cli.target import open_target
 def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile = None) -> None:
     """Show the whole job: per rank the steps and their time split, CPU, memory, traffic, GPU.
 
-    A job that still runs can be shown, too. What was not measured is a dash, with the reason below.
+    Also works while the job runs. What was not measured is a dash, with the reason below.
 
     For example:
 

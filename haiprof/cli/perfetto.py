@@ -26,7 +26,7 @@ TraceOrRun = Annotated[
 ]
 Window = Annotated[
     int | None,
-    typer.Option("--window", metavar="W", min=0, help="Of this window, not the last.",
+    typer.Option("--window", metavar="W", min=0, help="This trace window instead of the last one.",
                  show_default=False),
 ]  # fmt: skip
 

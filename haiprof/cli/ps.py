@@ -24,7 +24,7 @@ _NO_JOB = "no job runs under haiprof here\nstart one: haiprof train.py"
 
 
 def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = False) -> None:
-    """List the jobs of this user that run under haiprof now: how far they are, and how fast.
+    """List this user's jobs that run under haiprof now: their progress and their speed.
 
     Looks at the processes of this node, and below the log directory for jobs of other nodes.
 

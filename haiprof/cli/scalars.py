@@ -12,10 +12,12 @@ from haiprof.cli.target import open_target
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON at the end.")]
 Follow = Annotated[
-    bool, typer.Option("--follow", help="Go on until the job has ended, or until interrupted.")
+    bool,
+    typer.Option("--follow", help="Keep writing until the job has ended, or until interrupted."),
 ]
 Every = Annotated[
-    float, typer.Option("--every", metavar="SECONDS", min=0.5, help="Between two looks at the run.")
+    float,
+    typer.Option("--every", metavar="SECONDS", min=0.5, help="Time between two looks at the run."),
 ]
 
 

@@ -46,19 +46,19 @@ Ranks = Annotated[
     _text("--nproc-per-node", "N", "Processes, started by torchrun (default: GPUs, or 1).", _NODE),
 ]
 Gpus = Annotated[int | None, _text("--gpus-per-node", "N", "GPUs to ask for.", _NODE)]
-GpuType = Annotated[str | None, _text("--gpu-type", "NAME", "Which, such as H100.", _NODE)]
+GpuType = Annotated[str | None, _text("--gpu-type", "NAME", "Which GPUs, such as H100.", _NODE)]
 Cpus = Annotated[int | None, _text("--cpus-per-node", "N", "CPU cores to ask for.", _NODE)]
 ProfileOptions = Annotated[
     list[str] | None,
     _text("--options", "profile.NAME=VALUE", "Any option of haiprof; may repeat.", _JOB),
 ]
-Time = Annotated[str | None, _text("--time", "SECONDS", "Record so long.", _JOB)]
-Warmup = Annotated[str | None, _text("--warmup", "SECONDS", "Leave out so long.", _JOB)]
+Time = Annotated[str | None, _text("--time", "SECONDS", "For how long to record.", _JOB)]
+Warmup = Annotated[str | None, _text("--warmup", "SECONDS", "How long to wait before that.", _JOB)]
 Trace = Annotated[bool, _switch("--trace", "Trace some steps with torch.profiler.", _JOB)]
 Recorder = Annotated[str | None, _text("--recorder", "LIST", "Such as basic,gpu.", _JOB)]
 LogDir = Annotated[
     str | None,
-    _text("--log-dir", "DIR", "Where run directories go, seen by all nodes.", _JOB),
+    _text("--log-dir", "DIR", "Where run directories go; all nodes must see it.", _JOB),
 ]
 Name = Annotated[str | None, _text("--name", "NAME", "Default: the script's.", _JOB)]
 Env = Annotated[
@@ -66,7 +66,10 @@ Env = Annotated[
     _text("--env", "NAME[=VALUE]", "Set for the job; may repeat. Without VALUE: as it is here. "
           "Here and on Slurm the job also gets this shell's environment.", _JOB, "-e"),
 ]  # fmt: skip
-On = Annotated[str, typer.Option("--on", metavar="local|slurm", rich_help_panel=_SITE)]
+On = Annotated[
+    str,
+    typer.Option("--on", metavar="local|slurm", help="Where to run.", rich_help_panel=_SITE),
+]
 Emit = Annotated[
     str | None,
     _text("--emit", "FORM", "Submit nothing; print the file for slurm, kubernetes, jobset, "
@@ -77,10 +80,10 @@ Limit = Annotated[
 ]
 Requeue = Annotated[
     bool,
-    _switch("--requeue", "Start it again after it was pushed aside, or reached its limit.", _SITE),
+    _switch("--requeue", "Start it again after it was preempted or reached its time limit.", _SITE),
 ]
-Partition = Annotated[str | None, _text("--partition", "NAME", "Slurm's.", _SITE)]
-Account = Annotated[str | None, _text("--account", "NAME", "Slurm's.", _SITE)]
+Partition = Annotated[str | None, _text("--partition", "NAME", "Slurm's partition.", _SITE)]
+Account = Annotated[str | None, _text("--account", "NAME", "Slurm's account.", _SITE)]
 Sbatch = Annotated[
     list[str] | None, _text("--sbatch", "NAME[=VALUE]", "Any option of sbatch; may repeat.", _SITE)
 ]

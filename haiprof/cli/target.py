@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
 """The log directory that the command line names, with `--log-dir`."""
+COMMAND_NAME: ContextVar[str] = ContextVar("COMMAND_NAME", default="")
+"""The name under which the command was called: `diagnose` and `verdict` are one function."""
 
 
 def name_log_dir(path: Path | None) -> Path | None:

@@ -24,7 +24,10 @@ RunOrTraces = Annotated[
     ),
 ]
 Port = Annotated[
-    int, typer.Option("--port", metavar="N", min=0, max=65535, help="Or the next one that is free.")
+    int,
+    typer.Option(
+        "--port", metavar="N", min=0, max=65535, help="The port; the next free one if it is taken."
+    ),
 ]
 Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")]
 

@@ -59,7 +59,7 @@ Window = Annotated[
     typer.Option(
         "--window",
         metavar="W",
-        help="Of a run with several trace windows: this one, by start, from 0; not the last.",
+        help="Of a run with several trace windows, this one: 0 is the first. Default: the last.",
         show_default=False,
     ),
 ]

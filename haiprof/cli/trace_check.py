@@ -18,8 +18,8 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
     """Show what is wrong with the recording of traces, and what becomes of the answers.
 
     Kernels with impossible ends, clocks that differ, records that were lost, events
-    that are twice there, wrong units, missing ranks. Exit status 0 where nothing is
-    wrong, else 1. What is odd and right is listed too.
+    that were recorded twice, wrong units, missing ranks. Exit status 0 if nothing is
+    wrong, else 1. What looks odd but is right is listed, too.
 
     For example:
 

@@ -49,7 +49,7 @@ def critical_path(
     """Show what a step's time consists of: work of the host, of the GPU, and delays.
 
     A faster piece of the critical path makes the step shorter, until another path
-    is the longest. What the trace does not record is assumed, and said.
+    is the longest. What the trace does not record is assumed; each assumption is listed.
 
     For example:
 

@@ -10,7 +10,8 @@ import typer
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, parse_steps
+from haiprof.cli.target import trace_target
+from haiprof.cli.trace_arguments import ReadProgress, StepRange, Window, parse_steps
 from haiprof.cli.trace_check import say_faults
 
 SLOWER = 10
@@ -20,10 +21,22 @@ _LEAST_PERCENT = 1.0
 """A smaller number without % is more likely a ratio: no comparison resolves so little."""
 
 Control = Annotated[
-    Path, typer.Argument(metavar="CONTROL", help="Traces from before.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="CONTROL",
+        help="Traces from before; of a log directory, its newest run.",
+        show_default=False,
+        callback=trace_target,
+    ),
 ]
 Test = Annotated[
-    Path, typer.Argument(metavar="TEST", help="Traces from after.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="TEST",
+        help="Traces from after; of a log directory, its newest run.",
+        show_default=False,
+        callback=trace_target,
+    ),
 ]
 Tolerance = Annotated[
     str | None,
@@ -50,6 +63,7 @@ def trace_diff(
     fail_if_slower: Tolerance = None,
     steps: StepRange = None,
     test_steps: TestSteps = None,
+    window: Window = None,
     short_names: Short = False,
     as_json: AsJson = False,
 ) -> None:
@@ -75,16 +89,15 @@ def trace_diff(
     from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     tolerance = parse_percent(fail_if_slower)
-    window = parse_steps(steps)
-    other = parse_steps(test_steps) or window
+    chosen = parse_steps(steps)
     output = Output(json=as_json)
-    before, after = TraceQuestions(control), TraceQuestions(test)
+    before, after = (TraceQuestions(path, window=window) for path in (control, test))
     with ReadProgress(quiet=as_json):
         found = before.diff(
             after,
             names=SHORT if short_names else FULL,
-            steps=window,
-            other_steps=other,
+            steps=chosen,
+            other_steps=parse_steps(test_steps) or chosen,
         )
     for analysis in (before, after):
         say_faults(output, analysis, "kernels", "steps")

@@ -66,7 +66,7 @@ def trace_report(
 
     With the traces of several ranks also the same kernel on each of them, the
     bandwidth of collectives, and who arrives last. What was not recorded is a
-    dash, with the reason below. `haiprof trace` is another thing: it records.
+    dash, with the reason below. `haiprof --trace` records such traces.
 
     For example:
 

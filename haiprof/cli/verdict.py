@@ -14,7 +14,7 @@ from haiprof.cli.arguments import AsJson, Everything
 from haiprof.cli.job_arguments import the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
+from haiprof.cli.target import COMMAND_NAME, open_target
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -70,7 +70,7 @@ ExitReport = Annotated[
 
 
 def verdict(
-    context: typer.Context, target: Target = None, as_json: AsJson = False, save: Save = False,
+    target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, exit_report: ExitReport = None, everything: Everything = False,
 ) -> None:  # fmt: skip
@@ -113,12 +113,10 @@ def verdict(
     from haiprof.show.export import save_card_svg, save_verdict
     from haiprof.show.figures.html_file import write_text
     from haiprof.show.run_header import manifest_or_none, run_header
-    from haiprof.trace_analysis.pool import SMALL_BYTES
 
     analyzer = analyzer if last is None else analyzer.last(last)
     output = Output(json=as_json)
-    # The launcher saves the verdict while a job ends: it does not wait for large traces there.
-    found = diagnose(analyzer, trace_limit_bytes=SMALL_BYTES if save else None, since_ns=since)
+    found = diagnose(analyzer, trace_limit_bytes=_trace_limit() if save else None, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     content = as_document(found, since_ns=since)
     if save:
@@ -131,9 +129,16 @@ def verdict(
     output.show(
         lambda width: verdict_card(found, header, width=width, everything=everything), content
     )
-    if collect or context.info_name in OTHER_NAMES:
+    if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _trace_limit() -> int:
+    """The launcher saves the verdict while a job ends: it does not wait for large traces there."""
+    from haiprof.trace_analysis.pool import SMALL_BYTES  # 0.1 s that runs without traces need not
+
+    return SMALL_BYTES
 
 
 def _check(

@@ -29,7 +29,7 @@ def view(
 ) -> None:
     r"""Show the page of `haiprof report` in a browser, also while the job runs.
 
-    It ends with Ctrl-C and leaves nothing behind. Only who has the printed address can open it,
+    Ctrl-C ends it, and nothing is left behind. Only who has the printed address can open it,
     and on this machine's own addresses (127.0.0.1) only the same user or root.
     Needs `pip install 'haiprof\[view]'`; with `'haiprof\[perfetto]'` traces open from the page.
 

@@ -13,7 +13,14 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import Cluster, ReadProgress, StepRange, parse_cluster, parse_steps
+from haiprof.cli.trace_arguments import (
+    Cluster,
+    ReadProgress,
+    StepRange,
+    Window,
+    parse_cluster,
+    parse_steps,
+)
 from haiprof.cli.trace_check import say_faults
 
 if TYPE_CHECKING:
@@ -49,6 +56,7 @@ def what_if(
     source: Source,
     faster: Faster = None,
     steps: StepRange = None,
+    window: Window = None,
     cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,20 +89,20 @@ def what_if(
     from haiprof.trace_analysis.what_if.operations import operation_files
 
     changes = [parse_change(text) for text in faster or ()]
-    window, pool = parse_steps(steps), parse_cluster(cluster)
+    chosen, pool = parse_steps(steps), parse_cluster(cluster)
     output = Output(json=as_json)
     if tables := operation_files(source):
-        if faster or steps or cluster:
+        if faster or steps or cluster or window is not None:
             raise UsageError(
                 f"{source}: a table of operations is replayed whole",
-                hint="leave --faster, --steps and --cluster out",
+                hint="leave --faster, --steps, --window and --cluster out",
             )
         jobs = [job_answers(path) for path in tables]
         output.show(lambda _: job_view(jobs), job_data(jobs))
         return
     with ReadProgress(quiet=as_json):
-        answers = what_if_answers(source, changes, window, pool)
-        say_faults(output, TraceQuestions(source, pool=pool), "what-if")
+        answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
+        say_faults(output, TraceQuestions(source, window=window, pool=pool), "what-if")
     output.show(lambda _: what_if_view(answers), what_if_data(answers))
 
 

@@ -64,7 +64,7 @@ def _find_throttling(inputs: RuleInputs, rank: int) -> RankState | None:
     return RankState(
         cause="throttled",
         text=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
-        remedy=f"see to the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
+        remedy=f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
         "PERFORMANCE,POWER); move the job off this node until then",
         evidence=(Evidence(name=f"rank {rank}: slowed by {why}", value=share, unit="ratio"),),
     )

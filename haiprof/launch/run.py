@@ -64,10 +64,25 @@ def _launch(words: list[str], environ: Mapping[str, str], subcommand: Subcommand
     _check_extras(options)
     missing = _missing_script(line.command)
     if missing:
-        raise UsageError(f"{missing}: no such file", hint="haiprof SCRIPT.py, or haiprof --help")
+        raise UsageError(f"{missing}: no such file", hint=_nearest_script(missing))
     if options.quiet and line.taken_after:
         print_message(words_taken_after(line))
     return _launch_recorded(line, options, environ=environ, subcommand=subcommand)
+
+
+def _nearest_script(missing: str) -> str:
+    """What to do where a script does not exist: the file beside it that was most likely meant."""
+    import difflib
+
+    folder, name = os.path.split(missing)
+    try:
+        names = [each for each in os.listdir(folder or ".") if each.endswith(".py")]
+    except OSError:
+        names = []
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean haiprof {os.path.join(folder, near[0])}?"
+    return "haiprof SCRIPT.py, or haiprof --help"
 
 
 def _launch_recorded(

@@ -90,27 +90,35 @@ def _brief_findings(verdict: Verdict) -> Iterator[RenderableType]:
     first, *others = verdict.findings
     yield Text()
     yield _finding(first, titled=verdict.death is not None, limit=_BRIEF_EVIDENCE)
+    rows = _label_grid()
     for finding in others[:_BRIEF_OTHERS]:
-        style = _SEVERITY_STYLES[finding.severity]
-        yield Text.assemble(("also  ", "dim"), (printable(finding.title), style))
+        title = Text(printable(finding.title), style=_SEVERITY_STYLES[finding.severity])
+        rows.add_row("also", title)
+    if others:
+        yield rows
     if len(others) > _BRIEF_OTHERS:
         yield Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'more finding')}", style="dim")
 
 
 def _brief_closing(verdict: Verdict) -> Iterator[RenderableType]:
     """What was noticed and traced, what was damaged, and where the rest is."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold", style="dim")
+    grid = _label_grid()
     rows = [("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", verdict.notes)]
     for label, lines in rows:
         for place, line in enumerate(lines[:_BRIEF_LINES]):
-            grid.add_row("" if place else label, line)
+            grid.add_row("" if place else label, Text(line, style="dim"))
+    grid.add_row("next", Text(verdict.next_command, style="bold"))
+    grid.add_row("more", Text("haiprof verdict with --all", style="dim"))
     yield Text()
-    if grid.row_count:
-        yield grid
-    yield Text.assemble(("next  ", "dim"), (verdict.next_command, "bold"), overflow="fold")
-    yield Text("more  haiprof verdict with --all", style="dim")
+    yield grid
+
+
+def _label_grid() -> Table:
+    """Rows of a short label and a text, whose further lines begin below its first."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    return grid
 
 
 def _headline(verdict: Verdict) -> Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -16,8 +16,10 @@ from haiprof.diagnosis.functions.report import (
     over_ranks,
     too_few_ranks,
 )
-from haiprof.trace_analysis.patterns.gather import Patterns
-from haiprof.trace_analysis.patterns.priority import COMMUNICATION
+from haiprof.trace_analysis.patterns.kinds import COMMUNICATION
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 TITLE = "Communication"
 SLOW_LINK, UNSTEADY = "slow link", "unsteady link"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.base.units import duration_text, ratio_text
@@ -17,8 +19,10 @@ from haiprof.diagnosis.functions.report import (
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, SAME_COUNT_RATIO
 from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.patterns.gather import Patterns
-from haiprof.trace_analysis.patterns.priority import GPU_COMPUTE
+from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 TITLE = "GPU compute"
 _PACE, _USE = "pace_ratio", "utilization_ratio"

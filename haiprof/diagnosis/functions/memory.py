@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.base.units import ranks_text, rate_text, ratio_text
@@ -14,8 +16,10 @@ from haiprof.diagnosis.functions.report import (
     too_few_ranks,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
-from haiprof.trace_analysis.patterns.gather import Patterns
-from haiprof.trace_analysis.patterns.priority import MEMORY
+from haiprof.trace_analysis.patterns.kinds import MEMORY
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 TITLE = "GPU memory operations"
 _RATE = "bandwidth_bytes_per_s"

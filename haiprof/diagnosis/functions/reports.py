@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -16,14 +16,16 @@ from haiprof.diagnosis.functions.python import python_report
 from haiprof.diagnosis.functions.report import FunctionReport, spread_of
 from haiprof.diagnosis.functions.runtime import runtime_report
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
-from haiprof.trace_analysis.patterns.gather import Patterns
-from haiprof.trace_analysis.patterns.priority import (
+from haiprof.trace_analysis.patterns.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
     MEMORY,
     PYTHON,
     RUNTIME,
 )
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
     GPU_COMPUTE: gpu_compute_report,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.functions.host import abnormal_host, by_function
 from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, FunctionReport, too_few_ranks
-from haiprof.trace_analysis.patterns.gather import Patterns
-from haiprof.trace_analysis.patterns.priority import RUNTIME
+from haiprof.trace_analysis.patterns.kinds import RUNTIME
 from haiprof.trace_analysis.patterns.worker import NO_GPU
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 TITLE = "CUDA runtime"
 _ADVICE = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.base.units import ratio_text
@@ -9,8 +11,10 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_analysis.patterns.gather import Patterns
 from haiprof.trace_format.blocking_calls import FREE
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
 
 RULE = "synchronising_calls"
 _FREES = pl.col("call").str.contains(FREE)
@@ -72,7 +76,7 @@ def _per_rank(patterns: Patterns) -> pl.DataFrame:
 
 _WAIT = (
     "keep values on the GPU: no .item(), .cpu(), print, nonzero() or boolean masks of GPU tensors "
-    "in the loop; log every so many steps"
+    "in the loop; log every few steps"
 )
 _FREE = (
     "the caching allocator gives memory back and takes it again: no torch.cuda.empty_cache() in "

@@ -310,6 +310,8 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
         ("rank", "One rank"), ("lines", "Lines of your code"), ("phases", "Phases"),
         ("counters", "Counters"), ("collectives", "Collectives"), ("kernels", "Kernels"),
     )  # fmt: skip
+    if content.traces.operators:
+        yield "operators", "Operators"
     if content.traces.functions:
         yield "functions", "Functions"
     if content.traces.memory:

@@ -21,8 +21,11 @@ from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_analysis.trace_questions import TraceQuestions
 
-_FUNCTION_LIMIT, _MEMORY_LIMIT = 12, 10
+_FUNCTION_LIMIT, _MEMORY_LIMIT, _OPERATOR_LIMIT = 12, 10, 15
 _OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
+
+_SUMMED = "Sums over all ranks of the last window."
+_INNERMOST = "By the innermost nn.Module around the launch."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class TraceSections:
 
     kernels: tuple[PageTable, ...] = ()
     pictures: tuple[PagePicture, ...] = ()
+    operators: tuple[PageTable, ...] = ()
     functions: tuple[FunctionSection, ...] = ()
     memory: tuple[PageTable, ...] = ()
     missing: tuple[tuple[str, str], ...] = ()
@@ -54,7 +58,7 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
         run: The run.
         read: Whether traces are to be read at all: that takes long where they are large.
     """
-    wanted = ("kernels", "Python functions", "memory")
+    wanted = ("kernels", "operators", "Python functions", "memory")
     if not read:
         return TraceSections(missing=tuple((what, "left out by --no-traces") for what in wanted))
     if not run.traces.is_dir() or not any(run.traces.glob("*.json*")):
@@ -67,6 +71,7 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
     return TraceSections(
         kernels=kernels,
         pictures=pictures,
+        operators=_operators(run, missing),
         functions=functions,
         memory=memory,
         missing=tuple((what.replace("_", " "), _short(why, run)) for what, why in missing),
@@ -93,6 +98,44 @@ def _kernels(
         for each in shown_tables(report)
     )
     return tables, report.notes
+
+
+def _operators(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable, ...]:
+    """Operators by their own time, and nn.Modules by the GPU time that they launched."""
+    analysis = TraceQuestions(run.root)
+    try:
+        by_operator, launched = analysis.operator_kernels(), analysis.kernel_operators()
+    except (HaiprofError, OSError) as error:
+        missing.append(("operators", str(error)))
+        return ()
+    return tuple(_operator_tables(by_operator, launched))
+
+
+def _operator_tables(by_operator: pl.DataFrame, launched: pl.DataFrame) -> Iterator[PageTable]:
+    """Sums over all ranks; the GPU's columns only where a GPU was traced.
+
+    Args:
+        by_operator: `TraceQuestions.operator_kernels()`.
+        launched: `TraceQuestions.kernel_operators()`.
+    """
+    columns = [("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
+               ("cpu_total_ns", "CPU, with what it calls")]  # fmt: skip
+    order = "cpu_self_ns"
+    if launched.height:
+        columns += [("kernel_count", "kernels"), ("gpu_self_ns", "GPU, itself"),
+                    ("gpu_total_ns", "GPU, with what it calls")]  # fmt: skip
+        order = "gpu_self_ns"
+    names = [name for name, _ in columns[1:]]
+    summed = by_operator.drop_nulls("operator").group_by("operator").agg(pl.col(names).sum())
+    ordered = summed.sort(order, "cpu_self_ns", "operator", descending=[True, True, False])
+    if ordered.height:
+        yield page_table("Operators", ordered, columns, limit=_OPERATOR_LIMIT, note=_SUMMED)
+    modules = launched.drop_nulls("module").group_by("module")
+    times = modules.agg(kernel_count=pl.len(), gpu_ns=pl.col("dur_ns").sum())
+    if times.height:
+        heads = [("module", "module"), ("kernel_count", "kernels"), ("gpu_ns", "GPU")]
+        ordered = times.sort("gpu_ns", "module", descending=[True, False])
+        yield page_table("Modules", ordered, heads, limit=_OPERATOR_LIMIT, note=_INNERMOST)
 
 
 def _functions(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[FunctionSection, ...]:

@@ -17,7 +17,7 @@ from haiprof.show.tables.frame_table import Columns, frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, section
 from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.patterns.priority import (
+from haiprof.trace_analysis.patterns.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
     MEMORY,

@@ -72,14 +72,22 @@ class JobAnswers:
 
 
 def what_if_answers(
-    path: Path, changes: Sequence[Change], steps: tuple[int, int] | None, pool: Pool | None
-) -> WhatIfAnswers:
+    path: Path, changes: Sequence[Change], *, steps: tuple[int, int] | None = None,
+    window: int | None = None, pool: Pool | None = None,
+) -> WhatIfAnswers:  # fmt: skip
     """Predictions with some changes, or with all that may help, the best first.
+
+    Args:
+        path: Traces, or a run.
+        changes: What is asked; none asks for all that may help.
+        steps: Profiler steps; None takes all.
+        window: Of a run with several trace windows; None takes the last.
+        pool: Where traces are read; None takes processes of this machine.
 
     Raises:
         MissingDataError: The traces have nothing that could be replayed or changed.
     """
-    analysis = TraceQuestions(path, pool=pool)
+    analysis = TraceQuestions(path, window=window, pool=pool)
     asked = changes or scenarios(analysis, steps)
     if not asked:
         raise MissingDataError(f"{path}: no kernel, operator or loader that could be faster")

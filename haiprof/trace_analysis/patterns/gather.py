@@ -11,7 +11,7 @@ from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_lat
 from haiprof.trace_analysis.clocks import clock_offsets, host_offsets, on_one_clock
 from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.patterns.evidence import Evidence
-from haiprof.trace_analysis.patterns.priority import COMMUNICATION
+from haiprof.trace_analysis.patterns.kinds import COMMUNICATION
 from haiprof.trace_analysis.patterns.transfer_types import transfer_type
 from haiprof.trace_analysis.patterns.worker import WorkerPattern
 from haiprof.trace_analysis.skew import collective_waits, collectives

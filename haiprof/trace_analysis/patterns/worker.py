@@ -14,13 +14,15 @@ from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.files import host_name
 from haiprof.trace_analysis.patterns.evidence import Evidence, collect_evidence
 from haiprof.trace_analysis.patterns.host_stacks import host_calls, stack_times
-from haiprof.trace_analysis.patterns.priority import (
+from haiprof.trace_analysis.patterns.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
     MEMORY,
     PRIORITY,
     PYTHON,
     RUNTIME,
+)
+from haiprof.trace_analysis.patterns.priority import (
     PatternWindow,
     busy,
     free_below,

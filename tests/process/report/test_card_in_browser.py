@@ -38,5 +38,5 @@ def test_card_asks_no_network_and_is_todays(
     assert page.errors == []
     assert not re.search(r"@font-face|@import|url\((?!#)|href=", path.read_text(encoding="utf-8"))
     shown = page.run("document.documentElement.textContent").replace("\xa0", " ")
-    assert "more  haiprof verdict with --all" in shown
+    assert "haiprof verdict with --all" in shown
     assert page.run("document.documentElement.getBoundingClientRect().width") > 500

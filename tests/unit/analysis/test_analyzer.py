@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.base.errors import RunFormatError, RunNotFoundError
+from haiprof.base.errors import RunFormatError, RunNotFoundError, UsageError
 from haiprof.run_analysis import run_frames as analyzer_module
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
@@ -218,3 +218,10 @@ def test_spans_that_are_too_many_to_keep_are_read_again_and_are_the_same(
     assert again.phases().equals(kept.phases())
     run.rank(0).phases.unlink()
     assert Analyzer(run.root).phases()["rank"].unique().to_list() == [1]
+
+
+def test_traceback_of_an_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        Analyzer(write_run(tmp_path / "run").root).describe("stepz")
+    assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]
+    assert "steps" in caught.value.hint

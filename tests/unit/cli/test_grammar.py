@@ -84,6 +84,28 @@ def test_every_command_is_in_one_group_and_has_two_examples() -> None:
         assert text.count("haiprof ") >= 2, name
 
 
+SHOWS_NO_DATA = {"report", "view", "tensorboard", "perfetto", "export", "kineto-agent"}
+"""Commands that write files or serve pages: nothing that could be JSON."""
+READS_TRACES = set(GROUPS["Traces of torch.profiler"]) | {
+    "trace-diff", "perfetto", "merge", "link", "chakra",
+}  # fmt: skip
+ASKS_ONE_RANK = {"rank", "lines", "trace-report", "memory-timeline", "critical-path", "perfetto",
+                 "link", "chakra"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_names_the_common_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([name, "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    assert "--log-dir" in words
+    assert ("--json" in words) is (name not in SHOWS_NO_DATA)
+    assert ("--window" in words) is (name in READS_TRACES)
+    assert ("--rank" in words) is (name in ASKS_ONE_RANK)
+
+
 def test_haiprof_alone_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert haiprof([]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 10
@@ -104,11 +126,13 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["logs"], "haiprof verdict logs"),
         (["--tiem", "5", "train.py"], "--time"),
         (["verdict", "--jsn"], "--json"),
+        (["trian.py"], "haiprof train.py"),
     ],
 )
 def test_mistyped_word_is_told_and_starts_nothing(
     logs: Path, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (logs.parent / "train.py").write_text("")
     assert haiprof(words) in (2, 127)
     assert meant in capsys.readouterr().err
     assert not (logs.parent / "haiprof-logs").exists()

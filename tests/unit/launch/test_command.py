@@ -88,6 +88,7 @@ def test_dotted_option_value_may_hold_equals_signs() -> None:
         (["--options", "profile.nothing=1", "train.py"], "nothing"),
         (["--interval.gpux", "1", "train.py"], "gpux"),
         (["-m"], "module"),
+        (["--log-dir", "s3://bucket/runs", "train.py"], "copy the run there"),
     ],
 )
 def test_bad_command_line_is_one_clear_error(words: list[str], part: str) -> None:

@@ -21,6 +21,8 @@ from haiprof.show.page.packed_numbers import half_floats, json_for_script, on_ax
 from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
 from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run
+from tests.unit.analysis.trace.shared import rank_file
+from tests.unit.analysis.trace.test_attribution import model
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import PageParts, parts_of
 
@@ -230,3 +232,16 @@ def test_thousand_ranks_stay_below_the_limit(tmp_path: Path) -> None:
     html = report_html(page_content(Analyzer(root)))
     assert len(html.encode()) < LIMIT_BYTES
     assert len(parts_of(html).numbers()["steps"]["ranks"]) == 1024
+
+
+def test_operators_and_modules_of_the_traces_are_tables(tmp_path: Path) -> None:
+    root = write_many(tmp_path / "run", ranks=2, steps=60)
+    (root / "traces").mkdir()
+    for rank in range(2):
+        rank_file(root / "traces", rank, model())
+    content = page_content(Analyzer(root))
+    operators, modules = content.traces.operators
+    most = ["aten::to", "4", "20.0 µs", "20.0 µs", "2", "14.0 µs", "14.0 µs"]  # 7 us on each rank
+    assert [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in operators.rows[0]] == most
+    assert ("Linear_0", "4", "12.0 µs") in modules.rows
+    assert "Linear_0" in parts_of(report_html(content)).by_id("operators").text

@@ -59,7 +59,7 @@ def answers_of_all_commands(path: Path) -> set[str]:
     said = tables[0].legend if tables else report.missing["lateness"]
     talk = function_reports(TraceAnalysis(path).patterns(), "communication").reports[0]
     lines = [line for line in talk.meaning if line.startswith(("who is", "rank", "no rank"))]
-    what_if = what_if_answers(path, [rank_as_others(0)], None, None)
+    what_if = what_if_answers(path, [rank_as_others(0)])
     assert what_if.late is not None
     return {said, lines[0], what_if.late}
 

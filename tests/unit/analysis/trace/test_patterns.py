@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
+from haiprof.trace_analysis.patterns.kinds import PRIORITY, PYTHON
 from haiprof.trace_analysis.patterns.priority import (
-    PRIORITY,
-    PYTHON,
     PatternWindow,
     Spans,
     busy,
