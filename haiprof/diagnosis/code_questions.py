@@ -140,8 +140,8 @@ class CodeAnswers:
         samples = samples.take(np.isin(samples.phase, phases))
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
-        if question.ends_outside:
-            outside = samples.tree.ends_outside(question.ends_outside)
+        if question.outside:
+            outside = samples.tree.ends_outside(question.outside)
             samples = replace(samples, stack=outside[samples.stack])
         if question.within:
             return samples, function_times(samples), "the compilations", 1.0

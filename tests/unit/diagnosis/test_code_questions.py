@@ -153,6 +153,6 @@ def test_a_heavy_evaluation_names_who_calls_the_model_not_its_layers(tmp_path: P
         lambda phase, step: (MAIN, evaluate, module, layer) if step % 2 else (MAIN, evaluate),
     )
     samples = Analyzer(root).code_samples()
-    outside = samples.tree.outside("/torch/nn/modules/module.py")[samples.stack]
+    outside = samples.tree.ends_outside("/torch/nn/modules/module.py")[samples.stack]
     (time,) = function_times(replace(samples, stack=outside))
     assert (time.function, time.callers[0].function) == ("evaluate", "main")
