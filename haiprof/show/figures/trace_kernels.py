@@ -32,7 +32,7 @@ def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         title: First line of the figure; more lines after `<br>`.
     """
     labels = {name: kernel_label(name) for name in found["name"].unique()}
-    found = found.with_columns(pl.col("name").replace(labels))
+    found = found.with_columns(pl.col("name").replace_strict(labels))
     named = found.filter(pl.col("name") != OTHERS)
     sums = named.group_by("kind", "name").agg(pl.col("sum_ns").sum())
     top = sums.sort(-pl.col("sum_ns"), "name").head(_COLORED)

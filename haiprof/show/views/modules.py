@@ -82,7 +82,7 @@ def _sum(found: pl.DataFrame, column: str) -> int:
 def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
     known = summed.filter(pl.col("path").is_not_null())
     names = {name: _INSTANCE.sub("", name) for name in known["name"].unique()}
-    sums = known.with_columns(pl.col("name").replace(names)).group_by("name").agg(
+    sums = known.with_columns(pl.col("name").replace_strict(names)).group_by("name").agg(
         pl.col("call_count", *_TIMES).sum()
     )  # fmt: skip
     has_gpu = _device_ns(sums) > 0
