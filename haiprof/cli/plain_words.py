@@ -102,6 +102,8 @@ def _words_by_parameter(
     }
     found: dict[str, list[str]] = {}
     arguments = []
+    if any("\0" in word for word in words):  # no path: the parser says so
+        raise _NotPlainError
     rest = iter(words)
     for word in rest:
         if not word.startswith("-") or word == "-":
