@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -28,6 +29,7 @@ from haiprof.run_analysis.step_frame import STEP_PHASES
 RULE = "step_time_drift"
 SINCE_STEP = "slower since step"
 """Name of the evidence that says since when."""
+_ALL_PHASES = "_all_phases"
 _STARVED = "waiting for cores began"
 
 
@@ -55,7 +57,10 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
     changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
-    return _finding(series, found, phase if named else None, grown[phase], changed)
+    finding = _finding(series, found, phase if named else None, grown[phase], changed)
+    if named and phase == "backward" and len(inputs.world) > 1:
+        return _as_wait(finding)
+    return finding
 
 
 def _finding(
@@ -92,7 +97,17 @@ def _finding(
 def _alike(phase: str | None, changed: Sequence[tuple[str, Evidence]]) -> str:
     """Of the cause: whether what slows down a whole machine may have done it."""
     starved = any(what == _STARVED for what, _ in changed)
-    return "" if phase and not starved else "_all_phases"
+    return "" if phase and not starved else _ALL_PHASES
+
+
+def _as_wait(finding: Finding) -> Finding:
+    """The same where ranks wait for each other in backward: whichever phase of any rank grew."""
+    return replace(
+        finding,
+        cause=f"{str(finding.cause).removesuffix(_ALL_PHASES)}{_ALL_PHASES}",
+        remedy=f"{finding.remedy}; or a rank that became late, for which the others wait there",
+        confidence=min(finding.confidence, 0.5),
+    )
 
 
 def _lost_ratio(series: pl.DataFrame, found: Rise) -> float:
