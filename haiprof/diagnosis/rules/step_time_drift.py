@@ -85,7 +85,7 @@ def _finding(
             Evidence(name="p (Mann-Whitney U), at most", value=DRIFT_P_VALUE, unit=""),
             *(evidence for _, evidence in changed),
         ),
-        remedy=_remedy(phase, grown) if phase else _ALIKE,
+        remedy=(_CORES_FIRST * _is_starved(changed) + _remedy(phase, grown)) if phase else _ALIKE,
         confidence=0.7 if phase else 0.4,
         lost_ratio=_lost_ratio(series, found),
         missing=("whether the work per step changed (sequence length, curriculum)",),
@@ -96,8 +96,11 @@ def _finding(
 
 def _alike(phase: str | None, changed: Sequence[tuple[str, Evidence]]) -> str:
     """Of the cause: whether what slows down a whole machine may have done it."""
-    starved = any(what == _STARVED for what, _ in changed)
-    return "" if phase and not starved else _ALL_PHASES
+    return "" if phase and not _is_starved(changed) else _ALL_PHASES
+
+
+def _is_starved(changed: Sequence[tuple[str, Evidence]]) -> bool:
+    return any(what == _STARVED for what, _ in changed)
 
 
 def _as_wait(finding: Finding) -> Finding:
@@ -150,6 +153,7 @@ _ALIKE = (
     "all phases grew: look at the machine, not the code: other load on its CPUs "
     "(haiprof overview shows them), temperature"
 )
+_CORES_FIRST = "give the job cores of its own (haiprof overview shows who has them), then "
 
 
 def _growth(values: pl.Series, third: int) -> float:
