@@ -15,7 +15,7 @@ from haiprof.diagnosis.thresholds import (
 
 STANDSTILL = "standstill"
 """It comes first: a job that stands still loses all of its time from then on."""
-_CONTRADICTIONS = (
+CONTRADICTIONS = (
     ("ranks_uneven", "data_imbalance"),
     ("late_rank", "data_imbalance"),
     ("ranks_uneven", "late_rank"),
@@ -38,7 +38,7 @@ def severity_of(finding: Finding) -> Severity:
 def agreeing(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Without those that another one says better, and without contradictions."""
     by_rule = {f.rule: f for f in findings if not any(other.replaces(f) for other in findings)}
-    for pair in _CONTRADICTIONS:
+    for pair in CONTRADICTIONS:
         both = [by_rule[rule] for rule in pair if rule in by_rule]
         if len(both) == len(pair) and (both[0].rank is None or both[0].rank != both[1].rank):
             del by_rule[min(both, key=lambda f: (f.lost_ratio or 0.0, f.confidence)).rule]
@@ -61,9 +61,10 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         The same ones, `severity` and `explained_by` set.
     """
     by_weight = sorted((replace(f, severity=severity_of(f)) for f in findings), key=_weight)
+    later = [f for f in by_weight if f.rule != STANDSTILL]
     cause_of: dict[str, str] = {}
     for cause in by_weight:
-        for other in by_weight:
+        for other in later:
             free = other.rule not in cause_of and other.rule not in _line(cause.rule, cause_of)
             if free and cause.is_cause_of(other):
                 cause_of[other.rule] = cause.rule

@@ -11,6 +11,7 @@ import numpy as np
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import CodeLine, Finding, place_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.rules.blocking_collectives import BETWEEN_PHASES, COLLECTIVES
 from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
 from haiprof.run_analysis.code_samples import (
     CODE_PHASES,
@@ -75,6 +76,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "host_bound": CodeQuestion(phases=_STEP),
     "gpu_waits_for_host": CodeQuestion(phases=_STEP),
     "outside_the_model": CodeQuestion(phases=("other", "checkpoint")),
+    "blocking_collectives": CodeQuestion(phases=BETWEEN_PHASES, within=COLLECTIVES),
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
     EVALUATION_HEAVY: CodeQuestion(phases=("evaluation",), outside=_MODULE),
     "garbage_collection": CodeQuestion(phases=_STEP),
@@ -136,17 +138,20 @@ class CodeAnswers:
         loading = samples.take(samples.phase == WORKER)
         if question.workers and len(loading.stack):
             return loading, function_times(loading), "the workers' loading", 1.0
-        phases = [CODE_PHASES.index(phase) for phase in question.phases]
+        named = finding.cause in question.phases  # the title says in which one most of it is
+        asked = question.phases if not named else (finding.cause,)
+        phases = [CODE_PHASES.index(phase) for phase in asked]
         samples = samples.take(np.isin(samples.phase, phases))
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
         if question.outside:
             outside = samples.tree.ends_outside(question.outside)
             samples = replace(samples, stack=outside[samples.stack])
-        if question.within:
+        if question.within == _COMPILER:
             return samples, function_times(samples), "the compilations", 1.0
         if question.against:
             chosen, times, of, part = self._contrast(samples, finding, question)
+            of += f" in {finding.cause}" if named else ""
             if len(loading.stack) and times and any(_WAIT in name for name in times[0].callees):
                 return loading, function_times(loading), "the workers' loading", 1.0
             return chosen, times, of, part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from haiprof.diagnosis.causes import STANDSTILL
 from haiprof.diagnosis.finding import SEVERITIES, Finding
 
 PHASE_RULES = {
@@ -51,11 +52,18 @@ def _impossible(finding: Finding, split: Mapping[str, float | None], whole: floa
 
 
 def is_in_order(findings: Sequence[Finding]) -> bool:
-    """Whether no cause stands below a milder one, and each consequence behind its cause."""
+    """Whether no cause stands below a milder one, and each consequence behind its cause.
+
+    A job that stands still comes first, however mild.
+    """
     places = {finding.rule: place for place, finding in enumerate(findings)}
-    roots = [f for f in findings if f.explained_by is None and f.rule != "standstill"]
+    roots = [f for f in findings if f.explained_by is None and f.rule != STANDSTILL]
     weights = [SEVERITIES.index(f.severity) for f in roots]
-    return weights == sorted(weights) and all(
-        finding.explained_by is None or places[finding.explained_by] < place
-        for place, finding in enumerate(findings)
+    return (
+        places.get(STANDSTILL, 0) == 0
+        and weights == sorted(weights)
+        and all(
+            finding.explained_by is None or places[finding.explained_by] < place
+            for place, finding in enumerate(findings)
+        )
     )

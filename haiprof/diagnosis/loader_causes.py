@@ -82,7 +82,7 @@ def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
         _epochs(inputs, loading)
         or _rare_samples(inputs, loading)
         or _storage(inputs, loading)
-        or _workers(loading)
+        or _workers(loading, on_gpu=inputs.uses_gpu)
     )
 
 
@@ -234,7 +234,7 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     )
 
 
-def _workers(loading: _Loading) -> LoaderCause | None:
+def _workers(loading: _Loading, *, on_gpu: bool) -> LoaderCause | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
     if loading.workers is None:
         return None
@@ -247,7 +247,8 @@ def _workers(loading: _Loading) -> LoaderCause | None:
             slug="cores_full",
             title="and the cores are full",
             remedy="more workers would not help: do less per sample (decode and tokenize once, "
-            "ahead of training; cheaper augmentation; transforms on the GPU), or take more cores",
+            f"ahead of training; cheaper augmentation{'; transforms on the GPU' * on_gpu}), or "
+            "take more cores",
             evidence=evidence,
             missing=missing,
         )

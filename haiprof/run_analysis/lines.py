@@ -38,8 +38,13 @@ CALLER_LIMIT = 3
 FUNCTION_LIMIT = 20
 MIN_WAY_RATIO = 0.5
 """What a function calls, or is called by, is named where so much of its time goes that way."""
-_WRAPPERS = ("Module._wrapped_call_impl", "Module._call_impl", ".decorate_context")
-"""Of torch, around every call of a module or of a function under no_grad: they tell nothing."""
+_WRAPPERS = (
+    "Module._wrapped_call_impl", "Module._call_impl", ".decorate_context",
+    "profile_hook_step.<locals>.wrapper", "._use_grad", "_exception_logger.<locals>.wrapper",
+    "_time_logger.<locals>.wrapper",
+)  # fmt: skip
+"""Of torch, around calls of modules, optimizers, collectives, functions under no_grad: they tell
+nothing."""
 _SCRIPT = "<module>"
 """The outermost frame of every script: it tells nothing either."""
 _Step = TypeVar("_Step", str, int)

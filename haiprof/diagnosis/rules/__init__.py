@@ -9,6 +9,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.rules.allocator_retries import allocator_retries
 from haiprof.diagnosis.rules.anomaly_detection import anomaly_detection
 from haiprof.diagnosis.rules.backward_bound import backward_bound
+from haiprof.diagnosis.rules.blocking_collectives import blocking_collectives
 from haiprof.diagnosis.rules.busy_neighbours import busy_neighbours
 from haiprof.diagnosis.rules.checkpoint_stalls import checkpoint_stalls
 from haiprof.diagnosis.rules.costly_switches import costly_switches
@@ -66,6 +67,7 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     host_bound,
     gpu_waits_for_host,
     outside_the_model,
+    blocking_collectives,
     checkpoint_stalls,
     evaluation_heavy,
     garbage_collection,

@@ -38,6 +38,7 @@ def garbage_collection(inputs: RuleInputs) -> Judgement:
     once = (spent - longest) / max(whole, 1.0) < PAUSE_WARNING_RATIO
     other = float(inputs.steps["other_host_ns"].sum())
     asked = _asked_ratio(inputs, whole) >= ASKED_MAIN_RATIO * share
+    device = ", and memory of the GPU only where such a cycle holds it" * inputs.uses_gpu
     outside = ("outside_the_model",) if spent >= DRIFT_PHASE_RATIO * other else ()
     return Finding(
         rule=RULE,
@@ -53,7 +54,7 @@ def garbage_collection(inputs: RuleInputs) -> Judgement:
             Evidence(name="longest pause", value=longest, unit="ns"),
         ),
         remedy="take gc.collect() out of the loop, or call it every few hundred steps; it frees "
-        "nothing but reference cycles, and memory of the GPU only where such a cycle holds it"
+        f"nothing but reference cycles{device}"
         if asked
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes reference "

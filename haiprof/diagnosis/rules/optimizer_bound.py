@@ -14,6 +14,8 @@ from haiprof.diagnosis.thresholds import (
 )
 
 RULE = "optimizer_bound"
+_FEW_KERNELS = "let it run as few kernels: fused=True or foreach=True"
+_ONE_PASS = "fused=True reads the parameters once, where the optimizer has that for CPUs"
 
 
 def optimizer_bound(inputs: RuleInputs) -> Judgement:
@@ -41,7 +43,7 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
             Evidence(name="optimizer / both", value=ratio, unit=""),
             Evidence(name="optimizer, share of the step", value=share, unit="ratio"),
         ),
-        remedy="let it run as few kernels: fused=True or foreach=True; no Python loop over the "
+        remedy=f"{_FEW_KERNELS if inputs.uses_gpu else _ONE_PASS}; no Python loop over the "
         "parameters in an optimizer of your own or in step hooks; a larger batch or gradient "
         "accumulation makes updates rarer",
         confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,

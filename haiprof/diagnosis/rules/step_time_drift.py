@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -28,6 +29,7 @@ from haiprof.run_analysis.step_frame import STEP_PHASES
 RULE = "step_time_drift"
 SINCE_STEP = "slower since step"
 """Name of the evidence that says since when."""
+_ALL_PHASES = "_all_phases"
 _STARVED = "waiting for cores began"
 
 
@@ -55,7 +57,10 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
     changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
-    return _finding(series, found, phase if named else None, grown[phase], changed)
+    finding = _finding(series, found, phase if named else None, grown[phase], changed)
+    if named and phase == "backward" and len(inputs.world) > 1:
+        return _as_wait(finding)
+    return finding
 
 
 def _finding(
@@ -80,7 +85,7 @@ def _finding(
             Evidence(name="p (Mann-Whitney U), at most", value=DRIFT_P_VALUE, unit=""),
             *(evidence for _, evidence in changed),
         ),
-        remedy=_remedy(phase, grown) if phase else _ALIKE,
+        remedy=(_CORES_FIRST * _is_starved(changed) + _remedy(phase, grown)) if phase else _ALIKE,
         confidence=0.7 if phase else 0.4,
         lost_ratio=_lost_ratio(series, found),
         missing=("whether the work per step changed (sequence length, curriculum)",),
@@ -91,8 +96,21 @@ def _finding(
 
 def _alike(phase: str | None, changed: Sequence[tuple[str, Evidence]]) -> str:
     """Of the cause: whether what slows down a whole machine may have done it."""
-    starved = any(what == _STARVED for what, _ in changed)
-    return "" if phase and not starved else "_all_phases"
+    return "" if phase and not _is_starved(changed) else _ALL_PHASES
+
+
+def _is_starved(changed: Sequence[tuple[str, Evidence]]) -> bool:
+    return any(what == _STARVED for what, _ in changed)
+
+
+def _as_wait(finding: Finding) -> Finding:
+    """The same where ranks wait for each other in backward: whichever phase of any rank grew."""
+    return replace(
+        finding,
+        cause=f"{str(finding.cause).removesuffix(_ALL_PHASES)}{_ALL_PHASES}",
+        remedy=f"{finding.remedy}; or a rank that became late, for which the others wait there",
+        confidence=min(finding.confidence, 0.5),
+    )
 
 
 def _lost_ratio(series: pl.DataFrame, found: Rise) -> float:
@@ -135,6 +153,7 @@ _ALIKE = (
     "all phases grew: look at the machine, not the code: other load on its CPUs "
     "(haiprof overview shows them), temperature"
 )
+_CORES_FIRST = "give the job cores of its own (haiprof overview shows who has them), then "
 
 
 def _growth(values: pl.Series, third: int) -> float:

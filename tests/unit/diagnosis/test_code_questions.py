@@ -91,7 +91,7 @@ def test_slow_steps_are_compared_with_usual_ones(tmp_path: Path) -> None:
     found = findings_of(story(tmp_path, times, at, steps=200))
     lines = found["jitter"].code_lines
     assert [line.function for line in lines] == ["sometimes"]
-    assert lines[0].of == "the extra time of slow steps"
+    assert lines[0].of == "the extra time of slow steps in forward"
 
 
 def test_lines_stand_in_the_document(tmp_path: Path) -> None:

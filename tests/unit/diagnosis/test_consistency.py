@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S, ratio_text
-from haiprof.diagnosis.causes import severity_of
+from haiprof.diagnosis.causes import CONTRADICTIONS, STANDSTILL, in_order, severity_of
 from haiprof.diagnosis.consistency import PHASE_RULES, impossible_findings, is_in_order
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Evidence, Finding
@@ -24,6 +24,8 @@ from haiprof.run_format.tables.process import PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.diagnosis.stories import START_NS
 
+OF_GPUS = ("GPU", "CUDA", "cuda", "NCCL", "kernel", "pin_memory", "nvidia")
+"""No rank of these runs has one: what is advised does not speak of it."""
 PHASES = (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER)
 milliseconds = st.sampled_from([0.0, 0.3, 2.0, 9.0, 40.0])
 runs = st.fixed_dictionaries(
@@ -116,8 +118,12 @@ def test_verdict_holds_together(
     assert not any("left out" in why for _, why in verdict.abstained), verdict.abstained
     assert is_in_order(findings)
     assert verdict.step_ns in (None, whole)
+    assert sum(f.lost_ratio or 0.0 for f in findings if is_part_of_the_bar(f)) <= 1 + 1e-6
+    assert not any(word in f"{f.title} {f.remedy}" for f in findings for word in OF_GPUS)
     rules = [finding.rule for finding in findings]
-    assert not {"ranks_uneven", "data_imbalance"} <= set(rules)
+    for one, other in CONTRADICTIONS:
+        about = {f.rank for f in findings if f.rule in (one, other)}
+        assert not {one, other} <= set(rules) or (len(about) == 1 and None not in about)
     assert len(rules) == len(set(rules))
     for finding in findings:
         assert finding.is_one_event <= (finding.severity == "info" or bool(finding.explained_by))
@@ -127,6 +133,11 @@ def test_verdict_holds_together(
         if finding.rule in ("dataloader_bound", "optimizer_bound", "outside_the_model"):
             share = (split[PHASE_RULES[finding.rule]] or 0.0) / whole
             assert f" {ratio_text(share)} of " in finding.title
+
+
+def is_part_of_the_bar(finding: Finding) -> bool:
+    """Whether it costs a part of one phase, by the same clock as the bar."""
+    return finding.rule in PHASE_RULES
 
 
 def a_finding(**more: Any) -> Finding:
@@ -144,6 +155,24 @@ def test_severity_follows_time_and_certainty(
     lost: float | None, confidence: float, severity: str
 ) -> None:
     assert severity_of(a_finding(lost_ratio=lost, confidence=confidence)) == severity
+
+
+@given(
+    others=st.lists(
+        st.builds(
+            a_finding, rule=st.sampled_from("bcd"), lost_ratio=st.sampled_from([None, 0.01, 1.0]),
+            explains=st.sampled_from([(), (STANDSTILL,), ("b", "c")]),
+            confidence=st.sampled_from([0.2, 0.9]),
+        ),
+        unique_by=lambda f: f.rule,
+    ),
+    severity=st.sampled_from(["critical", "warning"]),
+)  # fmt: skip
+def test_a_hang_outranks_everything(others: list[Finding], severity: str) -> None:
+    ordered = in_order([*others, a_finding(rule=STANDSTILL, severity=severity)])
+    assert (ordered[0].rule, ordered[0].explained_by) == (STANDSTILL, None)
+    assert is_in_order(ordered)
+    assert not others or not is_in_order([*ordered[1:], ordered[0]])
 
 
 def test_one_event_is_a_note_however_long_it_took() -> None:

@@ -114,6 +114,17 @@ def test_drift_says_since_when_and_where(root: Path) -> None:
     assert "backward" in finding.title
 
 
+@pytest.mark.parametrize(("ranks", "cause"), [(1, "sudden"), (2, "sudden_all_phases")])
+def test_growth_of_backward_with_several_ranks_may_be_a_wait(
+    root: Path, ranks: int, cause: str
+) -> None:
+    times = lambda rank, step: (0.2, 5.0, 10.0 if step < 60 else 14.0, 2.0)  # noqa: E731
+    verdict = verdict_of(root, times, steps=120, ranks=ranks)
+    (finding,) = [f for f in verdict.findings if f.rule == "step_time_drift"]
+    assert finding.cause == cause
+    assert ("a rank that became late" in finding.remedy) is (ranks > 1)
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.5])
 def test_drift_does_not_fire_on_steady_steps(root: Path, noise: float) -> None:
     verdict = verdict_of(root, lambda rank, step: BALANCED, steps=200, noise=noise)

@@ -425,6 +425,17 @@ def test_few_spikes_beside_neighbours_are_of_no_phase(root: Path, wait: float, c
     assert found(neighbours(root, wait=wait, node=2.0, shape=times), "jitter").cause == cause
 
 
+@pytest.mark.parametrize("wait", [0.6, 0.0])
+def test_drift_since_cores_are_missing_is_mended_with_cores_first(root: Path, wait: float) -> None:
+    """Steps of 18 ms become 38 ms after 7 s, all in backward."""
+    times = lambda rank, step: (0.2, 5.0, 10.0 if step < 390 else 30.0, 2.0)  # noqa: E731
+    finding = found(
+        neighbours(root, wait=wait, node=2.0, shape=times, since=7.0), "step_time_drift"
+    )
+    assert finding.remedy.startswith("give the job cores") is (wait > 0)
+    assert "in backward" in finding.remedy
+
+
 def test_neighbours_that_take_the_cores_are_named(root: Path) -> None:
     verdict = neighbours(root, wait=0.5, node=2.0)
     finding = found(verdict, "busy_neighbours")
