@@ -228,10 +228,22 @@ class _Case:
         by = wait_failure(end.error)
         if by is not None:
             return by
-        waited_for_one = bool(self.behind) and end.rank not in self.behind
-        if end in self.aborted and len(self.aborted) > 1 and (waited_for_one or self.contradicted):
-            return "NCCL's watchdog (SIGABRT)"
-        return None
+        if end not in self.aborted or len(self.aborted) < 2:
+            return None
+        by_watchdog = self.contradicted or self._aborted_with_those_ahead(end)
+        return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
+
+    def _aborted_with_those_ahead(self, end: ProcessEnd) -> bool:
+        """Whether a rank was ended as those were that waited in a collective for others.
+
+        The heartbeat monitor of a rank that is behind learns of another one's timeout by the store
+        and aborts, too; who aborts long before them all crashed by itself.
+        """
+        ahead = [each for each in self.aborted if each.rank not in self.behind]
+        if not self.behind or not ahead:
+            return False
+        first = min(each.failed_ns or 0 for each in ahead)
+        return end in ahead or (end.failed_ns or 0) >= first - TOGETHER_NS
 
     def _find_stopped(self) -> None:
         """Ranks that somebody stopped after another one had failed.

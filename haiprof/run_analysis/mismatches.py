@@ -52,9 +52,9 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     rows = collectives.filter(~pl.col("p2p"))
     for (group,), part in rows.group_by("group", maintain_order=True):
         for what in ("kind", "element_count", "dtype"):
-            of_interest = part
+            of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
             if what == "element_count":
-                of_interest = part.filter(pl.col("kind").is_in(_SIZED))
+                of_interest = of_interest.filter(pl.col("kind").is_in(_SIZED))
             differing = (
                 of_interest.group_by("sequence")
                 .agg(pl.col(what).n_unique().alias("values"))

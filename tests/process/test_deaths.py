@@ -24,18 +24,22 @@ if how == "hook":
     def own(kind, error, traceback):
         print("own hook:", kind.__name__, error, file=sys.stderr)
     sys.excepthook = own
+if how == "thread_hook":
+    def own(arguments):
+        print("own:", arguments.thread.name, arguments.exc_type.__name__, file=sys.stderr)
+    threading.excepthook = own
 def step(number):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     if number < 3:
         return
-    if how == "segv":
-        faulthandler.enable()
+    if how in ("segv", "file"):
+        faulthandler.enable(open("faults", "w") if how == "file" else sys.stderr)
         import ctypes
         ctypes.string_at(0)
     if how == "exit":
         sys.exit(3)
-    if how == "thread":
+    if how in ("thread", "thread_hook"):
         thread = threading.Thread(target=lambda: 1 / 0, name="reader")
         thread.start()
         thread.join()
@@ -47,7 +51,19 @@ def step(number):
 for number in range(5):
     step(number)
 """
-CAUSES = {"raise": "exception", "hook": "exception", "exit": "exit", "segv": "crash"}
+WITH_CORE = """
+import os, resource, sys
+hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+with open("/proc/self/coredump_filter", "w") as file:
+    file.write("0")  # no memory in it: a small one
+child = os.posix_spawn(sys.executable, [sys.executable, sys.argv[1], "segv"], os.environ)
+status = os.waitpid(child, 0)[1]
+print(os.WTERMSIG(status), os.WCOREDUMP(status))
+"""
+CAUSES = {
+    "raise": "exception", "hook": "exception", "exit": "exit", "segv": "crash", "file": "crash",
+}  # fmt: skip
 
 
 def died(job: Job) -> Death | None:
@@ -62,7 +78,11 @@ def comparable(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "how", first_of(["raise", "hook", "exit", "segv", "thread"], "raise", "segv")
+    "how",
+    first_of(
+        ["raise", "hook", "exit", "segv", "file", "thread", "thread_hook"],
+        *("raise", "file", "thread_hook"),
+    ),
 )
 def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, how: str) -> None:
     script = tmp_path / "ends.py"
@@ -75,16 +95,34 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
     )
     assert job.returncode == bare.returncode
     assert (job.stdout, comparable(said)) == (bare.stdout, comparable(bare.stderr))
+    if how == "file":
+        assert "Segmentation fault" in (job.folder / "faults").read_text()
+        faults = [comparable((each.folder / "faults").read_text()) for each in (bare, job)]
+        assert faults[0] == faults[1]
     death = died(job)
-    if how == "thread":
+    if how.startswith("thread"):
         assert death is None, "an exception in a thread ends no process"
         return
     assert death is not None
     assert death.cause == CAUSES[how]
-    assert death.ranks == (0,) or how == "segv", "who crashes at once has not reported in yet"
+    assert death.ranks == (0,) or how in ("segv", "file"), (
+        "who crashes at once has not reported in yet"
+    )
     if how in ("raise", "hook"):
         assert death.headline.startswith("rank 0 died: RuntimeError: no label in sample 9 (ends.py")
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
+
+
+def test_core_of_a_crash_is_dumped_as_it_is_without_haiprof(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "with_core.py").write_text(WITH_CORE)
+    command = ("python", str(tmp_path / "with_core.py"), str(tmp_path / "ends.py"))
+    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
+    job = run_job(command, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
+    assert bare.stdout.startswith("11 ")
+    assert job.stdout == bare.stdout
+    cores = [len(list(each.folder.glob("core*"))) for each in (bare, job)]
+    assert cores[0] == cores[1], "where the kernel puts them into the working directory"
 
 
 def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path: Path) -> None:
