@@ -45,6 +45,7 @@ _ELEMENT_BYTES = {
     "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
 }  # fmt: skip
 
+_MOST_ELEMENTS = 1 << 56
 ON_CPU = -1
 """Device of collectives that gloo or MPI run on the CPU."""
 KERNELS_SCHEMA = {
@@ -217,8 +218,9 @@ def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | 
         shapes, dtypes = json.loads(dims or ""), json.loads(types or "")
         if not shapes or len(set(dtypes)) != 1 or _size(dtypes[0]) is None:
             return None, None
-        return sum(math.prod(map(int, each)) for each in shapes), dtypes[0]
-    except (ValueError, TypeError, IndexError, AttributeError):
+        count = sum(math.prod(map(int, each)) for each in shapes)
+        return (count, dtypes[0]) if 0 <= count < _MOST_ELEMENTS else (None, None)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None, None
 
 
