@@ -67,6 +67,7 @@ def functions(
 
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
     """
+    from haiprof.diagnosis.functions.report import FUNCTIONS
     from haiprof.diagnosis.functions.reports import function_reports
     from haiprof.show.views.functions import functions_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
@@ -86,5 +87,10 @@ def functions(
         written = write_tables(tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
     output.show(lambda _: functions_view(found), found.as_json())
-    if only is None:
-        output.hint(f"next: haiprof functions {shlex.quote(str(traces))} --only gpu-compute")
+    answered = [
+        report.kind
+        for report in found.reports
+        if FUNCTIONS in report.tables and not report.tables[FUNCTIONS].is_empty()
+    ]
+    if only is None and answered:
+        output.hint(f"next: haiprof functions {shlex.quote(str(traces))} --only {answered[0]}")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import MissingDataError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
@@ -67,11 +68,16 @@ def link(
         for pair in found:
             linked = link_pair(pair)
             shares.append(linked.share)
-            if output_file is not None:
+            if output_file is not None and linked.share.linked_count:
                 path = linked_path(output_file, pair.rank if len(found) > 1 else None)
                 write_rank(path, linked)
                 written.append(path)
     output.show(lambda _: link_view(shares, alone), link_data(shares, alone, written))
+    if not any(share.linked_count for share in shares):
+        raise MissingDataError(
+            f"{traces}: nothing was linked, and nothing was written",
+            hint="both files have to come from the same steps of the same run",
+        )
     if written:
         output.hint(f"wrote {', '.join(map(str, written))}")
         output.hint(f"next: haiprof chakra {shlex.quote(str(written[0]))} -o chakra")

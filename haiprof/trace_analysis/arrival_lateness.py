@@ -10,6 +10,7 @@ import polars as pl
 from haiprof.base.statistics.bootstrap import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.clocks import MAD_TO_SIGMA
+from haiprof.trace_analysis.group_parts import WHOLE_JOB
 
 CONFIDENCE = 0.95
 MIN_FREEDOM = 3
@@ -22,6 +23,7 @@ _GROUP = ("process_group", "group_ranks")
 LATENESS_SCHEMA = {
     "rank": pl.Int64,
     "process_group": pl.String,
+    "part": pl.String,
     "late_ns": pl.Int64,
     "low_ns": pl.Int64,
     "high_ns": pl.Int64,
@@ -63,6 +65,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
         pl.len().cast(pl.Int64).alias("step_count"),
+        pl.col("part").first(),
         pl.col("late").mean().alias("mean"),
         pl.col("late").var().alias("variance"),
         pl.col("count").sum().cast(pl.Int64).alias("collective_count"),
@@ -132,7 +135,7 @@ def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
         ends.append(pl.col("start_ns") - pl.col(name))
     late = (ends[0] + ends[1]) / 2
     return placed.group_by("rank", *_GROUP, "step").agg(
-        late.sum().alias("late"), pl.len().alias("count")
+        pl.col("part").first(), late.sum().alias("late"), pl.len().alias("count")
     )
 
 
@@ -163,13 +166,14 @@ def _verdict(rows: pl.DataFrame) -> str:
     most = rows.row(0, named=True)
     steps = f"{most['step_count']} step" + ("s" if most["step_count"] != 1 else "")
     rank = f"rank {most['rank']}"
+    collectives = f"its {most['part']} collectives" if _is_split(most) else "its collectives"
     much = duration_text(max(most["late_ns"], 0))
     if most["low_ns"] is None:
         if most["late_ns"] <= 0:
             return f"no rank is later than the others in {steps}"
         return (
             f"who is late cannot be told from {steps}: in what was recorded "
-            f"{rank} begins its collectives latest, {much} later than the others"
+            f"{rank} begins {collectives} latest, {much} later than the others"
             f"{_followers(rows)}"
         )
     between = f"{ratio_text(CONFIDENCE)} interval {_sign_text(most['low_ns'])} to "
@@ -178,9 +182,14 @@ def _verdict(rows: pl.DataFrame) -> str:
         late = int(rows["is_late"].sum())
         more = f"; {late - 1} more ranks are late too" if late > 1 else ""
         return (
-            f"{rank} begins its collectives {much} per step later than the others ({between}){more}"
+            f"{rank} begins {collectives} {much} per step later than the others ({between}){more}"
         )
     return f"no rank is late beyond chance: the latest is {rank}, {much} per step ({between})"
+
+
+def _is_split(row: dict[str, object]) -> bool:
+    """Whether the group serves a known part of the job that is not the whole of it."""
+    return row["part"] not in (None, WHOLE_JOB)
 
 
 def _followers(rows: pl.DataFrame) -> str:

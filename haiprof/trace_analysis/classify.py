@@ -8,6 +8,8 @@ COMPUTATION, COMMUNICATION, MEMORY = "computation", "communication", "memory"
 KINDS = (COMPUTATION, COMMUNICATION, MEMORY)
 
 MEMORY_CATEGORIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+# MTIA has one category for all that runs on the device; HTA knows copies by this name too.
+MTIA_CATEGORY, MTIA_COPIES = "mtia_ccp_events", r"(?i)^dma(?:[^a-z]|$)"
 COMMUNICATION_NAMES = "|".join(
     (
         # NCCL's are ncclKernel_* up to 2.18 and ncclDevKernel_* since, ncclSymDevKernel_* on
@@ -54,8 +56,11 @@ def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
     talking = pl.col("name").is_in(names.filter(collective).implode()) | (
         pl.col("collective").cast(pl.String) != ""
     )
+    dma = names.filter(names.cast(pl.String).str.contains(MTIA_COPIES))
+    of_mtia = pl.col("category").cast(pl.String) == MTIA_CATEGORY
+    copying = of_mtia & pl.col("name").is_in(dma.implode())
     return gpu.with_columns(
-        kind=pl.when(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
+        kind=pl.when(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES) | copying)
         .then(pl.lit(MEMORY))
         .when(talking)
         .then(pl.lit(COMMUNICATION))

@@ -10,6 +10,12 @@ import polars as pl
 
 from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
 from haiprof.trace_analysis.cpu_collectives import cpu_collectives
+from haiprof.trace_analysis.group_parts import (
+    has_several_groups,
+    process_group_table,
+    the_only_group,
+    with_part,
+)
 from haiprof.trace_analysis.temporal import gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -39,6 +45,7 @@ _ELEMENT_BYTES = {
     "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
 }  # fmt: skip
 
+_MOST_ELEMENTS = 1 << 56
 ON_CPU = -1
 """Device of collectives that gloo or MPI run on the CPU."""
 KERNELS_SCHEMA = {
@@ -50,6 +57,7 @@ KERNELS_SCHEMA = {
     "stream": pl.Int64,
     "process_group": pl.String,
     "group_ranks": pl.String,
+    "part": pl.String,
     "group_size": pl.Int64,
     "world_size": pl.Int64,
     "sequence": pl.Int64,
@@ -72,9 +80,10 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
     Returns:
         `event` in `Trace.gpu`; `step` of the launch, null outside steps; `kind` (`all_reduce` ...,
         `other` where neither metadata, nor the `nccl:` annotation around its launch, nor its name
-        says); `name`; `device`, `stream`; `process_group`, `group_ranks`, `group_size`, `sequence`,
-        `dtype`, `in_count`, `out_count` as recorded (PyTorch 2.2 and later) or, the counts and
-        type only, from the operator around the launch where shapes were recorded; null else;
+        says); `name`; `device`, `stream`; `process_group`, `group_ranks`, `part` of the job
+        that the group serves (`group_parts`), `group_size`, `sequence`, `dtype`, `in_count`,
+        `out_count` as recorded (PyTorch 2.2 and later) or, the counts and type only, from the
+        operator around the launch where shapes were recorded; null else;
         `element_bytes`; `start_ns`, `end_ns` in ns since 1970 on the clock of the rank's host.
     """
     gpu = gpu_events(trace, steps).with_row_index("row")
@@ -86,7 +95,9 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
         *(_text(name).alias(name) for name in texts)
     )
     launched = _with_launch(trace, kernels)
-    named = _with_kind(_with_operator(trace, launched))
+    named = with_part(_with_kind(_with_operator(trace, launched)), process_group_table(trace)).sort(
+        "ts_ns", "row"
+    )
     base = clock_base_ns(trace)
     return named.select(
         pl.lit(trace.world_size, dtype=pl.Int64).alias("world_size"),
@@ -102,21 +113,44 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
 
 
 def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
-    """Collectives of gloo or MPI, where no GPU communicates; groups and sizes are not known."""
-    found = cpu_collectives(trace)
+    """Collectives of gloo or MPI, where no GPU communicates.
+
+    Sizes are known where shapes were recorded, the group where the rank has a single one: threads
+    of a backend do not say for which group they work.
+    """
+    found = _with_sizes(cpu_collectives(trace))
+    groups = process_group_table(trace)
+    group = the_only_group(groups) or {}
+    # Of several groups any may be meant: that all ranks take part does not make it the world's.
+    world = None if has_several_groups(groups) else trace.world_size
+    found = found.with_columns(
+        pl.lit(group.get(name), KERNELS_SCHEMA[name]).alias(name)
+        for name in ("process_group", "group_ranks", "group_size", "part")
+    )
     marked = _with_step(trace, found.with_columns(when="launch_ns"))
     if steps is not None:
         marked = marked.filter(pl.col("step").is_between(*steps, closed="left"))
     base = clock_base_ns(trace)
     named = marked.with_columns(
         kind=pl.col("name").map_elements(kind_of, return_dtype=pl.String),
-        device=pl.lit(ON_CPU), stream=pl.lit(-1), world_size=pl.lit(trace.world_size, pl.Int64),
+        device=pl.lit(ON_CPU), stream=pl.lit(-1), world_size=pl.lit(world, pl.Int64),
         start_ns=pl.col("ts_ns") + base, end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
     )  # fmt: skip
     empty = pl.DataFrame(schema=KERNELS_SCHEMA)
     return pl.concat(
         [empty, named.select(set(named.columns) & set(empty.columns))], how="diagonal_relaxed"
     )
+
+
+def _with_sizes(found: pl.DataFrame) -> pl.DataFrame:
+    """Collectives of the CPU with `in_count`, `dtype` and `element_bytes` of all their inputs."""
+    told = [
+        _all_inputs(dims, types)
+        for dims, types in found.select("input_dims", "input_types").iter_rows()
+    ]
+    schema = {"in_count": pl.Int64, "dtype": pl.String, "element_bytes": pl.Int64}
+    rows = [(count, dtype, _size(dtype)) for count, dtype in told]
+    return found.hstack(pl.DataFrame(rows, schema=schema, orient="row"))
 
 
 def clock_base_ns(trace: Trace) -> int:
@@ -176,6 +210,18 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
     return found.hstack(said).with_columns(
         in_count=pl.coalesce("in_count", "op_count"), dtype=pl.coalesce("dtype", "op_dtype")
     )
+
+
+def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
+    """Elements of all inputs together and their type, where they are tensors of one type."""
+    try:
+        shapes, dtypes = json.loads(dims or ""), json.loads(types or "")
+        if not shapes or len(set(dtypes)) != 1 or _size(dtypes[0]) is None:
+            return None, None
+        count = sum(math.prod(map(int, each)) for each in shapes)
+        return (count, dtypes[0]) if 0 <= count < _MOST_ELEMENTS else (None, None)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+        return None, None
 
 
 def _first_input(dims: str | None, types: str | None) -> tuple[int | None, str | None]:

@@ -21,11 +21,13 @@ def cpu_collectives(trace: Trace) -> pl.DataFrame:
         trace: One rank's.
 
     Returns:
-        By start: `event`, `name`, `ts_ns`, `dur_ns`; `launch_ns` and `launch_tid` of the operator
+        By start: `event`, `name`, `ts_ns`, `dur_ns`; `input_dims` and `input_types` as JSON where
+        shapes were recorded; `launch_ns` and `launch_tid` of the operator
         `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
         number that no call of a GPU has.
     """
-    columns = ("event", pl.col("name").cast(pl.String), "ts_ns", "dur_ns")
+    texts = (pl.col(name).cast(pl.String) for name in ("name", "input_dims", "input_types"))
+    columns = ("event", "ts_ns", "dur_ns", *texts)
     both = pl.concat([table.select(*columns) for table in (trace.annotations, trace.ops)])
     ran = both.filter(pl.col("name").str.contains(BACKENDS)).sort("ts_ns", "event")
     asked = trace.ops.filter(pl.col("name").cast(pl.String).str.starts_with("c10d::"))

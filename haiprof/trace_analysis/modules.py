@@ -16,6 +16,8 @@ MODULE, ANNOTATION, FUNCTION = "module", "annotation", "function"
 _MODULE = "nn.Module: "
 _FORWARD = r"\.py\(\d+\): forward$"
 _BACKWARD = "autograd::engine::evaluate_function"
+GRAPH_LAUNCH = "GraphLaunch"
+"""In the names of the calls of CUDA and HIP that launch a graph."""
 # Ranges that hold whole steps, or a single collective.
 _NO_PART = r"^(?:ProfilerStep|nccl:|gloo:|mpi:|ucc:|record_param_comms)"
 
@@ -24,6 +26,7 @@ SCHEMA = {
     "call_count": pl.Int64, "host_self_ns": pl.Int64, "host_ns": pl.Int64,
     "backward_host_ns": pl.Int64, "kernel_count": pl.Int64, "device_self_ns": pl.Int64,
     "device_ns": pl.Int64, "backward_device_self_ns": pl.Int64, "backward_device_ns": pl.Int64,
+    "graph_kernel_count": pl.Int64, "graph_device_self_ns": pl.Int64,
 }  # fmt: skip
 
 
@@ -45,7 +48,10 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         `kernel_count` (forward and backward, its own); `device_self_ns` of GPU events launched in
         it and in no part inside it, `device_ns` with those inside; `backward_device_self_ns` and
         `backward_device_ns` likewise of GPU events launched by its autograd nodes. Durations of
-        events that ran at the same time count in full. The row with `path` null is of GPU events
+        events that ran at the same time count in full. `graph_kernel_count` and
+        `graph_device_self_ns` are what of its own, forward and backward, a CUDA graph launched:
+        those kernels count for the part that launched the graph, since no trace of torch.profiler
+        says in which part each was captured. The row with `path` null is of GPU events
         launched in no part, so that both self columns add up to all GPU time.
 
         Source: autograd joins an operator with its node by a sequence number: the node's forward
@@ -66,6 +72,8 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         ("backward_device_self_ns", launched.filter("is_backward"), pl.col("dur_ns"), False),
         ("backward_device_ns", launched.filter("is_backward"), pl.col("dur_ns"), True),
         ("backward_host_ns", nodes, pl.col("dur_ns"), True),
+        ("graph_kernel_count", launched.filter("of_graph"), pl.lit(1, pl.Int64), False),
+        ("graph_device_self_ns", launched.filter("of_graph"), pl.col("dur_ns"), False),
     ):
         own = _by_path(tree, paths, rows, values.alias(column), with_outer=is_total)
         found = found.join(own, on="path", how="full", coalesce=True, nulls_equal=True)
@@ -137,7 +145,7 @@ def _host_times(tree: CallTree, paths: pl.Series, window: tuple[int, int] | None
 
 
 def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
-    """GPU events: `dur_ns`, `row` of the part that launched them, and `is_backward`."""
+    """GPU events: `dur_ns`, `row` of the part that launched them, `is_backward`, `of_graph`."""
     owned = with_operator(trace, steps)
     node = _node_around(owned.tree, owned.row)
     calls = owned.gpu.select("pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns")
@@ -146,7 +154,12 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
     row[known["at"].to_numpy()] = innermost(tree, known)
     inside = node >= 0
     row[inside] = _forward_part(trace, tree, owned.tree.spans, node[inside])
-    return owned.gpu.select("dur_ns", row=pl.Series(row), is_backward=pl.Series(inside))
+    return owned.gpu.select(
+        "dur_ns",
+        row=pl.Series(row),
+        is_backward=pl.Series(inside),
+        of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False),
+    )
 
 
 def _node_around(operators: CallTree, rows: Ints) -> Ints:

@@ -19,6 +19,7 @@ from haiprof.trace_analysis.call_stacks import (
     uncovered_starts,
 )
 from haiprof.trace_analysis.call_tree import nest
+from haiprof.trace_analysis.own_frames import without_own_frames
 from haiprof.trace_analysis.temporal import Steps, step_window, union_of
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -152,11 +153,12 @@ def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
 
 
 def _calls(trace: Trace, steps: Steps) -> _Calls:
-    if trace.python.is_empty():
+    python = without_own_frames(trace.python)
+    if python.is_empty():
         raise MissingDataError(
             f"{trace.path}: no Python functions in it", hint="profile with with_stack=True"
         )
-    spans = trace.python.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
+    spans = python.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
     threads = spans.select("pid", "tid").unique(maintain_order=True)
     thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
     starts = spans["ts_ns"].to_numpy()

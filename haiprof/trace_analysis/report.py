@@ -14,6 +14,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.attribution import host_operators
 from haiprof.trace_analysis.bandwidth import memory_bandwidth_summary
 from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.communication_parts import communication_parts
 from haiprof.trace_analysis.efficiency.operators import step_efficiency
 from haiprof.trace_analysis.files import load_notes, trace_file
 from haiprof.trace_analysis.idle import idle_breakdown
@@ -48,6 +49,7 @@ _OF_STEPS: tuple[Question[Any], ...] = (
     memory_bandwidth_summary,
     step_efficiency,
     collective_kernels,
+    communication_parts,
     host_operators,
 )
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"
@@ -115,6 +117,7 @@ SECTIONS: Mapping[str, _Section] = {
     "efficiency": TraceQuestions.step_efficiency,
     "memory_bandwidth": TraceQuestions.memory_bandwidth_summary,
     "rank_collectives": TraceQuestions.rank_collectives,
+    "communication_parts": TraceQuestions.communication_parts,
     "process_groups": TraceQuestions.process_groups,
     "lateness": TraceQuestions.arrival_lateness,
     "stragglers": TraceQuestions.stragglers,

@@ -79,7 +79,7 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
         waits: From `collective_waits`.
 
     Returns:
-        `collective`, `step`, `kind`, `process_group`, `sequence`, `dtype`, `group_size`,
+        `collective`, `step`, `kind`, `process_group`, `part`, `sequence`, `dtype`, `group_size`,
         `rank_count`, `matched_by`, `confidence`; `start_ns` of the first rank; `start_skew_ns`,
         last start less first; `last_rank`; `behind_second_ns`, last start less the one before;
         `transfer_ns` from the last start to the last end; `bytes`;
@@ -98,7 +98,8 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
         waits.with_columns(own_bytes=_own_bytes())
         .group_by("collective")
         .agg(
-            pl.col("step", "kind", "process_group", "sequence", "dtype", "group_size").first(),
+            pl.col("step", "kind", "process_group", "part", "sequence", "dtype").first(),
+            pl.col("group_size").first(),
             pl.col("rank_count", "matched_by", "confidence", "missing").first(),
             start_ns=pl.col("start_ns").min(),
             start_skew_ns=pl.col("start_ns").max() - pl.col("start_ns").min(),
@@ -131,12 +132,12 @@ def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
         kernels: From `collectives.collective_kernels`, with a column `rank`.
 
     Returns:
-        One row per rank, process group, kind and type: `rank`, `process_group`, `kind`, `dtype`,
+        One row per rank, group, kind and type: `rank`, `process_group`, `part`, `kind`, `dtype`,
         `group_size`, `collective_count`; `sized_count`, of which sizes are known; `time_ns` of all;
         of the sized ones `bytes` and both bandwidths as `collectives` defines them, over the whole
         time of the kernels: waiting for other ranks is in it, so bandwidths are lower bounds.
     """
-    keys = ("rank", "process_group", "kind", "dtype", "group_size")
+    keys = ("rank", "process_group", "part", "kind", "dtype", "group_size")
     length = pl.col("end_ns") - pl.col("start_ns")
     sized = pl.col("own_bytes").is_not_null()
     grouped = kernels.with_columns(own_bytes=_own_bytes()).group_by(keys).agg(
@@ -186,12 +187,13 @@ def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
         rows: From `collectives`.
 
     Returns:
-        `process_group`, `kind`, `group_size`, `collective_count`; `timed_count`, of which bytes and
-        transfer are known; of those `bytes`, `transfer_ns` and both bandwidths, which are all
-        their bytes over all their transfer time (the bus factor depends on kind and size only).
+        `process_group`, `part`, `kind`, `group_size`, `collective_count`; `timed_count`, of
+        which bytes and transfer are known; of those `bytes`, `transfer_ns` and both
+        bandwidths, which are all their bytes over all their transfer time (the bus factor depends
+        on kind and size only).
     """
     timed = pl.col("algorithm_bandwidth_bytes_per_s").is_not_null()
-    grouped = rows.group_by("process_group", "kind", "group_size").agg(
+    grouped = rows.group_by("process_group", "part", "kind", "group_size").agg(
         pl.len().cast(pl.Int64).alias("collective_count"),
         timed.sum().cast(pl.Int64).alias("timed_count"),
         *(_sum_of(name, timed) for name in ("bytes", "transfer_ns")),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from haiprof.trace_analysis.group_parts import WHOLE_JOB
+
 Tables = Mapping[str, pl.DataFrame]
 
 STEP_PARTS = (
@@ -128,6 +130,12 @@ def operators(tables: Tables) -> pl.DataFrame:
     return summed.with_columns(
         name="operator", shapes=shapes, own_ratio=own / own.sum()
     ).sort(-own, "operator", "shapes", nulls_last=True)  # fmt: skip
+
+
+def communication_parts(tables: Tables) -> pl.DataFrame:
+    """Communication by part; nothing where no group says which part it serves."""
+    found = tables["communication_parts"]
+    return found.clear() if found.filter(pl.col("part") != WHOLE_JOB).is_empty() else found
 
 
 def rank_collectives(tables: Tables) -> pl.DataFrame:

@@ -16,7 +16,7 @@ from haiprof.show.views.blocks import section
 _LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
 _INSTANCE = re.compile(r"_\d+$")
 _TIMES = ("host_ns", "host_self_ns", "device_ns", "device_self_ns", "backward_device_ns",
-          "backward_device_self_ns", "backward_host_ns")  # fmt: skip
+          "backward_device_self_ns", "backward_host_ns", "graph_device_self_ns")  # fmt: skip
 _TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
          ("device_ns", "GPU"), ("backward_device_ns", "GPU backward"),
          ("own_ns", "GPU own"), ("share_ratio", "share"))  # fmt: skip
@@ -52,13 +52,13 @@ def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> Renderable
     parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
     classes = _by_class(summed, whole)
     parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
-    return Group(*parts, *_unattributed_lines(summed))
+    return Group(*parts, *_graph_lines(summed), *_unattributed_lines(summed))
 
 
 def _over_ranks(found: pl.DataFrame) -> pl.DataFrame:
     return found.group_by("path", maintain_order=True).agg(
         pl.col("name", "kind", "depth").first(),
-        pl.col("call_count", "kernel_count", *_TIMES).sum(),
+        pl.col("call_count", "kernel_count", "graph_kernel_count", *_TIMES).sum(),
     )
 
 
@@ -90,6 +90,15 @@ def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
     own = own if has_gpu else pl.col("host_self_ns")
     share = own / whole if whole else pl.lit(None, pl.Float64)
     return sums.with_columns(share_ratio=share).sort(-own, "name")
+
+
+def _graph_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
+    """What CUDA graphs launched, whose kernels the trace does not tell apart by module."""
+    count = _sum(summed, "graph_kernel_count")
+    if count:
+        share = ratio_text(_sum(summed, "graph_device_self_ns") / (_device_ns(summed) or 1))
+        text = f"\n{share} of GPU time, {count} kernels, is of CUDA graphs: it counts for the part"
+        yield Text(f"{text} that launched the graph, not for those inside", style="dim")
 
 
 def _unattributed_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:

@@ -14,6 +14,7 @@ from haiprof.show.tables import trace_report as rows
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, missing_block, notes_block, section
+from haiprof.trace_analysis.group_parts import WHOLE_JOB
 from haiprof.trace_analysis.report import TraceReport
 from haiprof.trace_analysis.trace_check import fault_lines, fault_names
 from haiprof.trace_format.checks.finding import EVERYTHING
@@ -149,11 +150,22 @@ VIEWS = (
         ),
     ),
     View(
+        title="Communication by part of the job",
+        of=("communication_parts",),
+        rows=rows.communication_parts,
+        columns=(
+            ("rank", "rank"), ("device", "device"), ("part", "part"), ("group_count", "groups"),
+            ("collective_count", "count"), ("time_ns", "time"), ("exposed_ns", "exposed"),
+            ("exposed_ratio", "of the span"), ("wait_ns", "waited for others"),
+        ),
+        legend="exposed: no kernel computes; of a pipeline that is its bubble and its transfers",
+    ),
+    View(
         title="Collectives of one rank",
         of=("rank_collectives",),
         rows=rows.rank_collectives,
         columns=(
-            ("process_group", "group"), ("kind", "kind"), ("dtype", "type"),
+            ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("dtype", "type"),
             ("group_size", "ranks"), ("collective_count", "count"), ("bytes", "size"),
             ("time_ns", "time"), ("algorithm_bandwidth_bytes_per_s", "bandwidth"),
             ("bus_bandwidth_bytes_per_s", "bus bandwidth"),
@@ -165,7 +177,7 @@ VIEWS = (
         of=("process_groups",),
         rows=lambda tables: tables["process_groups"],
         columns=(
-            ("process_group", "group"), ("kind", "kind"), ("group_size", "ranks"),
+            ("process_group", "group"), ("part", "part"), ("kind", "kind"), ("group_size", "ranks"),
             ("collective_count", "count"), ("timed_count", "timed"), ("bytes", "size"),
             ("transfer_ns", "transfer"), ("bus_bandwidth_bytes_per_s", "bus bandwidth"),
         ),
@@ -175,7 +187,7 @@ VIEWS = (
         of=("lateness", "stragglers"),
         rows=rows.lateness,
         columns=(
-            ("rank", "rank"), ("late_ns", "later per step"), ("low_ns", "from"),
+            ("rank", "rank"), ("part", "part"), ("late_ns", "later per step"), ("low_ns", "from"),
             ("high_ns", "to"), ("last_ratio", "last"), ("held_up_ns", "held others up"),
             ("waited_ns", "waited itself"),
         ),
@@ -282,7 +294,9 @@ def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
         return found.select("rank", "device").unique()["rank"].is_unique().all()
     if name == "slowest_rank":
         name = "distance_ratio"
-    return name in ("process_group", "distance_ratio") and found[name].is_null().all()
+    if name == "part":
+        return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
+    return name in ("process_group", "wait_ns", "distance_ratio") and found[name].is_null().all()
 
 
 def _closing(report: TraceReport) -> Iterator[RenderableType]:

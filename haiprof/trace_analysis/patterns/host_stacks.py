@@ -11,6 +11,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.intervals import Intervals, covered_lengths
 from haiprof.trace_analysis.call_stacks import Stacks, levels, stack_texts, stacks, uncovered_starts
 from haiprof.trace_analysis.call_tree import CallTree, nest
+from haiprof.trace_analysis.own_frames import without_own_frames
 from haiprof.trace_analysis.patterns.priority import PatternWindow
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -45,7 +46,7 @@ def host_calls(trace: Trace) -> HostCalls | None:
     thread without an operator or a call of the runtime only waits (progress bars, queues): it is
     left out where others work.
     """
-    parts = [trace.python.select(_COLUMNS), trace.ops.select(_COLUMNS)]
+    parts = [without_own_frames(trace.python).select(_COLUMNS), trace.ops.select(_COLUMNS)]
     spans = pl.concat(part for part in parts if len(part)) if any(map(len, parts)) else parts[0]
     marks = [name for name in spans["name"].unique().cast(pl.String) if name.startswith(_STEP)]
     spans = spans.filter(~pl.col("name").is_in(marks)) if marks else spans

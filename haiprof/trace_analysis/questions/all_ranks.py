@@ -10,6 +10,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
 from haiprof.trace_analysis.clocks import on_one_clock
 from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.communication_parts import communication_parts, waits_by_part
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces, Steps
 from haiprof.trace_analysis.skew import (
@@ -32,10 +33,11 @@ class RankQuestions(RankTraces):
 
         Returns:
             One row per collective that is found on several ranks: `collective`, `step`, `kind`,
-            `process_group`, `sequence`, `dtype`, `group_size`, `rank_count`, `matched_by`,
-            `confidence`, `start_ns`, `start_skew_ns`, `last_rank`, `behind_second_ns`,
-            `transfer_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`,
-            `missing` (why times are null). Clocks are compared by `clock_offsets`.
+            `process_group`, `part`, `sequence`, `dtype`, `group_size`, `rank_count`,
+            `matched_by`, `confidence`, `start_ns`, `start_skew_ns`, `last_rank`,
+            `behind_second_ns`, `transfer_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s`,
+            `bus_bandwidth_bytes_per_s`, `missing` (why times are null).
+            Clocks are compared by `clock_offsets`.
         """
         return collectives(self._collective_waits(steps))
 
@@ -52,8 +54,8 @@ class RankQuestions(RankTraces):
         """Bandwidth per process group and kind of collective.
 
         Returns:
-            `process_group`, `kind`, `group_size`, `collective_count`, `timed_count`, `bytes`,
-            `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
+            `process_group`, `part`, `kind`, `group_size`, `collective_count`, `timed_count`,
+            `bytes`, `transfer_ns`, `algorithm_bandwidth_bytes_per_s`, `bus_bandwidth_bytes_per_s`.
         """
         return process_groups(self.collectives(steps))
 
@@ -61,11 +63,24 @@ class RankQuestions(RankTraces):
         """What each rank's own collectives moved; one rank's trace is enough.
 
         Returns:
-            `rank`, `process_group`, `kind`, `dtype`, `group_size`, `collective_count`,
+            `rank`, `process_group`, `part`, `kind`, `dtype`, `group_size`, `collective_count`,
             `sized_count`, `time_ns`, `bytes`, `algorithm_bandwidth_bytes_per_s` and
             `bus_bandwidth_bytes_per_s`, both lower bounds: the time holds waiting.
         """
         return rank_collectives(self.per_rank(collective_kernels, steps=steps))
+
+    def communication_parts(self, steps: Steps = None) -> pl.DataFrame:
+        """Communication by the part of the job that its process group serves.
+
+        Returns:
+            `rank`, `device`, `part` (data, tensor, pipeline, expert parallel ..., by the group's
+            description), `group_count`, `collective_count`, `time_ns`, `exposed_ns` in which
+            nothing computed (of a pipeline: its bubble and transfers that nothing hides),
+            `exposed_ratio` of the GPU's span, `wait_ns` for other ranks of the group and
+            `waited_count`, the collectives that it is known of.
+        """
+        parts = self.per_rank(communication_parts, steps=steps)
+        return waits_by_part(parts, self._collective_waits(steps))
 
     def patterns(self, steps: Steps = None, *, progress: Progress | None = None) -> Patterns:
         """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.
@@ -118,8 +133,9 @@ class RankQuestions(RankTraces):
             steps: First profiler step and the one after the last; None takes all.
 
         Returns:
-            `rank`, the latest first; `process_group`, `late_ns` per step, `low_ns`, `high_ns`,
-            `clock_ns`, `step_count`, `collective_count`, `is_late`, `said` (the answer in words).
+            `rank`, the latest first; `process_group`, `part`, `late_ns` per step, `low_ns`,
+            `high_ns`, `clock_ns`, `step_count`, `collective_count`, `is_late`, `said` (the answer
+            in words).
 
         Raises:
             MissingDataError: No arrivals can be compared; it says why.

@@ -264,8 +264,9 @@ class HostQuestions(RankTraces):
         Returns:
             One row per rank and module or annotated range: `rank`, `path`, `name`, `kind`,
             `depth`, `call_count`, `host_self_ns`, `host_ns`, `backward_host_ns`, `kernel_count`,
-            `device_self_ns`, `device_ns`, `backward_device_self_ns`, `backward_device_ns`. The
-            row with `path` null is of GPU events outside of all.
+            `device_self_ns`, `device_ns`, `backward_device_self_ns`, `backward_device_ns`,
+            `graph_kernel_count`, `graph_device_self_ns` (of CUDA graphs). The row with `path` null
+            is of GPU events outside of all.
         """
         return self.per_rank(module_times, steps=steps)
 

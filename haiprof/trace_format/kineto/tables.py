@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRACE_VERSION = 4  # of the tables below; a cache of another version is built again
+TRACE_VERSION = 5  # of the tables below; a cache of another version is built again
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
@@ -70,6 +70,10 @@ _EXTERNAL = TraceColumn(
 _RECORD_FUNCTION = TraceColumn(
     "record_function_id", "i64", "Record function id", "joins an execution trace"
 )
+_INPUTS = (
+    TraceColumn("input_dims", "str", "Input Dims", "shapes, as JSON", is_json=True),
+    TraceColumn("input_types", "str", "Input type", "element types, as JSON", is_json=True),
+)
 _COLLECTIVE = (
     TraceColumn("collective", "str", "Collective name", "Collective name"),
     TraceColumn("dtype", "str", "dtype", "of its elements"),
@@ -107,11 +111,10 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         _RECORD_FUNCTION,
         TraceColumn("sequence_number", "i64", "Sequence number", "joins forward and backward"),
         TraceColumn("forward_tid", "i64", "Fwd thread id", "thread of the forward operator"),
-        TraceColumn("input_dims", "str", "Input Dims", "shapes, as JSON", is_json=True),
-        TraceColumn("input_types", "str", "Input type", "element types, as JSON", is_json=True),
+        *_INPUTS,
         *_COLLECTIVE,
     ),
-    ANNOTATIONS: (*COMMON, _EXTERNAL, _RECORD_FUNCTION),
+    ANNOTATIONS: (*COMMON, _EXTERNAL, _RECORD_FUNCTION, *_INPUTS),
     PYTHON: (
         *COMMON,
         TraceColumn("python_id", "i64", "Python id", "of this call"),

@@ -245,6 +245,17 @@ def test_command_writes_one_file_per_rank_and_reports_the_share(
     assert again.header["rank"] == 5
 
 
+def test_command_fails_and_writes_nothing_where_nothing_was_linked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = traces("hta_cp_simple_add_a100")
+    notes = next(traces(DLRM_ET).glob("*_0.json.gz"))
+    target = tmp_path / "linked.json.gz"
+    assert run_command(["link", str(other), "--et", str(notes), "-o", str(target)]) == 5
+    assert "nothing was linked" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_command_ends_with_one_line_on_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,10 @@ MISNAMED = r"Memcpy|Memset|dma|Sync|^hip"
         ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", MEMORY),
         ("hipMemcpyDtoH", "gpu_memcpy", MEMORY),
         ("Memset (Device)", "Memset", MEMORY),
+        ("DMA_H2D", "mtia_ccp_events", MEMORY),
+        ("dma copy", "mtia_ccp_events", MEMORY),
+        ("dmatmul", "mtia_ccp_events", COMPUTATION),
+        ("fc_kernel", "mtia_ccp_events", COMPUTATION),
     ],
 )  # fmt: skip
 def test_kind_goes_by_category_first_and_by_name_second(

@@ -112,3 +112,21 @@ def test_memory_at_the_peak_by_module_adds_up_to_the_peak(
     shown = capsys.readouterr().out
     assert "Alive at the peak of rank 0, cuda 0, by class of module" in shown
     assert "Linear " in shown.partition("by class of module")[2]
+
+
+def test_kernels_of_a_cuda_graph_count_for_the_part_that_launched_it(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, [
+        event("nn.Module: Model_0", "python_function", 10, 90),
+        event("cudaGraphLaunch", "cuda_runtime", 30, 5, correlation=1),
+        kernel("gemm", 60, 11, correlation=1), kernel("relu", 72, 2, correlation=1),
+        launch(2, 80), kernel("loss", 90, 5, correlation=2),
+    ])  # fmt: skip
+    (row,) = TraceAnalysis(tmp_path).module_times().rows(named=True)
+    assert (row["path"], row["device_self_ns"]) == ("Model_0", 18_000)
+    assert (row["graph_kernel_count"], row["graph_device_self_ns"]) == (2, 13_000)
+
+
+def test_command_says_what_is_of_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A public trace in which 12 launches of graphs run 5046 of 15632 kernels."""
+    assert main(["modules", str(traces("hta_diff_test_v100_r1of2"))]) == 0
+    assert "5046 kernels, is of CUDA graphs" in " ".join(capsys.readouterr().out.split())
