@@ -3,7 +3,8 @@
     python benchmarks/commands.py --before /path/to/other/checkout > benchmarks/results/commands.md
 
 Records a small run with a trace first, or takes one with --run. Each command runs twice: the second
-time haiprof may print what it kept of the first. `list` is also asked for many copies of the run.
+time haiprof may print what it kept of the first. `list` is also asked for many copies of the run:
+`many` with the verdict that the launcher saved at the end, `unjudged` as --quiet leaves a run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 COMMANDS = (
     "verdict {untraced}", "overview {untraced}", "rank {untraced} 0", "lines {untraced}",
     "verdict {run}", "overview {run}", "rank {run} 0", "lines {run}", "list {logs}", "list {many}",
+    "list {unjudged}",
     "ps --log-dir {logs}", "diagnose {run}", "report {run} -o {out}/r.html", "export {run} "
     "--format csv -o {out}/c.csv --force", "query {run} --schema", "trace-report {run}",
     "trace-check {run}", "efficiency {run}", "functions {run}", "critical-path {run}",
@@ -67,18 +69,19 @@ def import_s() -> float:
 def record(folder: Path, name: str, tracing: Sequence[str] = ()) -> Path:
     """A small run of a few seconds, into a log directory of that name."""
     script = REPOSITORY / "examples" / "cpu_bound_forward.py"
-    options = ["--log-dir", str(folder / name), *tracing, "--quiet"]
+    options = ["--log-dir", str(folder / name), *tracing]
     program = PROGRAM.format(root=str(REPOSITORY))
     words = [sys.executable, "-c", program, *options, str(script), "--seconds", "6"]
     subprocess.run(words, check=True, capture_output=True, cwd=folder)
     return next((folder / name).iterdir())
 
 
-def copies(run: Path, folder: Path, count: int) -> Path:
+def copies(run: Path, folder: Path, count: int, *, without: Sequence[str] = ()) -> Path:
     """A log directory with so many copies of the run."""
+    left_out = shutil.ignore_patterns("answers", "traces", *without)
     for number in range(count):
         target = folder / f"train-{number:05d}"
-        shutil.copytree(run, target, ignore=shutil.ignore_patterns("answers", "traces"))
+        shutil.copytree(run, target, ignore=left_out)
         manifest = json.loads((target / "run.json").read_text())
         manifest["start_wall_ns"] += number * 10**9
         (target / "run.json").write_text(json.dumps(manifest))
@@ -103,10 +106,13 @@ def main() -> None:
             parser.error("the run has no trace: the machine is too busy, or name one with --run")
         untraced = record(folder, "untraced")
         many = copies(run, folder / "many", options.many)
-        names = {"run": run, "untraced": untraced, "logs": run.parent, "many": many, "out": folder}
+        unjudged = copies(run, folder / "unjudged", options.many, without=["verdict.*"])
+        names = {"run": run, "untraced": untraced, "logs": run.parent, "many": many,
+                 "unjudged": unjudged, "out": folder}  # fmt: skip
         for root in filter(None, (REPOSITORY, options.before)):
             compile_bytecode(root)
-        print(f"CPU seconds of each command on a small run; `many` holds {options.many} runs.")
+        print("CPU seconds of each command on a small run; "
+              f"`many` and `unjudged` hold {options.many} runs.")  # fmt: skip
         print("`run` has one trace window, `untraced` none. First and second: the second time an")
         print(
             "answer may have been kept. Last line: numpy and polars alone, which nearly all load.\n"

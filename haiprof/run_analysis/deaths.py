@@ -696,7 +696,7 @@ def _sender(came: Arrived) -> str:
 
 
 _REMEDIES: Mapping[str, str] = {
-    "exception": "mend the line; the ranks that waited need nothing",
+    "exception": "fix the line that raised it",
     "out_of_memory": "use less memory on that rank (smaller batches, fewer or leaner workers), or "
     "give the job more",
     "shared_memory_full": "give /dev/shm more room (docker --shm-size, an emptyDir of medium "
@@ -715,7 +715,7 @@ _REMEDIES: Mapping[str, str] = {
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
     "signal": "ask whoever sent it; haiprof passed it on to the job",
     "interrupted": "somebody pressed Ctrl-C, or sent SIGINT",
-    "launcher": "mend what the launcher says",
+    "launcher": "fix what the launcher reports",
     "gone": "look at the log of the kernel (dmesg) and of the scheduler",
     "unknown": "look at the job's own output; `haiprof doctor` tells what could not be seen here",
 }  # fmt: skip

@@ -27,14 +27,14 @@ from haiprof.show.text import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.finding import Finding
+    from haiprof.diagnosis.finding import Evidence, Finding
     from haiprof.diagnosis.verdict import Cost, Verdict
 
 MAX_WIDTH = 100
 _NOTE_LIMIT = 4
 _BRIEF_EVIDENCE = 3
-_BRIEF_OTHERS = 3
-_BRIEF_LINES = 2
+_BRIEF_OTHERS = 2
+_MORE = "haiprof verdict with --all"
 _ROOM_FOR_BOTH = 100
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.gaps` has them
@@ -58,59 +58,78 @@ def verdict_card(
         everything: Whether all numbers and further findings are shown whole, and what could not be
             measured or judged, and what haiprof itself cost.
     """
-    parts: list[RenderableType] = [_headline(verdict)]
-    if verdict.death is not None:
-        parts += [Text(), death_block(verdict)]
-    if verdict.step_count:
-        parts += [Text(), *_split(verdict, width)]
-    if everything:
-        for place, finding in enumerate(verdict.findings):
-            titled = place > 0 or verdict.death is not None
-            parts += [Text(), _finding(finding, titled=titled)]
-        parts += [Text(), *_closing(verdict)]
-    else:
-        parts += _brief_findings(verdict)
-        parts += _brief_closing(verdict)
+    parts = _whole(verdict, width) if everything else _brief(verdict, width)
     title = Text.assemble((" haiprof ", "bold"), (f" {run.name} ", ""), (f" {run.outcome} ", "dim"))
     title.truncate(min(width, MAX_WIDTH) - 8, overflow="ellipsis")
     return Panel(
         Group(*parts),
         title=title,
         title_align="left",
+        subtitle=None if everything else Text(f" {_MORE} ", style="dim"),
+        subtitle_align="right",
         border_style="bright_black",
         padding=(1 if everything else 0, 2),
         width=min(width, MAX_WIDTH),
     )
 
 
-def _brief_findings(verdict: Verdict) -> Iterator[RenderableType]:
-    """The first finding with its proof, line and remedy; of the others their titles."""
-    if not verdict.findings:
-        return
-    first, *others = verdict.findings
-    yield Text()
-    yield _finding(first, titled=verdict.death is not None, limit=_BRIEF_EVIDENCE)
-    rows = _label_grid()
+def _whole(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+    yield _headline(verdict)
+    if verdict.death is not None:
+        yield from (Text(), death_block(verdict))
+    if verdict.step_count:
+        yield from (Text(), *_split(verdict, width))
+    for place, finding in enumerate(verdict.findings):
+        titled = place > 0 or verdict.death is not None
+        yield from (Text(), _finding(finding, titled=titled))
+    yield from (Text(), *_closing(verdict))
+
+
+def _brief(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+    """About a dozen lines: headline, split, proof, line and remedy, what else, what to do next."""
+    yield _headline(verdict)
+    if verdict.death is not None:
+        yield death_block(verdict)
+    if verdict.step_count:
+        yield from _split(verdict, width, brief=True)
+    grid = _label_grid()
+    others = list(verdict.findings)
+    if verdict.death is None and others:
+        first, *others = others
+        for row in _reasons(first):
+            grid.add_row(*row)
     for finding in others[:_BRIEF_OTHERS]:
         title = Text(printable(finding.title), style=_SEVERITY_STYLES[finding.severity])
-        rows.add_row("also", title)
-    if others:
-        yield rows
+        grid.add_row("also", title)
     if len(others) > _BRIEF_OTHERS:
-        yield Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'more finding')}", style="dim")
-
-
-def _brief_closing(verdict: Verdict) -> Iterator[RenderableType]:
-    """What was noticed and traced, what was damaged, and where the rest is."""
-    grid = _label_grid()
-    rows = [("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", verdict.notes)]
+        grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'more finding')}"))
+    known = tuple(why for _, why in verdict.not_measured)  # said with --all
+    notes = [note for note in verdict.notes if not note.endswith(known)]
+    rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", notes))
     for label, lines in rows:
-        for place, line in enumerate(lines[:_BRIEF_LINES]):
-            grid.add_row("" if place else label, Text(line, style="dim"))
+        for line in lines[:1]:
+            grid.add_row(label, Text(line, style="dim"))
     grid.add_row("next", Text(verdict.next_command, style="bold"))
-    grid.add_row("more", Text("haiprof verdict with --all", style="dim"))
-    yield Text()
     yield grid
+
+
+def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
+    """The numbers that prove a finding, its line and its remedy, each with its label."""
+    parts = [
+        Text.assemble((f"{each.name} ", "dim"), value_text(each.value, each.unit))
+        for each in _numbers(finding)[:_BRIEF_EVIDENCE]
+    ]
+    parts.append(Text(f"confidence {ratio_text(finding.confidence)}", style="dim"))
+    style = _SEVERITY_STYLES[finding.severity]
+    yield Text(finding.severity, style=style), Text(" · ", style="dim").join(parts)
+    for line in finding.code_lines[:1]:
+        yield Text("at"), Text(printable(line.describe()), style="bold")
+    yield Text("do", style="bold green"), Text(finding.remedy)
+
+
+def _numbers(finding: Finding) -> list[Evidence]:
+    """Its numbers, without times of what never happened."""
+    return [each for each in finding.evidence if each.value != 0 or each.unit != "ns"]
 
 
 def _label_grid() -> Table:
@@ -130,24 +149,31 @@ def _headline(verdict: Verdict) -> Text:
     return Text(verdict.headline, style="bold green" if verdict.step_count else "bold yellow")
 
 
-def _split(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[RenderableType]:
     yield SplitBar(verdict.split)
-    yield _split_numbers(verdict.split, width)
+    yield _split_numbers(verdict.split, width, brief=brief)
     counts = steps_text(verdict.step_count, len(verdict.ranks))
     facts = [f"usual step {duration_text(verdict.step_ns)}", counts]
     if verdict.evaluation_ns:
         facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
     if verdict.compile_ns:
         facts.append(f"{duration_text(verdict.compile_ns)} of compilation")
-    facts += [
-        f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
-        for kind, e in verdict.events.items()
-    ]
+    facts += (
+        []
+        if brief
+        else [
+            f"{_EVENT_NAMES.get(kind, kind)}: {e.count} for {duration_text(e.total_ns)}"
+            for kind, e in verdict.events.items()
+        ]
+    )
     yield Text(" · ".join(facts), style="dim")
 
 
-def _split_numbers(split: Mapping[str, float | None], width: int) -> RenderableType:
-    """Mark, name, time and share of each phase, one column each."""
+def _split_numbers(split: Mapping[str, float | None], width: int, *, brief: bool) -> RenderableType:
+    """Mark, name, time and share of each phase, one column each.
+
+    A brief one that is narrow leaves the shares to the bar.
+    """
     total = sum(ns or 0.0 for ns in split.values())
     gap = 3 if width >= MAX_WIDTH else 1
     grid = Table.grid(padding=(0, gap, 0, 0))
@@ -160,17 +186,17 @@ def _split_numbers(split: Mapping[str, float | None], width: int) -> RenderableT
         grid.add_row(*(Text.assemble(t, "  ", s) for t, s in zip(times, shares, strict=True)))
     else:
         grid.add_row(*times)
-        grid.add_row(*(Text.assemble("  ", share) for share in shares))
+        if not brief:
+            grid.add_row(*(Text.assemble("  ", share) for share in shares))
     return grid
 
 
-def _finding(finding: Finding, *, titled: bool, limit: int | None = None) -> RenderableType:
+def _finding(finding: Finding, *, titled: bool) -> RenderableType:
     """Its severity and numbers; the first one's title is the headline.
 
     Args:
         finding: The finding.
         titled: Whether its title is shown.
-        limit: How many of its numbers, and one line of code; None shows all that is known of it.
     """
     head = Text()
     head.append(finding.severity, style=_SEVERITY_STYLES[finding.severity])
@@ -181,18 +207,18 @@ def _finding(finding: Finding, *, titled: bool, limit: int | None = None) -> Ren
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(overflow="fold")
     rows.add_column(justify="right", no_wrap=True)
-    for evidence in finding.evidence[:limit]:
+    for evidence in _numbers(finding):
         rows.add_row(Text(evidence.name, style="dim"), value_text(evidence.value, evidence.unit))
     parts: list[RenderableType] = [
         head,
         Padding(rows, (0, 0, 0, 2)),
         *(
             _with_label("at", printable(line.describe()), style="bold")
-            for line in finding.code_lines[: limit and 1]
+            for line in finding.code_lines
         ),
         _with_label("do", finding.remedy),
     ]
-    if finding.missing and limit is None:
+    if finding.missing:
         parts.append(_with_label("not known", ", ".join(finding.missing), style="dim"))
     return Group(*parts)
 

@@ -89,7 +89,8 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     death = verdict.death
     assert death is not None
     if death.died_ns:
-        yield f"at {moment_text(death.died_ns)} · order: {death.clock}"
+        order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
+        yield f"at {moment_text(death.died_ns)}{order}"
     yield from memory_lines(verdict)
     yield from start_lines(verdict.starts)
     goodput = verdict.goodput

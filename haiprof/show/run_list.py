@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +21,14 @@ from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import run_folders, start_order
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
-from haiprof.show.run_header import ENDED, manifest_or_none, run_header
+from haiprof.show.run_header import ENDED, KILLED, RUNNING, manifest_or_none, run_header
 from haiprof.show.text import moment_text
 
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
 """What the entry of a run is made from."""
+_COMPUTED = ("step_count", "died_of", "died_rank", "problem")
+"""Fields that take reading the ranks' files; the others are cheap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +150,30 @@ def _line(text: str, style: Style | None = None) -> Iterator[Segment]:
 
 def _kept_entry(run: RunPaths) -> RunEntry:
     """What is known of a run: kept in it once it is over, by its verdict or by an earlier list."""
+    kept = _earlier_entry(run)
+    if kept is not None and kept.state == ENDED:
+        return kept  # its run.json is among what the kept entry is valid for
     entry, is_whole = _entry_without_steps(run)
     if is_whole:
         return entry
-    stamp = fingerprint(run, of=_SOURCES) if entry.state == ENDED else None
-    kept = read_answer(run, _KEPT_NAME, valid_for=stamp) if stamp else None
-    if kept is not None and kept.keys() == RunEntry.__dataclass_fields__.keys():
-        return RunEntry(**kept)
+    if kept is not None and entry.state == KILLED:  # by now; its time of death is read again
+        return replace(entry, **{name: getattr(kept, name) for name in _COMPUTED})
+    stamp = None if entry.state == RUNNING else fingerprint(run, of=_SOURCES)
     entry = _with_steps(run, entry)
     if stamp:
         keep_answer(run, _KEPT_NAME, asdict(entry), valid_for=stamp)
     return entry
+
+
+def _earlier_entry(run: RunPaths) -> RunEntry | None:
+    """The entry that an earlier list kept; None where there is none, or the run has changed."""
+    if not os.path.lexists(run.answer(_KEPT_NAME)):
+        return None
+    stamp = fingerprint(run, of=_SOURCES)
+    kept = read_answer(run, _KEPT_NAME, valid_for=stamp) if stamp else None
+    if kept is None or kept.keys() != RunEntry.__dataclass_fields__.keys():
+        return None
+    return RunEntry(**kept)
 
 
 def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:

@@ -118,6 +118,20 @@ def test_list_is_kept_run_by_run(run: RunPaths) -> None:
     assert changed.step_count == 0
 
 
+def test_list_keeps_what_it_read_of_a_killed_run_too(run: RunPaths) -> None:
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps(manifest | {"end_wall_ns": None}))
+    for path in run.root.rglob("*"):
+        os.utime(path, (10**9, 10**9))  # nobody has written for years
+    (first,) = run_list(run.root.parent)
+    assert (first.state, first.step_count) == ("killed", STEPS)
+    assert list(answers(run)) == ["list.json"]
+    assert run_list(run.root.parent) == [first]
+    write_rank(run, spans_of("D F B O " * 50, span_ns=1_000_000, gap_ns=10_000), rank=1)
+    (grown,) = run_list(run.root.parent)
+    assert (grown.step_count, grown.rank_count) == (50, 2)
+
+
 def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
     run: RunPaths, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.finding import Evidence, Finding
 from haiprof.show.card import verdict_card
 from haiprof.show.export import save_card_svg, save_verdict, view_text
 from haiprof.show.rank_summary import one_rank_summary
@@ -39,11 +39,12 @@ def card_text(folder: Path, *findings: Finding, width: int = 100, everything: bo
 def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int) -> None:
     short = card_text(tmp_path / "a", FORWARD_BOUND, width=width, everything=False)
     whole = card_text(tmp_path / "b", FORWARD_BOUND, width=width)
-    assert len(short.splitlines()) <= {60: 27, 80: 22, 100: 20}[width]  # of every kind a row
+    assert len(short.splitlines()) <= {60: 20, 80: 17, 100: 15}[width]  # of every kind a row
     for words in ("not measured", "not judged", "own cost"):
         assert words not in short
     assert "own cost" in whole
-    assert "do:" in short
+    assert "move the preprocessing in" in short
+    assert f"confidence {FORWARD_BOUND.confidence * 100:.0f} %" in short
     assert "--all" in short
 
 
@@ -172,3 +173,12 @@ def test_card_svg_holds_the_card(tmp_path: Path) -> None:
     assert text.startswith("<svg")
     assert FORWARD_BOUND.title.split()[0] in text or "nothing" in text
     assert "url(http" not in text  # a picture asks no network
+
+
+def test_card_lists_no_time_of_what_never_happened(tmp_path: Path) -> None:
+    never = Evidence(name="checkpoint saves", value=0.0, unit="ns")
+    finding = replace(FORWARD_BOUND, evidence=(never, *FORWARD_BOUND.evidence))
+    for everything in (False, True):
+        text = card_text(tmp_path, finding, everything=everything)
+        assert "checkpoint saves" not in text
+        assert "139 ms" in text
