@@ -26,9 +26,9 @@ def cpu_collectives(trace: Trace) -> pl.DataFrame:
         `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
         number that no call of a GPU has.
     """
-    texts = (pl.col(name).cast(pl.String) for name in ("name", "input_dims", "input_types"))
-    columns = ("event", "ts_ns", "dur_ns", *texts)
-    both = pl.concat([table.select(*columns) for table in (trace.annotations, trace.ops)])
+    texts = pl.col("name", "input_dims", "input_types").cast(pl.String)
+    tables = (trace.annotations, trace.ops)
+    both = pl.concat([table.select("event", "ts_ns", "dur_ns", texts) for table in tables])
     ran = both.filter(pl.col("name").str.contains(BACKENDS)).sort("ts_ns", "event")
     asked = trace.ops.filter(pl.col("name").cast(pl.String).str.starts_with("c10d::"))
     calls = asked.select(launch_ns="ts_ns", launch_tid="tid").sort("launch_ns")
