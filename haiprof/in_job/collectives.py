@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES
 from haiprof.base.safe_files import write_file
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
@@ -29,6 +31,19 @@ _GZIP_LEVEL = 1  # zlib lets go of the interpreter lock
 _now = time.perf_counter_ns
 
 Dump = Callable[..., bytes]
+
+
+def drop_old_flight_names() -> None:
+    """Takes the names from before torch 2.9 out of the environment, where torch knows the new ones.
+
+    The launcher sets both, as it cannot know the job's torch, which would print a warning for each
+    old one. Where the user has set one, the launcher set none, and all stay.
+    """
+    if not hasattr(sys.modules.get("torch._C._distributed_c10d"), _DUMPS[0]):
+        return
+    for new, old in (ENV_FLIGHT_SIZES, ENV_FLIGHT_DUMPS):
+        if old in os.environ and os.environ[old] == os.environ.get(new):
+            del os.environ[old]
 
 
 class FlightRecorder:

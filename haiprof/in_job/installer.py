@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import haiprof
 from haiprof.in_job import patches
 from haiprof.in_job.collective_calls import Places, wrap_calls
+from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.collector_pauses import CollectorPauses
 from haiprof.in_job.dataloader_settings import describe_loader, wrap_iter
 from haiprof.in_job.device import DeviceTimer
@@ -251,6 +252,7 @@ class Installer:
         undos: list[Callable[[], None]] = []
 
         def wrap(module: Any) -> None:
+            drop_old_flight_names()
             if not self.state.repeats.trained and not self.state.is_closed:
                 undos.extend(wrap_calls(module, self.state, Places(self.recorder.lines)))
 

@@ -30,7 +30,7 @@ def without_own_frames(calls: pl.DataFrame) -> pl.DataFrame:
     if above["python_id"].is_duplicated().any():  # ids that mean nothing: times nest the calls
         return kept.filter(~pl.col("is_own")).drop("is_own")
     callers = _callers_outside(dict(above.iter_rows()))
-    moved = pl.col("parent_id").replace(callers)
+    moved = pl.col("parent_id").replace_strict(callers, default=pl.col("parent_id"))
     return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)
 
 

@@ -137,17 +137,20 @@ def test_no_collective_and_no_process_group_is_added(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node=2", "train.py"]  # fmt: skip
     counted: dict[str, list[object]] = {}
+    warnings = {}
     for how, launcher in {
         "bare": [],
         "recorded": [*HAIPROF, "--quiet", "--steps", "10:12"],
     }.items():
         (tmp_path / how).mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*launcher, *torchrun, how], cwd=tmp_path, env=environment, check=True,
-                       capture_output=True, timeout=240)  # fmt: skip
+        done = subprocess.run([*launcher, *torchrun, how], cwd=tmp_path, env=environment,
+                              check=True, capture_output=True, timeout=240)  # fmt: skip
+        warnings[how] = done.stderr.count(b"Warning:")  # of torch: an old variable's name
         counted[how] = [json.loads(p.read_text()) for p in sorted((tmp_path / how).iterdir())]
     assert len(counted["bare"]) == 2
     assert counted["recorded"] == counted["bare"]
+    assert warnings["recorded"] == warnings["bare"]
     assert list((tmp_path / "haiprof-logs").glob("*/traces/*.json.gz"))
 
 
