@@ -430,11 +430,13 @@ class Watch:
             self._hangs = False
         recorded = [rank for rank in ranks if not rank.asked]
         slow = [alarm for rank in recorded if (alarm := rank.slower(self._slow_ratio)) is not None]
-        active = [
-            rank for rank in ranks if not rank.exited and (not rank.asked or rank.has_reported)
-        ]
+        active = [rank for rank in ranks if not rank.exited and self._is_active(rank)]
         hang = None if self._hangs else self._standing(active, now)
         return [*slow[:1], *([] if hang is None else [hang])]
+
+    def _is_active(self, rank: RankWatch) -> bool:
+        """Whether its silence means something; one that was stopped first has yet to answer."""
+        return not rank.asked or rank.has_reported or self._is_stopped(rank.pid)
 
     def _is_recorded(self, rank: RankWatch, now: int) -> bool:
         """Whether it still writes spans: otherwise the silence of its files means nothing."""

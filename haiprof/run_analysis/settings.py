@@ -123,10 +123,15 @@ def read_settings(files: RunFiles) -> dict[int, RankSettings]:
 
 
 def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
-    """Settings that a few ranks have otherwise than most; models may differ (pipelines)."""
+    """Settings that a few ranks have otherwise than most; models may differ (pipelines).
+
+    A rank whose switch could not be read (None), as where its process group had ended, is left out.
+    """
     found = []
     for name, value in _COMPARED.items():
         values = {rank: value(each) for rank, each in settings.items()}
+        if name in _SWITCHES:
+            values = {rank: each for rank, each in values.items() if each is not None}
         counts = {v: list(values.values()).count(v) for v in values.values()}
         usual = max(counts, key=lambda v: (counts[v], str(v)), default=None)
         others = {rank: v for rank, v in values.items() if v != usual}
@@ -204,21 +209,22 @@ def _flag(name: str) -> Callable[[RankSettings], Scalar]:
     return lambda settings: settings.flags.get(name)
 
 
+_SWITCHES: Mapping[str, Callable[[RankSettings], Scalar]] = {
+    FLAGS[name].partition(":")[0]: _flag(name)
+    for name in (
+        "anomaly", "deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
+        "mkldnn", "matmul_precision", "tf32_matmul", "default_dtype", "distributed_debug",
+    )
+}  # fmt: skip
 _COMPARED: Mapping[str, Callable[[RankSettings], Scalar]] = {
-    **{
-        FLAGS[name].partition(":")[0]: _flag(name)
-        for name in (
-            "anomaly", "deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
-            "mkldnn", "matmul_precision", "tf32_matmul", "default_dtype", "distributed_debug",
-        )
-    },
+    **_SWITCHES,
     "threads per operator": lambda settings: settings.operator_threads,
     "CPUs that it may use": lambda settings: settings.cores,
     "CPU limit of its control group": lambda settings: settings.cpu_limit_cores,
     "memory limit of its control group": lambda settings: settings.memory_limit_bytes,
     "autocast": lambda settings: settings.autocast,
     "optimizers": _same_optimizers,
-}  # fmt: skip
+}
 """What ranks should have in common, by the name that is shown."""
 
 

@@ -72,6 +72,16 @@ def test_few_ranks_with_another_value_differ(
     assert [dict(difference.others) for difference in found] == ([odd] if odd else [])
 
 
+def test_switch_that_could_not_be_read_differs_from_nothing(tmp_path: Path) -> None:
+    """As that of a rank which had ended its process group."""
+    lines = [
+        [{"type": "settings", "flags": {"distributed_debug": level}}]
+        for level in ("OFF", None, "OFF", "DETAIL")
+    ]
+    (found,) = differences(analyzer(tmp_path / "run", *lines).settings())
+    assert (found.usual, dict(found.others)) == ("OFF", {3: "DETAIL"})
+
+
 def test_compilations_count_once_where_they_overlap(tmp_path: Path) -> None:
     line = {"type": "compile", "spans": [[1_000, 500], [1_200, 100], [3_000, 100], ["x", 1], 7]}
     row = analyzer(tmp_path / "run", [line]).ranks().row(0, named=True)
