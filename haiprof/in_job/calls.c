@@ -72,6 +72,7 @@ typedef struct {
     Gate *gate;
     Spans *spans;
     PyObject *entries, *is_grad_enabled, *training; /* of modules: see object_numbers.Registry */
+    PyObject *method_type, *weak;
 } TimedCall;
 
 static PyObject *
@@ -138,7 +139,8 @@ find_code(TimedCall *self, PyObject *module, int64_t *code)
     }
     Py_INCREF(codes);
     grad = PyObject_CallNoArgs(self->is_grad_enabled);
-    training = grad == NULL ? NULL : PyObject_GetAttr(module, self->training);
+    /* Without `__getattr__`, which may be Python's and raise what a signal handler of the job's does. */
+    training = grad == NULL ? NULL : PyObject_GenericGetAttr(module, self->training);
     if (training == Py_True || training == Py_False) {
         PyObject *pair = PyTuple_GetItem(codes, grad == Py_True);
         PyObject *number = pair == NULL ? NULL : PyTuple_GetItem(pair, training == Py_True);
@@ -258,9 +260,16 @@ timed_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(names))
         (kind == FORWARD && is_grad_enabled == NULL)) {
         return PyErr_Format(PyExc_ValueError, "no call of kind %d", kind);
     }
+    PyObject *types = PyImport_ImportModule("types");
+    PyObject *training = PyUnicode_InternFromString("training");
+    PyObject *method = types == NULL ? NULL : PyObject_GetAttrString(types, "MethodType");
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    TimedCall *self = (TimedCall *)allocate(type, 0);
-    if (self != NULL) {
+    TimedCall *self = method == NULL || training == NULL ? NULL : (TimedCall *)allocate(type, 0);
+    Py_XDECREF(types);
+    if (self == NULL) {
+        Py_XDECREF(method);
+        Py_XDECREF(training);
+    } else {
         self->call = kind == FORWARD ? call_module : kind == BACKWARD ? call_backward : call_next;
         self->original = keep(original);
         self->wrapper = keep(wrapper);
@@ -268,7 +277,8 @@ timed_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(names))
         self->spans = (Spans *)keep(spans);
         self->entries = keep(entries);
         self->is_grad_enabled = keep(is_grad_enabled);
-        self->training = PyUnicode_InternFromString("training");
+        self->training = training;
+        self->method_type = method;
     }
     return (PyObject *)self;
 }
@@ -279,11 +289,7 @@ timed_bind(PyObject *object, PyObject *target, PyObject *Py_UNUSED(type))
     if (target == NULL || target == Py_None) {
         return keep(object);
     }
-    PyObject *types = PyImport_ImportModule("types");
-    PyObject *bound = types == NULL ? NULL
-        : PyObject_CallMethod(types, "MethodType", "OO", object, target);
-    Py_XDECREF(types);
-    return bound;
+    return PyObject_CallFunctionObjArgs(((TimedCall *)object)->method_type, object, target, NULL);
 }
 
 /* By name, as a function is pickled; and a copy of it is itself. */
@@ -303,6 +309,7 @@ timed_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->gate);
     Py_VISIT(self->entries);
     Py_VISIT(self->is_grad_enabled);
+    Py_VISIT(self->method_type);
     Py_VISIT(self->names);
     return 0;
 }
@@ -314,6 +321,9 @@ timed_free(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyObject_GC_UnTrack(object);
+    if (self->weak != NULL) {
+        PyObject_ClearWeakRefs(object);
+    }
     Py_XDECREF(self->names);
     Py_XDECREF(self->original);
     Py_XDECREF(self->wrapper);
@@ -322,6 +332,7 @@ timed_free(PyObject *object)
     Py_XDECREF(self->entries);
     Py_XDECREF(self->is_grad_enabled);
     Py_XDECREF(self->training);
+    Py_XDECREF(self->method_type);
     release(object);
     Py_DECREF(type);
 }
@@ -329,6 +340,7 @@ timed_free(PyObject *object)
 static PyMemberDef timed_members[] = {
     {"__dictoffset__", T_PYSSIZET, offsetof(TimedCall, names), READONLY, NULL},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(TimedCall, call), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(TimedCall, weak), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

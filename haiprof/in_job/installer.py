@@ -158,9 +158,41 @@ class Installer:
         wrapper = self._time_call(
             FORWARD, original, outermost, self.roots.entries, self.is_grad_enabled
         )
+        outermost.__qualname__ = wrapper.__qualname__ = "Module.__call__"  # for pickle
         self._replace(Module, "__call__", wrapper, skip=False)
         _tell_dynamo(original, wrapper)
         self._undo.append(lambda: _tell_dynamo(wrapper, original))
+
+        def use_function() -> None:
+            if vars(Module).get("__call__") is wrapper:
+                Module.__call__ = outermost  # type: ignore[method-assign]
+                _tell_dynamo(wrapper, outermost)
+
+        if wrapper is not outermost:
+            self._before_compilation(use_function)
+
+    def _before_compilation(self, act: Callable[[], None]) -> None:
+        """Dynamo traces functions, but no compiled callable: it would break the graph there.
+
+        It comes to `Module.__call__` where a submodule has hooks, a `forward` of its instance, or
+        a `__call__` that calls `super().__call__`. Guards then hold the function, so it stays from
+        the first compilation on, as one that passes calls on once the hooks are out.
+        """
+
+        def compiles(*_: Any) -> None:  # before torch 2.7 without an argument
+            if not self.state.is_closed:
+                act()
+
+        def wait(module: Any) -> None:
+            module.callback_handler.register_start_callback(compiles)
+
+        def undo() -> None:
+            module = sys.modules.get("torch._dynamo.callback")
+            with contextlib.suppress(Exception):  # not in the list, or another torch
+                module.callback_handler.remove_start_callback(compiles)  # type: ignore[union-attr]
+
+        self._imports.after("torch._dynamo.callback", wait)
+        self._undo.append(undo)
 
     def _backward(self) -> None:
         import torch.autograd

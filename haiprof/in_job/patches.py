@@ -302,7 +302,7 @@ def wrap_module_call(
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if state.busy or is_tracing():
+        if is_tracing() or state.busy:  # in this order: a compiler would guard on what is read
             return original(self, *args, **kwargs)
         code = start = 0
         mark = None

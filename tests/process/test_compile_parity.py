@@ -14,8 +14,8 @@ from tests.process.jobs import Job, rank_events, run_job, succeeded
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compile parity")]
 
 SCENARIOS = (
-    "whole", "in_place", "full_graph", "broken", "blocks", "wrapped_blocks", "train_step",
-    "optimizer_step", "loss_function", "no_grad", "fallback", "eager", "afterwards",
+    "whole", "in_place", "full_graph", "odd_calls", "broken", "blocks", "wrapped_blocks",
+    "train_step", "optimizer_step", "loss_function", "no_grad", "fallback", "eager", "afterwards",
 )  # fmt: skip
 
 SCRIPT = """
@@ -52,6 +52,21 @@ class Model(nn.Module):
             x = block(x)
         return self.last(x).square().mean()
 
+class OwnCall(Block):
+    def __call__(self, *args, **kwargs):  # as checkpointing layers of transformers
+        return super().__call__(*args, **kwargs)
+
+class OddCalls(Model):
+    def __init__(self):
+        super().__init__()
+        hooked, patched = Block(), Block()
+        hooked.register_forward_hook(lambda module, inputs, output: output * 2)
+        forward = patched.forward
+        patched.forward = lambda x: forward(x) + 1
+        self.blocks = nn.ModuleList([OwnCall(), hooked, patched])
+    def forward(self, x):
+        return self.last.__call__(self.blocks[2](self.blocks[1](self.blocks[0](x)))).mean()
+
 class Broken(Model):
     def forward(self, x):
         torch._dynamo.graph_break()
@@ -85,6 +100,11 @@ def in_place():
 
 def full_graph():
     model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return eager_step(torch.compile(model, backend=backend, fullgraph=True), optimizer)
+
+def odd_calls():
+    model = made("OddCalls")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return eager_step(torch.compile(model, backend=backend, fullgraph=True), optimizer)
 
@@ -151,7 +171,7 @@ def summary():
         "recompile_limit": dict(counters["recompile_limit"]),
     }
 
-SCENARIOS = (whole, in_place, full_graph, broken, blocks, wrapped_blocks, train_step,
+SCENARIOS = (whole, in_place, full_graph, odd_calls, broken, blocks, wrapped_blocks, train_step,
              optimizer_step, loss_function, no_grad, fallback, eager)
 results, steps = {}, {}
 for scenario in SCENARIOS:
@@ -164,7 +184,7 @@ for scenario in SCENARIOS:
     steps[scenario.__name__] = step
 
 def hooked():
-    call = nn.Module.__call__  # compiled, or a function
+    call = torch.autograd._engine_run_backward  # compiled, or a function
     return "haiprof" in type(call).__module__ + call.__code__.co_filename
 
 results["hooked"] = hooked()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def test_compiled_wrappers_are_in_where_they_were_built(make_hook: Any) -> None:
     hook: Hook = make_hook()
     is_plain = isinstance(hook.recorder.spans, spans.SpanBuffer)
     assert type(nn.Module.__call__).__name__ == ("function" if is_plain else "TimedCall")
+
+
+def test_module_call_is_what_a_function_is_to_others(trained: Any) -> None:
+    """It may be referred to weakly, pickled and copied, alone and bound to a model."""
+    _, model, _ = trained
+    call = nn.Module.__call__
+    assert weakref.ref(call)() is call
+    assert weakref.WeakMethod(model.__call__)() == model.__call__
+    assert pickle.loads(pickle.dumps(call)) is call
+    assert copy.deepcopy(call) is call
+    ones = torch.ones(2, 3)
+    assert torch.equal(pickle.loads(pickle.dumps(model.__call__))(ones), model(ones))
 
 
 def test_exceptions_reach_the_job_and_end_their_spans(trained: Any) -> None:
