@@ -102,7 +102,7 @@ class CodeAnswers:
 
     def __init__(self, analyzer: RunFrames, inputs: RuleInputs) -> None:
         self._analyzer = analyzer
-        self._facts = inputs
+        self._inputs = inputs
         self._samples: CodeSamples | None = None
 
     def name_lines(self, finding: Finding) -> Finding:
@@ -172,8 +172,8 @@ class CodeAnswers:
         elif question.against == "earlier_steps":
             since = next(e.value or 0.0 for e in finding.evidence if e.name == SINCE_STEP)
             rows, of = samples.step >= since, f"the extra time since step {since:.0f}"
-            first = min(int(s["step"][0]) for s in self._facts.by_rank.values())
-            last = max(int(s["step"][-1]) for s in self._facts.by_rank.values())
+            first = min(int(s["step"][0]) for s in self._inputs.by_rank.values())
+            last = max(int(s["step"][-1]) for s in self._inputs.by_rank.values())
             scale = (last - since + 1) / max(since - first, 1)
         else:
             rows, of = samples.rank == finding.rank, f"the extra time of rank {finding.rank}"
@@ -204,9 +204,9 @@ class CodeAnswers:
     def _load(self, finding: Finding) -> CodeSamples:
         """Samples in the time that a finding is about: of some ranks, and of its own."""
         known = self._samples
-        first, last = self._facts.window_ns
+        first, last = self._inputs.window_ns
         if known is None or (finding.rank is not None and not (known.rank == finding.rank).any()):
-            world = self._facts.world
+            world = self._inputs.world
             wanted = set(world[:: max(len(world) // RANK_LIMIT, 1)])
             samples = self._analyzer.code_samples(wanted | {finding.rank or 0})
             known = self._samples = samples
@@ -219,15 +219,15 @@ class CodeAnswers:
 
     def _step_ns(self, samples: CodeSamples) -> float:
         """Time of the judged steps of these samples' ranks."""
-        ranks = [r for r in np.unique(samples.rank).tolist() if r in self._facts.by_rank]
-        return float(sum(self._facts.of_rank(rank)["step_ns"].sum() for rank in ranks))
+        ranks = [r for r in np.unique(samples.rank).tolist() if r in self._inputs.by_rank]
+        return float(sum(self._inputs.of_rank(rank)["step_ns"].sum() for rank in ranks))
 
     def _step_counts(self, samples: CodeSamples) -> tuple[int, int]:
         """Slow steps of these samples' ranks, and the others."""
         slow = total = 0
         for rank in np.unique(samples.rank).tolist():
-            if rank in self._facts.by_rank:
-                step_ns = self._facts.of_rank(rank)["step_ns"].to_numpy()
+            if rank in self._inputs.by_rank:
+                step_ns = self._inputs.of_rank(rank)["step_ns"].to_numpy()
                 slow += int((step_ns > SLOW_RATIO * np.median(step_ns)).sum())
                 total += len(step_ns)
         return slow, total - slow

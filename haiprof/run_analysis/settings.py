@@ -82,6 +82,8 @@ class RankSettings:
     """Of the floating tensors that models were called with first."""
     models: tuple[ModelSettings, ...]
     optimizers: tuple[OptimizerSettings, ...]
+    """Those that were alive when settings were read."""
+    stepped_optimizer_count: int
     looks: Looks
     problems: tuple[str, ...]
     """What could not be read, and why."""
@@ -125,12 +127,13 @@ def read_settings(files: RunFiles) -> dict[int, RankSettings]:
 def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
     """Settings that a few ranks have otherwise than most; models may differ (pipelines).
 
-    A rank whose switch could not be read (None), as where its process group had ended, is left out.
+    A rank whose value could not be read (None) is left out: its process group had ended, or an
+    optimizer that had stepped was gone or made later.
     """
     found = []
     for name, value in _COMPARED.items():
         values = {rank: value(each) for rank, each in settings.items()}
-        if name in _SWITCHES:
+        if name in _MAY_BE_UNKNOWN:
             values = {rank: each for rank, each in values.items() if each is not None}
         counts = {v: list(values.values()).count(v) for v in values.values()}
         usual = max(counts, key=lambda v: (counts[v], str(v)), default=None)
@@ -165,6 +168,7 @@ def _rank_settings(rank: RankFiles) -> RankSettings | None:
         input_dtypes=tuple(sorted(_input_dtypes(rank))),
         models=tuple(_model(each) for each in _objects(line.get("models"))),
         optimizers=tuple(_optimizer(each) for each in _objects(line.get("optimizers"))),
+        stepped_optimizer_count=len(rank.of_type("optimizer")),
         looks=Looks(**{name: integer(seen.get(name)) for name in Looks.__dataclass_fields__}),
         problems=tuple(filter(None, map(text, _list(line.get("problems"))))),
     )
@@ -201,7 +205,9 @@ def _optimizer(entry: Mapping[str, Any]) -> OptimizerSettings:
     )
 
 
-def _same_optimizers(settings: RankSettings) -> str:
+def _optimizers_text(settings: RankSettings) -> str | None:
+    if len(settings.optimizers) < settings.stepped_optimizer_count:
+        return None
     return ", ".join(f"{o.name} foreach={o.foreach} fused={o.fused}" for o in settings.optimizers)
 
 
@@ -223,9 +229,11 @@ _COMPARED: Mapping[str, Callable[[RankSettings], Scalar]] = {
     "CPU limit of its control group": lambda settings: settings.cpu_limit_cores,
     "memory limit of its control group": lambda settings: settings.memory_limit_bytes,
     "autocast": lambda settings: settings.autocast,
-    "optimizers": _same_optimizers,
+    "optimizers": _optimizers_text,
 }
 """What ranks should have in common, by the name that is shown."""
+_MAY_BE_UNKNOWN = {*_SWITCHES, "optimizers"}
+"""Of these None means that it could not be read; of the others that there is no limit or mode."""
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 import polars as pl
@@ -20,13 +19,12 @@ from haiprof.show.figures.trace_causes import (
 )
 from haiprof.show.figures.trace_launches import launch_figure
 from haiprof.trace_analysis.idle import CONSECUTIVE_KERNEL_DELAY_NS
+from haiprof.trace_analysis.kernels import TOP_KERNELS
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.temporal import Steps
 from haiprof.trace_analysis.trace_questions import TraceQuestions
 from haiprof.trace_analysis.what_if.changes import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
-
-TOP_KERNELS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ def temporal(traces: TraceQuestions, steps: Steps = None, *, share: bool = False
     """Computing, other work and idle time of each rank's GPU."""
     found = _of_gpu(traces, traces.temporal_breakdown(steps), "span_ns")
     return _picture(
-        _of("GPU time by rank", share),
+        _of("GPU time by rank", share=share),
         found,
         bars.temporal_figure(found, share=share),
         ("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
@@ -66,7 +64,7 @@ def idle(
     )
     found = _of_gpu(traces, found, "idle_ns")
     return _picture(
-        _of("Idle time of streams", share),
+        _of("Idle time of streams", share=share),
         found,
         bars.idle_figure(found, share=share),
         (
@@ -307,13 +305,11 @@ PICTURES: Mapping[str, Callable[..., TracePicture]] = {
     "what_if": what_if,
 }
 """By name, in the order of the page."""
-_PAGE: Mapping[str, Callable[..., TracePicture]] = {
-    "temporal_share": partial(temporal, share=True),
-    "temporal": temporal,
-    "idle_share": partial(idle, share=True),
-    **{name: made for name, made in PICTURES.items() if name != "temporal"},
+_SHARE_FIGURES: Mapping[str, Callable[..., go.Figure]] = {
+    "temporal": bars.temporal_figure,
+    "idle": bars.idle_figure,
 }
-"""Those of a page, where both shares and times are shown."""
+"""Those that a page shows as shares, too."""
 
 
 def all_pictures(
@@ -322,12 +318,16 @@ def all_pictures(
     """Every picture that the traces can be drawn as, and of the others why not."""
     drawn: dict[str, TracePicture] = {}
     missing: dict[str, str] = {}
-    for name, picture in _PAGE.items():
+    for name, picture in PICTURES.items():
+        names = (f"{name}_share", name) if name in _SHARE_FIGURES else (name,)
         made = _picture_or_reason(picture, traces, steps)
-        if isinstance(made, TracePicture):
-            drawn[name] = made
-        else:
-            missing[name.replace("_", " ")] = made
+        if isinstance(made, str):
+            missing.update((each.replace("_", " "), made) for each in names)
+            continue
+        if name in _SHARE_FIGURES:
+            figure = _SHARE_FIGURES[name](made.frame, share=True)
+            drawn[names[0]] = replace(made, title=_of(made.title, share=True), figure=figure)
+        drawn[name] = made
     return drawn, missing
 
 
@@ -354,5 +354,5 @@ def _picture(
     return TracePicture(title=title, frame=found, figure=figure, columns=columns)
 
 
-def _of(title: str, share: bool) -> str:
+def _of(title: str, *, share: bool) -> str:
     return f"{title}, as shares" if share else title

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
@@ -28,6 +29,21 @@ class CallTree:
     """Row of the innermost span around; -1 at the top."""
     depth: Ints
     """Number of enclosing spans."""
+
+    def climb(self, rows: Ints, wanted: npt.NDArray[np.bool_]) -> Ints:
+        """The innermost wanted span at or around each row; -1 where there is none.
+
+        Args:
+            rows: Of `spans`, -1 for none.
+            wanted: Per span.
+        """
+        rows = rows.copy()
+        active = np.flatnonzero(rows >= 0)
+        while len(active):
+            active = active[~wanted[rows[active]]]
+            rows[active] = self.parent[rows[active]]
+            active = active[rows[active] >= 0]
+        return rows
 
 
 def nest(spans: pl.DataFrame) -> CallTree:

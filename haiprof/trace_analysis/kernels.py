@@ -9,6 +9,8 @@ from haiprof.trace_analysis.temporal import Steps, gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 OTHERS = "others"
+TOP_KERNELS = 10
+"""How many of each kind pictures show; the rest are one part."""
 _GROUP = ["device", "kind"]
 DURATION_STATISTICS = {
     "count": pl.len().cast(pl.Int64),

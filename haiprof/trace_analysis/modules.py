@@ -147,7 +147,8 @@ def _host_times(tree: CallTree, paths: pl.Series, window: tuple[int, int] | None
 def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
     """GPU events: `dur_ns`, `row` of the part that launched them, `is_backward`, `of_graph`."""
     owned = with_operator(trace, steps)
-    node = _node_around(owned.tree, owned.row)
+    is_node = owned.tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD)
+    node = owned.tree.climb(owned.row, is_node.to_numpy())  # the autograd node at or around each
     calls = owned.gpu.select("pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns")
     known = calls.with_row_index("at").drop_nulls("ts_ns")
     row = np.full(len(calls), -1, dtype=np.int64)
@@ -160,19 +161,6 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
         is_backward=pl.Series(inside),
         of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False),
     )
-
-
-def _node_around(operators: CallTree, rows: Ints) -> Ints:
-    """The autograd node at or around each operator; -1 where there is none."""
-    names = operators.spans["name"].cast(pl.String)
-    is_node = names.str.starts_with(_BACKWARD).to_numpy()
-    rows = rows.copy()
-    active = np.flatnonzero(rows >= 0)
-    while len(active):
-        active = active[~is_node[rows[active]]]
-        rows[active] = operators.parent[rows[active]]
-        active = active[rows[active] >= 0]
-    return rows
 
 
 def _autograd_nodes(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from benchmarks.gpu.items import ITEMS
 from tests.benchmarks.bare_machine import OFFLINE, ROOT, copy_tree, make_python, run_offline
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-TAKES_S = 600
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 CAN_BE_ALONE = shutil.which("unshare") is not None and (
     subprocess.run([*OFFLINE, "true"], capture_output=True, check=False).returncode == 0
@@ -55,13 +52,11 @@ def test_without_gpu_and_packages_one_line_and_exit_0(tmp_path: Path, python: Pa
     assert [p for p in sorted(tree.rglob("*")) if "__pycache__" not in p.parts] == before
 
 
-@pytest.mark.proof
+@pytest.mark.proof(takes_s=600)
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler for the stub of NVML")
 def test_packed_tree_runs_every_item_beside_torch_alone(tmp_path: Path, python: Path) -> None:
-    if float(os.environ.get("HAIPROF_PROOFS_UNTIL", "inf")) - time.time() < TAKES_S:
-        pytest.skip("less time is left for proofs than this one takes")
     tree = copy_tree(tmp_path / "tree")
     pack = [sys.executable, "-m", "benchmarks.gpu", "--pack", str(tree / ".whl")]
     packed = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import plotly.graph_objects as go
 import polars as pl
 
@@ -20,20 +22,14 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         title: First line of the figure; more lines after `<br>`.
     """
     ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
-    names = [name.replace("_", " ") for name in ordered["bound_by"]]
-    unit, size = time_unit(ordered["duration_ns"].max())  # type: ignore[arg-type]
-    figure = go.Figure(
-        go.Bar(
-            y=names, x=(ordered["duration_ns"] / size).to_list(), orientation="h",
-            marker={"color": [BLUE] * len(names)},
-            customdata=(ordered["share_ratio"] * 100).to_list(),
-            hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}, %{{customdata:.3g}} % of the window"
-            "<extra></extra>",
-        )
-    )  # fmt: skip
-    layout_rows(figure, names, title=title or "<b>Critical path by cause</b>")
-    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
-    return figure
+    return _time_bars(
+        [name.replace("_", " ") for name in ordered["bound_by"]],
+        ordered["duration_ns"].to_list(),
+        ordered["share_ratio"].to_list(),
+        colors=[BLUE] * ordered.height,
+        share="%{customdata:.3g} % of the window",
+        title=title or "<b>Critical path by cause</b>",
+    )
 
 
 def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
@@ -43,20 +39,36 @@ def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         found: `TraceAnalysis.what_if()`.
         title: First line of the figure.
     """
-    now_ns = found["reproduced_step_ns"][0] if found.height else None
-    unit, size = time_unit(now_ns)
-    names = ["as it is", *found["change"]]
-    steps = [now_ns, *found["predicted_step_ns"]] if found.height else []
-    saved = [0.0, *(found["saved_ratio"] * 100)] if found.height else []
+    now_ns = [found["reproduced_step_ns"][0]] if found.height else []
+    return _time_bars(
+        ["as it is", *found["change"]][: len(now_ns) + found.height],
+        [*now_ns, *found["predicted_step_ns"]],
+        [0.0] * len(now_ns) + found["saved_ratio"].to_list(),
+        colors=[GREY] * len(now_ns) + [BLUE] * found.height,
+        share="shorter by %{customdata:.3g} %",
+        title=title or "<b>What would make the step shorter</b>",
+    )
+
+
+def _time_bars(
+    names: Sequence[str],
+    times_ns: Sequence[float],
+    ratios: Sequence[float],
+    *,
+    colors: Sequence[str],
+    share: str,
+    title: str,
+) -> go.Figure:
+    """A bar of time per name, the first on top and the unit's measure, with what its ratio says."""
+    unit, size = time_unit(times_ns[0] if times_ns else None)
     figure = go.Figure(
         go.Bar(
-            y=names[: len(steps)], x=[step / size for step in steps], orientation="h",
-            marker={"color": [GREY, *[BLUE] * found.height][: len(steps)]}, customdata=saved,
-            hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}, shorter by %{{customdata:.3g}} %"
-            "<extra></extra>",
+            y=names, x=[time / size for time in times_ns], orientation="h",
+            marker={"color": colors}, customdata=[ratio * 100 for ratio in ratios],
+            hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}, {share}<extra></extra>",
         )
     )  # fmt: skip
-    layout_rows(figure, names, title=title or "<b>What would make the step shorter</b>")
+    layout_rows(figure, names, title=title)
     figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
     return figure
 

@@ -50,8 +50,8 @@ class CallSites:
         at = known["at"].to_numpy()
         operator = self._outermost_aten(innermost(self.operators, known))
         inner = innermost(self.python, known)
-        module = _climb(self.python, inner, self.is_module)
-        line = _climb(self.python, inner, self.is_line)
+        module = self.python.climb(inner, self.is_module)
+        line = self.python.climb(inner, self.is_line)
         return pl.DataFrame({
             "operator": _names(self.operators, operator, at, len(calls)),
             "module": _names(self.python, module, at, len(calls)).str.strip_prefix(_MODULE),
@@ -87,17 +87,6 @@ def _matching(tree: CallTree, pattern: str) -> npt.NDArray[np.bool_]:
     wanted = names.filter(names.cast(pl.String).str.contains(pattern))
     found: npt.NDArray[np.bool_] = tree.spans["name"].is_in(wanted.implode()).to_numpy()
     return found
-
-
-def _climb(tree: CallTree, rows: Ints, wanted: npt.NDArray[np.bool_]) -> Ints:
-    """The innermost wanted span at or around each row; -1 where there is none."""
-    rows = rows.copy()
-    active = np.flatnonzero(rows >= 0)
-    while len(active):
-        active = active[~wanted[rows[active]]]
-        rows[active] = tree.parent[rows[active]]
-        active = active[rows[active] >= 0]
-    return rows
 
 
 def _names(tree: CallTree, rows: Ints, at: Ints, count: int) -> pl.Series:

@@ -318,6 +318,21 @@ def test_a_rank_with_other_settings_is_named(root: Path) -> None:
     assert "use_deterministic_algorithms True in place of False" in finding.title
 
 
+@pytest.mark.parametrize(("gone", "is_found"), [(True, False), (False, True)])
+def test_ranks_differ_by_an_optimizer_only_where_all_were_read(
+    root: Path, gone: bool, is_found: bool
+) -> None:
+    write_story(root, lambda rank, step: USUAL, ranks=2)
+    for rank in range(2):
+        note(root, rank, {"type": "optimizer", "name": "AdamW", "tag": 1})
+    told(root, 0)
+    if gone:  # the job had ended, and with it its optimizer, when rank 1 was asked
+        told(root, 1, optimizers=[])
+    else:
+        told(root, 1, optimizer={"foreach": False})
+    assert ("settings_differ" in of_settings(judged(root))) is is_found
+
+
 def test_pauses_that_the_job_asked_for_are_told_as_its_own(root: Path) -> None:
     from haiprof.run_format import schema
     from tests.unit.analysis.recorded import spans_from, write_rank, write_run
