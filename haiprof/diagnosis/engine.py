@@ -104,8 +104,8 @@ def _judge(
     fired = [found for found in fired if found.rule not in impossible]
     if inputs.steps.height < CRITICAL_MIN_STEPS:
         fired = [_less_sure(found) for found in fired]
-    findings = agreeing(fired)
-    if inputs.is_short:  # too short for its counters: whatever it shows is a note
+    findings = in_order(agreeing(fired))
+    if inputs.is_short:  # too short for its counters: whatever it shows is a note, in that order
         findings = tuple(_as_note(found) for found in findings)
     named = {found.rule for found in findings}
     abstained = [(x.rule, x.why) for _, x in judged if isinstance(x, Abstention)]
@@ -115,7 +115,7 @@ def _judge(
         for x, judgement in judged
         if not isinstance(judgement, Abstention) and x not in named and x not in impossible
     ]
-    return in_order(findings), tuple(abstained), tuple(checked)
+    return findings, tuple(abstained), tuple(checked)
 
 
 def _less_sure(found: Finding) -> Finding:

@@ -318,13 +318,20 @@ def test_a_rank_with_other_settings_is_named(root: Path) -> None:
     assert "use_deterministic_algorithms True in place of False" in finding.title
 
 
+def test_notes_of_a_short_run_stand_in_the_order_of_what_they_cost(root: Path) -> None:
+    slow = (USUAL[0], 8 * USUAL[1], *USUAL[2:])
+    write_story(root, lambda rank, step: slow if rank == 1 else USUAL, ranks=2, steps=6)
+    told(root, 0)
+    told(root, 1, optimizer={"foreach": False})  # costs nothing that is known, and is surer
+    rules = [finding.rule for finding in judged(root).findings]
+    assert rules.index("ranks_uneven") < rules.index("settings_differ")
+
+
 @pytest.mark.parametrize(("gone", "is_found"), [(True, False), (False, True)])
 def test_ranks_differ_by_an_optimizer_only_where_all_were_read(
     root: Path, gone: bool, is_found: bool
 ) -> None:
     write_story(root, lambda rank, step: USUAL, ranks=2)
-    for rank in range(2):
-        note(root, rank, {"type": "optimizer", "name": "AdamW", "tag": 1})
     told(root, 0)
     if gone:  # the job had ended, and with it its optimizer, when rank 1 was asked
         told(root, 1, optimizers=[])
