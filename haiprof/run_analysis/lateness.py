@@ -44,7 +44,7 @@ def collective_frame(
     Returns:
         `rank`, `attempt`, `host` and the columns of
         `trace_format.flight_recorder.FLIGHT_SCHEMA`, each collective
-        of a rank once; and notes on dumps that cannot be read.
+        of a rank once, as its newest dump has it; and notes on dumps that cannot be read.
     """
     frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], []
     for rank in files.ranks:
@@ -67,7 +67,7 @@ def collective_frame(
     if not since_wall_ns:
         frames += _torch_dumps(files, notes)
     keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
-    rows = pl.concat(frames).unique(keys, maintain_order=True, keep="first")
+    rows = pl.concat(frames).unique(keys, maintain_order=True, keep="last")
     last = rows.filter(pl.col("attempt") == pl.col("attempt").max())
     return last.sort("rank", "created_ns", maintain_order=True), tuple(notes)
 

@@ -49,31 +49,48 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     analyzer (torch.distributed.flight_recorder.components).
     """
     found = []
-    rows = collectives.filter(~pl.col("p2p"))
+    rows = _compared(collectives.filter(~pl.col("p2p")))
     for (group,), part in rows.group_by("group", maintain_order=True):
         for what in ("kind", "element_count", "dtype"):
             of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
             if what == "element_count":
                 of_interest = of_interest.filter(pl.col("kind").is_in(_SIZED))
             differing = (
-                of_interest.group_by("sequence")
+                of_interest.group_by("sequence", "member")
                 .agg(pl.col(what).n_unique().alias("values"))
-                .filter(pl.col("values") > 1)["sequence"]
+                .filter(pl.col("values") > 1)
+                .sort("sequence", "member")
             )
-            if not differing.len():
+            if not differing.height:
                 continue
-            sequence = int(str(differing.min()))
-            at = of_interest.filter(pl.col("sequence") == sequence)
+            at = of_interest.join(differing.head(1), on=["sequence", "member"], how="semi")
             values: dict[str, list[int]] = {}
             for rank, value in at.select("rank", what).rows():
                 values.setdefault(str(value), []).append(rank)
             found.append(
                 Mismatch(
                     group=str(group),
-                    sequence=sequence,
+                    sequence=int(at["sequence"][0]),
                     what=what,
                     values={value: tuple(sorted(ranks)) for value, ranks in values.items()},
                 )
             )
             break
     return found
+
+
+def _compared(rows: pl.DataFrame) -> pl.DataFrame:
+    """With `member`: the place of a collective among those of its rank with one sequence number.
+
+    Collectives that NCCL runs as one (coalesced ones, an all_gather of uneven tensors) share a
+    number. Where a rank's ring begins within them their places are not known: left out.
+    """
+    own = ["rank", "group"]
+    rows = rows.with_columns(
+        pl.int_range(pl.len()).over(*own, "sequence").alias("member"),
+        pl.len().over(*own, "sequence").alias("member_count"),
+        (pl.col("sequence") == pl.col("sequence").min().over(own)).alias("oldest"),
+    )
+    cut = pl.col("oldest") & (pl.col("sequence") > 1)
+    unknown = cut.any() & (pl.col("member_count") > 1).any()
+    return rows.filter(~unknown.over("group", "sequence"))
