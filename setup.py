@@ -9,6 +9,13 @@ setup(
             ["haiprof/trace_format/kineto/native.c"],
             optional=True,
         ),
+        Extension(
+            "haiprof.trace_format._plain_pickle",
+            ["haiprof/trace_format/plain_pickle.c"],
+            define_macros=[("Py_LIMITED_API", "0x030A0000")],
+            py_limited_api=True,
+            optional=True,
+        ),
         # No module of Python's, and without its headers: what a job's interpreter loads by ctypes.
         Extension(
             "haiprof.in_job._hand_over",

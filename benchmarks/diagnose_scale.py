@@ -2,10 +2,12 @@
 
     python benchmarks/diagnose_scale.py
     python benchmarks/diagnose_scale.py --ranks 1024 --steps 3600 --step-ms 1000
+    python benchmarks/diagnose_scale.py --deaths
 
-Run directories are made up: four spans per step, one slow rank, counters of ranks and nodes once a
-second, eight ranks per node. Each diagnosis is a process of its own, timed from its start; the
-seconds after the imports stand beside that.
+With `--deaths` one rank raises and NCCL's watchdog ends the others: each rank leaves PyTorch's dump
+of 2,000 collectives with stacks. Run directories are made up: four spans per step, one slow rank,
+counters of ranks and nodes once a second, eight ranks per node. Each diagnosis is a process of its
+own, timed from its start; the seconds after the imports stand beside that.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +28,21 @@ import numpy as np
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
 from haiprof.run_format.tables.host import HOST
 from haiprof.run_format.tables.process import PROCESS
-from haiprof.run_format.writer import LineWriter, RecordWriter
+from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 
 RESULTS = Path(__file__).parent / "results" / "diagnose_scale.json"
+DEATH_RESULTS = RESULTS.with_name("death_scale.json")
 CLOCK = ClockAnchor(1_700_000_000_000_000_000, 1_000)
 START_NS = 10 * 10**9
 PER_NODE = 8
 KINDS = (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER)
 SHARES = (0.02, 0.28, 0.6, 0.06)  # the rest is between the phases
 SLOW_RANK = 5
+COLLECTIVES = 2_000
+FRAMES = 12
 CASES = ((8, 36_000, 100.0), (1024, 1_000, 1_000.0), (1024, 3_600, 1_000.0))
 PROBE = """
 import json, resource, sys, time
@@ -136,11 +143,67 @@ def write_run(root: Path, ranks: int, steps: int, step_ms: float) -> None:
         write_node(run, node, min(PER_NODE, ranks), int(steps * step_ms / 1e3))
 
 
-def measure(ranks: int, steps: int, step_ms: float) -> dict[str, object]:
+def write_death(run: RunPaths, ranks: int, end_ns: int) -> None:
+    """One rank raises, and the others are aborted by NCCL's watchdog, each with its dump."""
+    run.flight.mkdir()
+    frames = [
+        {
+            "name": f"forward_{n}",
+            "filename": f"/opt/torch/nn/modules/module_{n}.py",
+            "line": 100 + n,
+        }
+        for n in range(FRAMES)
+    ]
+    for rank in range(ranks):
+        node = run.node(f"node{rank // PER_NODE:03d}")
+        wall_ns = CLOCK.wall_ns + end_ns + (0 if rank == SLOW_RANK else 25 * 10**9)
+        events = LineWriter(node.events)
+        status = {"status": 1, "signal": None} if rank == SLOW_RANK else {"signal": 6}
+        events.append({
+            "type": "process_end", "pid": 1000 + rank % PER_NODE, "rank": rank, "parent": 1,
+            "wall_ns": wall_ns, **status,
+        })  # fmt: skip
+        events.close()
+        count = COLLECTIVES - (rank == SLOW_RANK)
+        entries = [_collective(number, frames) for number in range(1, count + 1)]
+        dump = {"version": "2.10", "pg_config": {}, "entries": entries}
+        (run.flight / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    run.uncaught.mkdir()
+    error = {"type": "RuntimeError", "message": "bad sample 17", "frames": [], "source": ""}
+    ended = {"how": "exception", "thread": None, "wall_ns": CLOCK.wall_ns + end_ns - 1,
+             "errors": [error]}  # fmt: skip
+    host, pid = f"node{SLOW_RANK // PER_NODE:03d}", 1000 + SLOW_RANK % PER_NODE
+    write_json(
+        run.uncaught_file(host, pid),
+        {"host": host, "pid": pid, "rank": SLOW_RANK, "restart": 0, "ended": [ended]},
+        below=run.root,
+    )
+    manifest = read_manifest(run)
+    end_wall_ns = CLOCK.wall_ns + end_ns + 30 * 10**9
+    write_manifest(run, replace(manifest, end_wall_ns=end_wall_ns, exit_status=1))
+
+
+def _collective(number: int, frames: list[dict[str, object]]) -> dict[str, object]:
+    """An entry as NCCL's Flight Recorder writes it; stacks that are the same are one object."""
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "is_p2p": False,
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "frames": list(frames),
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[4096, 4096]],
+        "input_dtypes": ["BFloat16"], "output_sizes": [[4096, 4096]], "retired": True,
+        "output_dtypes": ["BFloat16"], "state": "completed", "timeout_ms": 600_000,
+        "time_created_ns": CLOCK.wall_ns + number * 10**6, "duration_ms": 1.0,
+        "time_discovered_started_ns": CLOCK.wall_ns + number * 10**6 + 10,
+        "time_discovered_completed_ns": CLOCK.wall_ns + number * 10**6 + 90,
+    }  # fmt: skip
+
+
+def measure(ranks: int, steps: int, step_ms: float, *, death: bool = False) -> dict[str, object]:
     """One case, in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         write_run(root, ranks, steps, step_ms)
+        if death:
+            write_death(RunPaths(root), ranks, START_NS + int(steps * step_ms * 1e6))
         size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         load = os.getloadavg()[0]
         began = time.perf_counter()
@@ -167,9 +230,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--steps", type=int, default=3_600)
     parser.add_argument("--step-ms", type=float, default=1_000.0)
+    parser.add_argument("--deaths", action="store_true")
     options = parser.parse_args()
     if options.ranks:
         measure(options.ranks, options.steps, options.step_ms)
+        return
+    if options.deaths:
+        results = [measure(ranks, 1_000, 100.0, death=True) for ranks in (8, 1024)]
+        DEATH_RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         return
     results = [measure(*case) for case in CASES]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -204,9 +204,11 @@ class _Case:
             for moment in last_moments(evidence.files)
             if moment.open_phases and self.attempts.get(moment.rank) == moment.attempt
         }
-        self.aborted = [e for e in ends.values() if e.signal == signal.SIGABRT and e.error is None]
-        many = len(self.aborted) > 1
-        self.contradicted = many and bool(find_mismatches(evidence.collectives()))
+        aborted = [end for end in ends.values() if _has_aborted(end)]
+        self.many_aborted = len(aborted) > 1
+        self.contradicted = self.many_aborted and bool(find_mismatches(evidence.collectives()))
+        ahead = [end.failed_ns or 0 for end in aborted if end.rank not in self.behind]
+        self.ahead_aborted_ns = min(ahead, default=None) if self.behind else None
         self.victims = {r: by for r, e in ends.items() if (by := self._wait_failure(e)) is not None}
         self.stopped: dict[int, str] = {}
         self._find_stopped()
@@ -228,7 +230,7 @@ class _Case:
         by = wait_failure(end.error)
         if by is not None:
             return by
-        if end not in self.aborted or len(self.aborted) < 2:
+        if not self.many_aborted or not _has_aborted(end):
             return None
         by_watchdog = self.contradicted or self._aborted_with_those_ahead(end)
         return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
@@ -239,11 +241,10 @@ class _Case:
         The heartbeat monitor of a rank that is behind learns of another one's timeout by the store
         and aborts, too; who aborts long before them all crashed by itself.
         """
-        ahead = [each for each in self.aborted if each.rank not in self.behind]
-        if not self.behind or not ahead:
+        first = self.ahead_aborted_ns
+        if first is None:
             return False
-        first = min(each.failed_ns or 0 for each in ahead)
-        return end in ahead or (end.failed_ns or 0) >= first - TOGETHER_NS
+        return end.rank not in self.behind or (end.failed_ns or 0) >= first - TOGETHER_NS
 
     def _find_stopped(self) -> None:
         """Ranks that somebody stopped after another one had failed.
@@ -644,6 +645,11 @@ def last_write_ns(files: RunFiles, host: str) -> int:
         with contextlib.suppress(OSError):
             times += [path.stat().st_mtime_ns for path in folder.iterdir()]
     return max(times, default=0)
+
+
+def _has_aborted(end: ProcessEnd) -> bool:
+    """Whether native code ended it, and no exception did."""
+    return end.signal == signal.SIGABRT and end.error is None
 
 
 def _victims_text(fates: Sequence[Fate], died: int | None) -> str:

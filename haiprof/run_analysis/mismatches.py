@@ -49,7 +49,7 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     analyzer (torch.distributed.flight_recorder.components).
     """
     found = []
-    rows = _compared(collectives.filter(~pl.col("p2p")))
+    rows = _with_members(collectives.filter(~pl.col("p2p")))
     for (group,), part in rows.group_by("group", maintain_order=True):
         for what in ("kind", "element_count", "dtype"):
             of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
@@ -79,7 +79,7 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     return found
 
 
-def _compared(rows: pl.DataFrame) -> pl.DataFrame:
+def _with_members(rows: pl.DataFrame) -> pl.DataFrame:
     """With `member`: the place of a collective among those of its rank with one sequence number.
 
     Collectives that NCCL runs as one (coalesced ones, an all_gather of uneven tensors) share a

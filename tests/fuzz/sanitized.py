@@ -1,12 +1,13 @@
-"""The compiled scanner with AddressSanitizer and UndefinedBehaviorSanitizer in it.
+"""The compiled readers with AddressSanitizer and UndefinedBehaviorSanitizer in them.
 
-As a plugin of pytest (`-p tests.fuzz.sanitized`), or imported before
-`haiprof.trace_format.kineto.native`, it puts that build in the place of the installed one.
+As a plugin of pytest (`-p tests.fuzz.sanitized`), or imported before what uses them, it puts those
+builds in the place of the installed ones.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import shutil
@@ -19,9 +20,12 @@ from pathlib import Path
 import haiprof.trace_format.kineto
 
 NATIVE_ENV = "HAIPROF_FUZZ_NATIVE"
-"""Path of the build to take; set by `environment`."""
-_NAME = "haiprof.trace_format.kineto._native"
-_SOURCE = Path(haiprof.trace_format.kineto.__file__).with_name("native.c")
+"""Folder of the builds to take; set by `environment`."""
+_FORMATS = Path(haiprof.trace_format.__file__).parent
+_SOURCES = {
+    "haiprof.trace_format.kineto._native": _FORMATS / "kineto/native.c",
+    "haiprof.trace_format._plain_pickle": _FORMATS / "plain_pickle.c",
+}
 _FLAGS = (
     "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined", "-fsanitize-coverage=trace-pc",
@@ -55,29 +59,34 @@ def _libraries(compiler: str) -> list[str]:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the scanner into a folder.
+    """Compiles them into a folder, and returns it.
 
     Raises:
         NoSanitizerError: That cannot be done here.
     """
     compiler = _compiler()
     _libraries(compiler)
-    target = folder / "_native.so"
     include = f"-I{sysconfig.get_paths()['include']}"
-    done = subprocess.run(
-        [compiler, *_FLAGS, include, str(_SOURCE), str(_EDGES), "-o", str(target)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise NoSanitizerError(f"{compiler} cannot build it: {done.stderr.strip()[-400:]}")
-    return target
+    for name, source in _SOURCES.items():
+        target = str(_library(folder, name))
+        done = subprocess.run(
+            [compiler, *_FLAGS, include, str(source), str(_EDGES), "-o", target],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise NoSanitizerError(f"{compiler} cannot build it: {done.stderr.strip()[-400:]}")
+    return folder
 
 
-def environment(library: Path) -> dict[str, str]:
-    """Variables for a Python that loads it: objects are allocated where a stray read is seen."""
+def _library(folder: Path, name: str) -> Path:
+    return folder / f"{name.rpartition('.')[2]}.so"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a Python that loads them: objects are allocated where a stray read is seen."""
     return {
         **os.environ,
-        NATIVE_ENV: str(library),
+        NATIVE_ENV: str(folder),
         "LD_PRELOAD": " ".join(_libraries(_compiler())),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1:"
         "max_allocation_size_mb=8192",
@@ -87,29 +96,32 @@ def environment(library: Path) -> dict[str, str]:
 
 
 def edge_counter() -> Callable[[], int]:
-    """Asks that build how many edges of its control flow ran for the first time since last asked.
+    """Asks those builds how many edges of their control flow ran for the first time since then.
 
-    None ever do in the installed one.
+    None ever do in the installed ones.
     """
-    path = os.environ.get(NATIVE_ENV)
-    if not path:
+    folder = os.environ.get(NATIVE_ENV)
+    if not folder:
         return int
-    count: Callable[[], int] = ctypes.CDLL(path).fresh_edges
-    return count
+    counts = [ctypes.CDLL(str(_library(Path(folder), name))).fresh_edges for name in _SOURCES]
+    return lambda: sum(count() for count in counts)
 
 
 def install() -> bool:
-    """Puts the build that the environment names in place; whether there is one."""
-    path = os.environ.get(NATIVE_ENV)
-    if not path or _NAME in sys.modules:
-        return _NAME in sys.modules and bool(path)
-    spec = importlib.util.spec_from_file_location(_NAME, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_NAME] = module
-    spec.loader.exec_module(module)
-    haiprof.trace_format.kineto._native = module
+    """Puts the builds that the environment names in place; whether there are any."""
+    folder = os.environ.get(NATIVE_ENV)
+    if not folder:
+        return False
+    for name in _SOURCES:
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, _library(Path(folder), name))
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+            package, _, attribute = name.rpartition(".")
+            setattr(importlib.import_module(package), attribute, module)
     return True
 
 
