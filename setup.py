@@ -23,6 +23,13 @@ setup(
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
             optional=True,
         ),
+        Extension(
+            "haiprof.in_job._terminate",
+            ["haiprof/in_job/terminate.cpp"],
+            extra_compile_args=["-std=gnu++17", "-fvisibility=hidden"],
+            language="c++",
+            optional=True,
+        ),
         *(
             Extension(  # loaded by the job's interpreter, which need not be haiprof's own
                 f"haiprof.in_job._{name}",

@@ -122,6 +122,8 @@ CASES = (
          said="wait_for_file", meddle=lambda job: interrupt_after(job, 70)),
     Case(name="other", injected="another collective than the others", cause="mismatch",
          ranks=(), said="broadcast"),
+    Case(name="size", injected="another size than the others: gloo's check ends the process",
+         cause="mismatch", ranks=(), said="bytes where it waited for"),
     Case(name="swallow", injected="an exception swallowed: a step less than the others",
          cause="mismatch", ranks=(),
         said="barrier"),

@@ -96,6 +96,7 @@ FAULTS = {
     "oom": fill_memory,
     "thread": die_in_a_thread,
     "other": lambda: dist.broadcast(torch.ones(7), 1),
+    "size": lambda: dist.all_reduce(torch.ones(999)),
     "swallow": skip_a_step,
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import local_rank, named_rank, rank_and_world, restart
+from haiprof.in_job.terminate import watch_terminate
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
@@ -49,7 +50,11 @@ class Uncaught:
         self._ended = False
 
     def watch(self) -> None:
-        """Replaces Python's own default hooks, and no others, by ones that call them."""
+        """Replaces Python's own default hooks, and no others, by ones that call them.
+
+        What ends the process from native code is written down, too, where that can be had.
+        """
+        watch_terminate(self._run.uncaught)
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = self._hook(sys.__excepthook__)
         if threading.excepthook is threading.__excepthook__:

@@ -16,6 +16,7 @@ from haiprof.run_analysis.end_causes import (
     is_launchers,
     kind_of,
     signal_name,
+    unlike_messages,
     wait_failure,
     what_happened,
 )
@@ -34,6 +35,8 @@ TOGETHER_NS = 2 * NS_PER_S
 """Ranks that fail alike within this time failed of the same."""
 SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
+_PLACES_LIMIT = 4
+"""Of so many ranks each one's line is shown where none of them is to blame."""
 _SAME_KILL_NS = NS_PER_S // 100
 """Signals to several ranks at once arrive within this time; launchers look ten times a second."""
 LOST_NS = 10 * NS_PER_S
@@ -379,11 +382,34 @@ class _Case:
             return None
         found = find_mismatches(self.evidence.collectives())
         if not found:
-            return None
+            return self._sent_too_much()
         odd = found[0].odd
         what = f"ranks issued collectives that contradict each other: {found[0].as_text()}"
+        what += self._places()
         return self._death("mismatch", odd if len(odd) < len(self.ends) else (), what, what=what,
                            died_ns=self._first_ns())  # fmt: skip
+
+    def _sent_too_much(self) -> Death | None:
+        """A rank noticed itself that another one's collective was not its own."""
+        ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
+        noticed = [(end, said) for end in ends if (said := unlike_messages(end.error)) is not None]
+        if not noticed:
+            return None
+        end, said = noticed[0]
+        what = f"ranks issued collectives that contradict each other: rank {end.rank}: {said}"
+        what += self._places()
+        return self._death("mismatch", (), what, what=what, died_ns=self._first_ns())
+
+    def _places(self) -> str:
+        """Where the ranks of a small job were when they failed: `; rank 0 at a.py:1 in train`."""
+        if len(self.ends) > _PLACES_LIMIT:
+            return ""
+        places = {
+            rank: (end.error.location if end.error is not None else "")
+            or self._seen_at((rank,), None)
+            for rank, end in sorted(self.ends.items())
+        }
+        return "".join(f"; rank {rank} at {place}" for rank, place in places.items() if place)
 
     def _never_started(self) -> Death | None:
         """Ranks of which nothing was ever seen."""
@@ -531,8 +557,9 @@ class _Case:
         died = died_ns if end is None else end.failed_ns
         fates = self._fates(ranks, died)
         tail = _victims_text(fates, died)
-        seen_at = self._seen_at(ranks, died) if error is None and line is None else None
-        phase = self.phases.get(ranks[0]) if ranks and error is None and line is None else None
+        nowhere = line is None and (error is None or not error.location)
+        seen_at = self._seen_at(ranks, died) if nowhere else None
+        phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
         headline += f", last seen at {seen_at}" if seen_at else ""
         if error is not None and line is None:

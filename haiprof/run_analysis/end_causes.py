@@ -16,6 +16,7 @@ _WAITED = (
     (r"monitoredBarrier", "the monitored barrier's timeout"),
     (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
      r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
+    (r"op\.preamble\.length <= op\.nbytes", "gloo's check of message sizes"),
     (r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|"
      r"ncclRemoteError|remote process exited|Connection was likely closed",
      "the broken connection"),
@@ -26,6 +27,7 @@ _WAITED = (
 )  # fmt: skip
 """Texts of torch.distributed, gloo and NCCL in a rank that waited for another one."""
 _WAITED_FOR = tuple((re.compile(pattern), by) for pattern, by in _WAITED)
+_UNLIKE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _LAUNCHERS_ERRORS = (
     "ChildFailedError", "SignalException", "ProcessRaisedException", "ProcessExitedException",
     "CalledProcessError", "RendezvousClosedError",
@@ -85,7 +87,9 @@ def kind_of(end: ProcessEnd) -> str:
             return "disk_full"
         if _OUT_OF_MEMORY.search(said):
             return "out_of_memory"
-        return "interrupted" if error.type == "KeyboardInterrupt" else "exception"
+        if error.type == "KeyboardInterrupt":
+            return "interrupted"
+        return "crash" if end.is_terminated else "exception"
     if end.oom:
         return "out_of_memory"
     if end.signal is not None:
@@ -104,7 +108,8 @@ def what_happened(end: ProcessEnd) -> str:
         place = inner[1] or error.location
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
         via = f", and left with status {end.status}" if exits and end.status else ""
-        return f"{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
+        way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
+        return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
     if end.oom:
         return _oom_text(end)
     if end.signal is not None:
@@ -114,6 +119,18 @@ def what_happened(end: ProcessEnd) -> str:
         place = f" at {error.location}" if error is not None and error.location else ""
         return f"it left with exit status {end.status} ({way}){place}"
     return "it is gone without a word: killed, or its machine was lost"
+
+
+def _by_signal(end: ProcessEnd) -> str:
+    return f" ({signal_name(end.signal)})" if end.signal is not None else ""
+
+
+def unlike_messages(error: Error | None) -> str | None:
+    """That a rank was sent more than it waited for, as gloo notices it; None where it was not."""
+    match = _UNLIKE.search(error.message) if error is not None else None
+    if match is None:
+        return None
+    return f"it was sent a message of {match[1]} bytes where it waited for {match[2]}"
 
 
 def inner_error(error: Error) -> tuple[str, str]:

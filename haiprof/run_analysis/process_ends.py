@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import RunFormatError
@@ -15,6 +16,7 @@ from haiprof.run_analysis.gpu_out_of_memory import (
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 from haiprof.run_format.reader import read_json
+from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
 
 _UNCAUGHT_LIMIT = 1 << 20
@@ -56,7 +58,7 @@ class Uncaught:
     """Exceptions of one process, in the order in which they came."""
 
     how: str
-    """`exception`, `exit` (SystemExit), or `thread`, which ends no process."""
+    """`exception`, `exit` (SystemExit), `terminate` (C++), or `thread`, which ends no process."""
     thread: str | None
     wall_ns: int | None
     errors: tuple[Error, ...]
@@ -108,6 +110,11 @@ class ProcessEnd:
     def failure(self) -> Uncaught | None:
         """The exception that ended it; None where none did."""
         return next((each for each in self.uncaught if each.how != "thread"), None)
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether a C++ exception ended it that nothing caught."""
+        return self.failure is not None and self.failure.how == "terminate"
 
     @property
     def ran_out_of_gpu_memory(self) -> bool:
@@ -176,6 +183,8 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
         _take_report(found, rank)
     for host, content in _uncaught_contents(files):
         _take_uncaught(found, host, content)
+    for host, pid, path in files.paths.terminate_files():
+        _take_terminate(found.setdefault((host, pid), _Draft()), path)
     for host, pid, failed in failed_allocations(files.paths):
         found.setdefault((host, pid), _Draft()).facts["gpu_memory"] = failed
     for node in files.nodes:
@@ -274,6 +283,22 @@ def _take_uncaught(
         draft.facts["known_generation"] = draft.facts["rank"] is not None
     if content.get("loader_worker") is True:
         draft.facts["helper"] = True
+
+
+def _take_terminate(draft: _Draft, path: Path) -> None:
+    """A C++ exception, as in_job/terminate.cpp writes it: Unix time, type, text."""
+    try:
+        content = path.read_bytes()[:_FIELD_CHARS].decode(errors="replace")
+    except OSError:
+        return
+    time, _, rest = content.partition("\n")
+    kind, _, message = rest.partition("\n")
+    error = Error(
+        type=kind or "std::terminate", message=mask_text(message), line=None, source="", frames=()
+    )
+    wall_ns = int(time) if time.isascii() and time.isdigit() and len(time) < 20 else None
+    native = Uncaught(how="terminate", thread=None, wall_ns=wall_ns, errors=(error,))
+    draft.uncaught = (*draft.uncaught, native)[:_ENTRY_LIMIT]
 
 
 def _uncaught(entry: Mapping[str, Any]) -> Uncaught:

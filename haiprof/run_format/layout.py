@@ -215,6 +215,15 @@ class RunPaths:
         """Those that exist."""
         return _json_files(self.uncaught)
 
+    def terminate_files(self) -> list[tuple[str, int, Path]]:
+        """Texts of C++ exceptions that ended processes, by host and process id."""
+        found = []
+        for path in sorted(self.uncaught.glob("*-*.terminate")):
+            host, _, pid = path.stem.rpartition("-")
+            if pid.isdigit() and len(pid) < 12:
+                found.append((host, int(pid), path))
+        return found
+
     @property
     def memory(self) -> Path:
         """What GPU memory held in processes that ran out of it, and the allocator's snapshots."""

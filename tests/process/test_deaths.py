@@ -37,6 +37,9 @@ def step(number):
         faulthandler.enable(open("faults", "w") if how == "file" else sys.stderr)
         import ctypes
         ctypes.string_at(0)
+    if how == "terminate":
+        import ctypes
+        ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
     if how == "exit":
         sys.exit(3)
     if how in ("thread", "thread_hook"):
@@ -63,6 +66,7 @@ print(os.WTERMSIG(status), os.WCOREDUMP(status))
 """
 CAUSES = {
     "raise": "exception", "hook": "exception", "exit": "exit", "segv": "crash", "file": "crash",
+    "terminate": "crash",
 }  # fmt: skip
 
 
@@ -80,8 +84,8 @@ def comparable(text: str) -> str:
 @pytest.mark.parametrize(
     "how",
     first_of(
-        ["raise", "hook", "exit", "segv", "file", "thread", "thread_hook"],
-        *("raise", "file", "thread_hook"),
+        ["raise", "hook", "exit", "segv", "file", "terminate", "thread", "thread_hook"],
+        *("raise", "file", "terminate", "thread_hook"),
     ),
 )
 def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, how: str) -> None:
@@ -105,9 +109,12 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         return
     assert death is not None
     assert death.cause == CAUSES[how]
-    assert death.ranks == (0,) or how in ("segv", "file"), (
+    assert death.ranks == (0,) or how in ("segv", "file", "terminate"), (
         "who crashes at once has not reported in yet"
     )
+    if how == "terminate":
+        assert "terminate called without an active exception" in bare.stderr
+        assert "it aborted itself (SIGABRT): std::terminate: terminate called" in death.headline
     if how in ("raise", "hook"):
         assert death.headline.startswith("rank 0 died: RuntimeError: no label in sample 9 (ends.py")
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
@@ -123,6 +130,28 @@ def test_core_of_a_crash_is_dumped_as_it_is_without_haiprof(tmp_path: Path) -> N
     assert job.stdout == bare.stdout
     cores = [len(list(each.folder.glob("core*"))) for each in (bare, job)]
     assert cores[0] == cores[1], "where the kernel puts them into the working directory"
+
+
+def test_exception_of_native_code_is_printed_as_ever_and_named(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "benchmarks/dying_job.py")
+    words = ("torchrun", "--standalone", "--nproc-per-node", "2", script, "size")
+    bare = run_job(words, folder=tmp_path / "bare", haiprof=False)
+    job = run_job(words, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
+    assert job.returncode == bare.returncode
+    printed = [
+        {
+            line
+            for line in each.stderr.splitlines()
+            if "terminate called" in line or "what()" in line
+        }
+        for each in (bare, job)
+    ]
+    assert len(printed[0]) >= 2, "gloo's check fails in native code"
+    assert printed[0] == printed[1]
+    death = died(job)
+    assert death is not None
+    assert death.cause == "mismatch"
+    assert "bytes where it waited for" in death.headline
 
 
 def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path: Path) -> None:

@@ -116,6 +116,70 @@ def found(death: Death) -> tuple[str, tuple[int, ...]]:
     return death.cause, death.ranks
 
 
+# -- exceptions of native code ---------------------------------------------------------------------
+
+WATCHDOG = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
+    "exception: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=241, "
+    "OpType=ALLREDUCE, "
+    "NumelIn=4096, NumelOut=4096, Timeout(ms)=600000) ran for 600034 milliseconds before "
+    "timing out."
+)
+ILLEGAL = (
+    "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "
+    "asynchronously reported at some other API call"
+)
+
+
+def terminated(job: Job, rank: int, at_s: float, kind: str, message: str) -> None:
+    """As in_job/terminate.cpp leaves it; the process then ends by SIGABRT."""
+    job.run.uncaught.mkdir(exist_ok=True)
+    path = job.run.uncaught / f"{job.host(rank)}-{job.pid(rank)}.terminate"
+    path.write_text(f"{T0 + round(at_s * S)}\n{kind}\n{message}")
+    job.over(rank, at_s + 0.5, number=signal.SIGABRT)
+
+
+def test_watchdog_that_ends_a_rank_from_native_code_makes_it_a_victim(job: Job) -> None:
+    for rank in (0, 1, 2):
+        job.began(rank, *["all_reduce"] * (240 + (rank != 1)))
+    for rank in (0, 2):
+        terminated(job, rank, 600, "c10::DistBackendError", WATCHDOG)
+    job.over(1, 601, number=signal.SIGTERM)
+    death = job.death()
+    assert death.ranks == (1,)
+    assert "rank 1 did not come where the others waited" in death.headline
+    assert "NCCL's watchdog" in death.headline
+
+
+def test_error_of_a_kernel_that_ends_a_rank_from_native_code_is_the_cause(job: Job) -> None:
+    terminated(job, 1, 0, "c10::AcceleratorError", ILLEGAL)
+    for rank in (0, 2):
+        terminated(job, rank, 600, "c10::DistBackendError", WATCHDOG)
+    death = job.death()
+    assert found(death) == ("crash", (1,))
+    assert death.headline.startswith(
+        "rank 1 died first: it aborted itself (SIGABRT): c10::AcceleratorError: CUDA error: an "
+        "illegal memory access was encountered"
+    )
+    assert "asynchronously reported" in (death.message or "")
+
+
+def test_exception_in_python_comes_before_what_native_code_says_at_its_exit(job: Job) -> None:
+    job.raised(1, 0, "RuntimeError", "bad sample 17")
+    terminated(job, 1, 1, "", "terminate called without an active exception")
+    for rank in (0, 2):
+        job.died(rank, 25, "RuntimeError", GLOO)
+    death = job.death()
+    assert found(death) == ("exception", (1,))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"12", b"x\ny\nz", b"9" * 5000])
+def test_damaged_text_of_native_code_is_read_as_far_as_it_goes(job: Job, content: bytes) -> None:
+    terminated(job, 1, 0, "a", "b")
+    next(job.run.uncaught.glob("*.terminate")).write_bytes(content)
+    assert job.death().ranks == (1,)
+
+
 # -- one rank fails, the others wait ---------------------------------------------------------------
 
 
