@@ -108,7 +108,7 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         assert death is None, "an exception in a thread ends no process"
         return
     assert death is not None
-    assert death.cause == CAUSES[how]
+    assert death.cause == CAUSES[how], death.headline
     assert death.ranks == (0,) or how in ("segv", "file", "terminate"), (
         "who crashes at once has not reported in yet"
     )
