@@ -15,7 +15,7 @@ import pytest
 
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.run_format.layout import RunPaths
-from tests.process.live import LiveJob, torchrun, within
+from tests.process.live import LiveJob, plain_ranks, within
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +49,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 for step in range(100_000):
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    if step == 40 and dist.get_rank() == 0:
+    if step == 20 and dist.get_rank() == 0:
         print("TRAINS", flush=True)
-    time.sleep(0.01)
+    time.sleep(0.04)
 """
 
 
@@ -59,7 +59,7 @@ def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
     """The job, whose ranks have both reported in."""
     script = folder / "train.py"
     script.write_text(source)
-    job = LiveJob(folder, torchrun(2, str(script)), "--quiet", *options)
+    job = LiveJob(folder, plain_ranks(2, str(script)), "--quiet", *options)
     job.reported(2)
     return job
 
