@@ -81,9 +81,10 @@ def test_log_directory_that_cannot_be_made_leaves_the_job_running(tmp_path: Path
 
 
 def test_launchers_with_one_run_id_share_a_run_directory(tmp_path: Path) -> None:
-    words = [*HAIPROF, "--quiet", "--run-id", "job7", "--name", "x", "sleep", "5"]
-    for job in [subprocess.Popen(words, cwd=tmp_path) for _ in range(2)]:
-        assert job.wait(60) == 0
+    words = [*HAIPROF, "--quiet", "--run-id", "job7", "--name", "x", "bash", "-c"]
+    last = "touch $0; until [ -e first ] && [ -e second ]; do sleep 0.02; done"
+    jobs = [subprocess.Popen([*words, last, name], cwd=tmp_path) for name in ("first", "second")]
+    assert [job.wait(60) for job in jobs] == [0, 0], "each ends once both run"
     assert [path.name for path in runs(tmp_path)] == ["x-job7"]
 
 
