@@ -280,7 +280,7 @@ def test_port_that_is_taken_costs_the_job_nothing(tmp_path: Path) -> None:
 def test_nothing_is_opened_unless_asked(tmp_path: Path) -> None:
     with launched(tmp_path, "sleep", "60") as process:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("haiprof-logs/*/nodes/*/cpu.rec")):  # it records
+        while not list(tmp_path.glob("haiprof-logs/*/nodes/*/host.rec")):  # it records
             assert time.monotonic() < deadline
             time.sleep(0.05)
         found = psutil.Process(process.pid).net_connections()
