@@ -125,7 +125,7 @@ def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
         "import time, torch\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "end = time.monotonic() + 60\n"
+        "end = time.monotonic() + 150\n"
         "while time.monotonic() < end:\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
@@ -135,7 +135,7 @@ def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
         [*HAIPROF, "train.py", "--time", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as job:
         try:
-            end = time.monotonic() + 50
+            end = time.monotonic() + 120
             while not list(tmp_path.glob("haiprof-logs/*/report/verdict.json")):
                 assert job.poll() is None
                 assert time.monotonic() < end, "no verdict while the job ran"
