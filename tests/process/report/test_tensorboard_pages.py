@@ -302,7 +302,7 @@ def _asker(base: str) -> Callable[[str], Any]:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 150
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.2)
