@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import sampling
+from tests import proofs, sampling
 from tests.one_slurm import one_machine_slurm
 
 Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
@@ -23,29 +23,26 @@ Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.PROOFS = config.option.markexpr == "proof"
+    if sampling.PROOFS:
+        config.option.loadscopereorder = False  # xdist would begin with the largest files
     # A busy machine makes single examples slow; pytest's own timeout ends what hangs.
     settings.register_profile("haiprof", deadline=None, max_examples=sampling.examples(100))
     settings.load_profile("haiprof")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which proofs came first: a header is not printed with -q."""
+    if sampling.PROOFS:
+        commit = proofs.this_commit() or "unknown: in the order of the files"
+        terminalreporter.write_line(f"proofs of each rank began where their commit says: {commit}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What tries a sample of its cases is a proof too, with all of them.
-
-    Whole tests come first, then variants of what scripts/test runs and what is marked
-    `proof("exhaustive")`, then samples tried in full: CI has no time for all of them.
-    """
-    if not sampling.PROOFS:
-        return
-    rank: dict[pytest.Item, int] = {}
-    for item in items:
-        function = getattr(item, "obj", None)
-        marks = [m for m in getattr(function, "pytestmark", []) if m.name == "proof"]
-        rank[item] = 1 if not marks or "exhaustive" in marks[0].args else 0
-        if getattr(function, "is_hypothesis_test", False) or item.get_closest_marker("sampled"):
-            item.add_marker("proof")
-            rank[item] = 2
-    items.sort(key=rank.__getitem__)
+    """Orders the proofs: `tests/proofs.py` says how."""
+    if sampling.PROOFS:
+        ranks, files = proofs.mark_and_rank(items), [item.path for item in items]
+        items[:] = proofs.order_proofs(items, ranks, files, commit=proofs.this_commit())
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

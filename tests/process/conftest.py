@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import Once
 from tests.process.jobs import Job, run_job, succeeded
-from tests.process.loops import LAUNCHED_BY_TORCHRUN, LOOPS, loop_command
+from tests.process.loops import LOOPS, OF_TWO_RANKS, loop_command
 
 RunLoop = Callable[..., Job]
 
@@ -39,7 +39,7 @@ def run_loop(job_cache: Callable[..., Job], once: Once) -> RunLoop:
     scripts: Path = once(("loops",), write)
 
     def run(name: str, *, haiprof: bool) -> Job:
-        ranks = 2 if name in LAUNCHED_BY_TORCHRUN else 1
+        ranks = 2 if name in OF_TWO_RANKS else 1
         command = loop_command(scripts / f"loop_{name}.py", ranks=ranks)
         return job_cache(*command, haiprof=haiprof, options=("--quiet",) if haiprof else ())
 

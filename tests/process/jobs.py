@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -10,13 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from haiprof import Analyzer
+from haiprof.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 PYTHON = sys.executable
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: any free port
+TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
+"""In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
 
 
@@ -97,6 +103,32 @@ def run_job(
         stderr=done.stderr,
         seconds=time.monotonic() - began,
     )
+
+
+def run_command(
+    words: Sequence[str], *, folder: Path, extra_environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a haiprof command in this process, which has read the modules that it needs.
+
+    As a process of its own it would spend a second on that, and answer the same:
+    tests/process/cli/test_commands.py runs every command so.
+
+    Args:
+        words: The command and its arguments.
+        folder: The directory in which it runs.
+        extra_environment: Variables on top of `environment()`.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    # Before anything else, and put back after it.
+    variables = mock.patch.dict(os.environ, environment(extra_environment), clear=True)
+    with variables, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        os.chdir(folder)
+        try:
+            status = main(list(words))
+        finally:
+            os.chdir(before)
+    return subprocess.CompletedProcess(list(words), status, out.getvalue(), err.getvalue())
 
 
 def succeeded(job: Job) -> Job:

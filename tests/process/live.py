@@ -19,11 +19,15 @@ from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import environment
+from tests.process.jobs import REPOSITORY, environment, run_command
 
 START_S = 150.0
-COMMAND_S = 200.0
 _Found = TypeVar("_Found")
+
+
+def plain_ranks(ranks: int, *words: str) -> list[str]:
+    """A script as so many ranks, where nobody looks at what starts them."""
+    return ["python", str(REPOSITORY / "tests/process/ranks.py"), str(ranks), *words]
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:
@@ -68,7 +72,7 @@ class LiveJob:
         if haiprof:
             own = [sys.executable, "-m", "haiprof", "--log-dir", str(self.logs)]
             words = [*own, *options, "--", *words]
-        self.environment = environment({"HAIPROF_LOG_DIR": str(self.logs), **(extra or {})})
+        self.variables = {"HAIPROF_LOG_DIR": str(self.logs), **(extra or {})}
         with (folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
                 words, env=environment(extra), cwd=folder, text=True,
@@ -139,11 +143,7 @@ class LiveJob:
 
     def ask_any(self, *words: str) -> dict[str, Any]:
         """Runs a haiprof command with `--json`: its answer, its `status` and its `talk`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "haiprof", *words, "--json"],
-            env=self.environment, capture_output=True, text=True, timeout=COMMAND_S, check=False,
-            cwd=self.folder,
-        )  # fmt: skip
+        done = run_command([*words, "--json"], folder=self.folder, extra_environment=self.variables)
         found: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
         return {**found, "talk": done.stderr, "status": done.returncode}
 

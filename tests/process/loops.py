@@ -343,9 +343,17 @@ for x, y in loader:
 finish(accelerator.unwrap_model(model))
 """
 
+IN_TURN = ("plain", "evaluation", "accumulation", "grad_scaler", "gan")
+"""Loops that `in_turn` runs in one process, as a notebook does."""
+_IN_TURN = "".join(
+    body.rpartition("finish(")[0]
+    for body in (_PLAIN, _EVALUATION, _ACCUMULATION, _GRAD_SCALER, _GAN)
+)
+
 LOOPS = {
     name: PRELUDE + body
     for name, body in {
+        "in_turn": _IN_TURN + "finish(model, maker, judge)\n",
         "plain": _PLAIN,
         "evaluation": _EVALUATION,
         "accumulation": _ACCUMULATION,
@@ -369,11 +377,11 @@ LOOPS = {
 
 PROOFS = (
     "checkpoint_reentrant", "compiled_inductor", "compiled_blocks", "accelerate", "trainer",
-    "checkpoint_non_reentrant", "fsdp2", "lightning", "lbfgs",
+    "checkpoint_non_reentrant", "fsdp2", "lightning", "lbfgs", *IN_TURN,
 )  # fmt: skip
-"""Dear, or near another one: run where proofs are asked for."""
+"""Dear, near another one, or a part of `in_turn`: run where proofs are asked for."""
 
-LAUNCHED_BY_TORCHRUN = ("ddp", "fsdp2")
+OF_TWO_RANKS = ("ddp", "fsdp2")
 
 
 def marked(names: Iterable[str], *, but: Sequence[str] | None = None) -> list[object]:
@@ -384,7 +392,7 @@ def marked(names: Iterable[str], *, but: Sequence[str] | None = None) -> list[ob
 
 
 def loop_command(script: Path, *, ranks: int) -> list[str]:
-    """How the script is started: by Python, or by torchrun for several ranks."""
-    from tests.process.jobs import TORCHRUN
+    """How the script is started, alone or as two ranks."""
+    from tests.process.jobs import TWO_RANKS
 
-    return [*TORCHRUN, str(script)] if ranks > 1 else ["python", str(script)]
+    return [*TWO_RANKS, str(script)] if ranks > 1 else ["python", str(script)]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from haiprof import Analyzer
-from tests.process.jobs import environment
+from tests.process.jobs import environment, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -67,11 +67,10 @@ class Running:
         assert self.process.stdout.readline() == "TRAINS\n"
 
     def attach(self, *words: str, status: int = 0) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "haiprof", "attach", *words, "--json",
-             "--log-dir", str(self.folder / "logs")],
-            env=environment({"HAIPROF_LOG_DIR": str(self.folder / "logs")}),
-            capture_output=True, text=True, timeout=200, check=False, cwd=self.folder,
+        logs = str(self.folder / "logs")
+        done = run_command(
+            ["attach", *words, "--json", "--log-dir", logs],
+            folder=self.folder, extra_environment={"HAIPROF_LOG_DIR": logs},
         )  # fmt: skip
         assert done.returncode == status, done.stderr
         found: dict[str, Any] = json.loads(done.stdout) if not status else {"error": done.stderr}

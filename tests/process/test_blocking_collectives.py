@@ -10,7 +10,7 @@ import pytest
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.rules.blocking_collectives import RULE
-from tests.process.jobs import TORCHRUN, Job, succeeded
+from tests.process.jobs import TWO_RANKS, Job, succeeded
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
@@ -28,7 +28,7 @@ seen = [None, None]
 def share_metrics(loss):
     for _ in range(40):
         dist.all_gather_object(seen, {"loss": loss})  # CALL
-for step in range(150):
+for step in range(60 if sys.argv[1] == "each_step" else 150):
     time.sleep(0.005)  # a batch comes from elsewhere
     loss = model(x).square().mean()
     optimizer.zero_grad()
@@ -49,7 +49,7 @@ def found(tmp_path: Path, job_cache: Callable[..., Job]) -> Callable[[str], Find
     script.write_text(SCRIPT)
 
     def judge(word: str) -> Finding | None:
-        job = succeeded(job_cache(*TORCHRUN, str(script), word, haiprof=True))
+        job = succeeded(job_cache(*TWO_RANKS, str(script), word, haiprof=True))
         verdict = diagnose(job.analyzer())
         assert RULE not in dict(verdict.abstained)
         return next((each for each in verdict.findings if each.rule == RULE), None)

@@ -11,6 +11,7 @@ import pytest
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
 from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from tests.conftest import Once
 from tests.process.jobs import REPOSITORY, Job, run_job
 
 pytestmark = pytest.mark.slow
@@ -72,6 +73,14 @@ def run(folder: Path, how: str, *options: str) -> Job:
                    options=options)  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def large_batch(once: Once) -> Job:
+    """Died of one, with the history of its allocations."""
+    options = ("--memory-history", "on", "--quiet")
+    job: Job = once(("out of memory", "batch"), lambda folder: run(folder, "batch", *options))
+    return job
+
+
 def verdict(job: Job) -> Verdict:
     from haiprof.diagnosis.engine import diagnose
 
@@ -84,8 +93,8 @@ def at_end(job: Job) -> tuple[Verdict, GpuMemoryAtEnd]:
     return found, memory
 
 
-def test_large_batch_is_told_with_its_shape_and_what_had_fitted(tmp_path: Path) -> None:
-    found, memory = at_end(run(tmp_path, "batch", "--memory-history", "on"))
+def test_large_batch_is_told_with_its_shape_and_what_had_fitted(large_batch: Job) -> None:
+    found, memory = at_end(large_batch)
     assert found.death is not None
     assert (found.death.cause, found.death.ranks) == ("out_of_memory", (0,))
     assert found.headline.startswith(
@@ -139,25 +148,23 @@ def test_observer_and_history_of_the_job_remain(tmp_path: Path) -> None:
     assert memory.failed.allocated_bytes is not None
 
 
-def test_job_says_and_ends_as_without_haiprof(tmp_path: Path) -> None:
+def test_job_says_and_ends_as_without_haiprof(tmp_path: Path, large_batch: Job) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = ("python", str(script), "batch")
-    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
-    job = run_job(command, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
+    bare, job = run_job(command, folder=tmp_path / "bare", haiprof=False), large_batch
     said = [line for line in job.stderr.splitlines() if not line.startswith("haiprof:")]
     last = bare.stderr.splitlines()[-1]
     assert (job.returncode, job.stdout, said[-1]) == (bare.returncode, bare.stdout, last)
     assert "CUDA out of memory" in last
 
 
-def test_snapshot_opens_in_pytorchs_own_viewer(tmp_path: Path) -> None:
+def test_snapshot_opens_in_pytorchs_own_viewer(large_batch: Job) -> None:
     from torch.cuda import _memory_viz as viz
 
     memory_viz: Any = viz  # which has no types
 
-    job = run(tmp_path, "leak", "--memory-history", "on")
-    _, memory = at_end(job)
+    _, memory = at_end(large_batch)
     assert memory.snapshot is not None
     content: dict[str, Any] = pickle.loads(Path(memory.snapshot).read_bytes())
     assert "tried to allocate" in memory_viz.trace(content).lower() or memory_viz.segsum(content)

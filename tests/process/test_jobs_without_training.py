@@ -12,7 +12,7 @@ import pytest
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.run_analysis.step_boundaries import WORDS
 from tests.process.jobs import Job, environment, succeeded
-from tests.process.live import LiveJob, torchrun, within
+from tests.process.live import LiveJob, plain_ranks, within
 from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def command(name: str, folder: Path, *words: str) -> list[str]:
     script = folder / f"{name}.py"
     script.write_text(LOOPS[name])
     job = [str(script), *words]
-    return torchrun(RANKS[name], *job) if name in RANKS else ["python", *job]
+    return plain_ranks(RANKS[name], *job) if name in RANKS else ["python", *job]
 
 
 @pytest.mark.parametrize("name", first_of(LOOPS, "module", "mark", "collective"))

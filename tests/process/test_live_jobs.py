@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from haiprof import Analyzer, TraceAnalysis
 from haiprof.base.options import ENV_ACTIVE
 from tests.process.live import LiveJob, torchrun, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("live jobs")]
 
+NAME = "live_train.py"
 # It trains until the file `stop` is there; rank 1 of the first round dies where there is `die`.
 SCRIPT = """
 import os, sys, time
@@ -37,7 +39,7 @@ while True:
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     step += 1
-    if step == 40 and rank == 0:
+    if step == 20 and rank == 0:
         print("TRAINS", flush=True)
     if rank == 1 and first and os.path.exists("die"):
         os._exit(3)
@@ -45,7 +47,7 @@ while True:
     dist.all_reduce(stop)
     if stop:
         break
-    time.sleep(0.02)
+    time.sleep(0.05)
 if rank == 0:
     print("ENDS", flush=True)
 dist.barrier()
@@ -54,10 +56,10 @@ dist.destroy_process_group()
 """
 
 
-def script(folder: Path, name: str = "live_train.py") -> str:
+def script(folder: Path) -> str:
     folder.mkdir(exist_ok=True)
-    (folder / name).write_text(SCRIPT)
-    return str(folder / name)
+    (folder / NAME).write_text(SCRIPT)
+    return str(folder / NAME)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,26 @@ def test_ps_and_top_tell_ranks_steps_and_their_split(job: LiveJob) -> None:
     assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
     assert {rank["pid"] for rank in shown["ranks"]} == set(job.pids().values())
     assert all(rank["step"] > 0 and not rank["stopped"] for rank in shown["ranks"])
+
+
+def test_all_ranks_trace_the_same_steps_twice_in_one_run(job: LiveJob) -> None:
+    for window, count in ((0, 5), (1, 3)):
+        found = job.ask("trace-now", job.pid, "--steps", str(count))
+        assert (found["window"], found["aligned"]) == (window, True)
+        assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
+        first, after = found["ranks"][0]["steps"]
+        assert after - first == count
+        analysis = TraceAnalysis(Path(found["run"]), window=window)
+        assert sorted(analysis.traces) == [0, 1]
+        for trace in analysis.traces.values():
+            assert trace.steps["step"].to_list() == list(range(first, after))
+    windows = Analyzer(job.logs).windows()
+    assert windows["trigger"].unique().to_list() == ["request"]
+    assert job.process.poll() is None
+    listed = job.listed()
+    assert listed["path"] == found["run"]
+    assert listed["step"] > after
+    assert (listed["ranks"], listed["world_size"]) == (2, 2)
 
 
 def test_control_threads_sleep_while_nothing_is_asked(job: LiveJob) -> None:
@@ -165,7 +187,7 @@ def test_job_of_another_user_is_refused_by_every_command(job: LiveJob, stranger:
 def test_jobs_of_one_name_are_told_apart(job: LiveJob, tmp_path: Path) -> None:
     with LiveJob(tmp_path, torchrun(2, script(tmp_path)), "--quiet") as second:
         second.reported(2)
-        said = second.ask("snapshot", "live_train.py", "--log-dir", str(job.logs), status=2)["talk"]
+        said = second.ask("snapshot", NAME, "--log-dir", str(job.logs), status=2)["talk"]
         assert "is the name of several running jobs" in said
         assert job.run.root.name in said
         assert second.run.root.name in said
@@ -194,17 +216,16 @@ def test_restarted_ranks_are_the_ones_that_answer(tmp_path: Path) -> None:
         assert job.hangs() == []
 
 
-def test_job_that_has_ended_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with LiveJob(tmp_path, torchrun(2, script(tmp_path, "ended.py")), "--quiet") as job:
-        pid, run = job.pid, str(job.run.root)
-        job.reported(2)
-        (tmp_path / "stop").touch()
-        assert job.end().endswith("ENDS\n")
-        for name, hint in ((run, "haiprof verdict"), (pid, "no process"), ("ended.py", "")):
-            for command in (("attach", name, "--time", "1"), ("snapshot", name)):
-                said = job.ask(*command, status=3)["talk"]
-                assert "Traceback" not in said
-                assert hint in said or "no running job" in said, said
+def test_job_that_has_ended_is_named_with_what_to_do(job: LiveJob) -> None:
+    """The last test of this job."""
+    pid, run = job.pid, str(job.run.root)
+    (job.folder / "stop").touch()
+    assert job.end().endswith("ENDS\n")
+    for name, hint in ((run, "haiprof verdict"), (pid, "no process"), (NAME, "")):
+        for command in (("attach", name, "--time", "1"), ("snapshot", name)):
+            said = job.ask(*command, status=3)["talk"]
+            assert "Traceback" not in said
+            assert hint in said or "no running job" in said, said
 
 
 @pytest.mark.proof

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import REPOSITORY, TORCHRUN, environment, run_job, succeeded
+from tests.process.jobs import REPOSITORY, TORCHRUN, run_command, run_job, succeeded
 from tests.process.live import LiveJob
 
 pytestmark = pytest.mark.slow
@@ -25,10 +23,8 @@ def live(folder: Path, fault: str, *options: str) -> LiveJob:
 
 
 def verdict(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "haiprof", "verdict", str(folder / "logs"), "--json"],
-        env=environment(), capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    done = run_command(["verdict", str(folder / "logs"), "--json"], folder=folder)
+    assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -43,7 +39,7 @@ def verdict(folder: Path) -> dict[str, Any]:
 def test_hang_is_looked_at_by_itself_and_the_verdict_names_the_rank(
     fault: str, said: str, tmp_path: Path
 ) -> None:
-    with live(tmp_path, f"{fault} --at 40", "--hang-limit", "5") as job:
+    with live(tmp_path, f"{fault} --at 25", "--hang-limit", "3") as job:
         hang = job.first_hang(within_s=60)
         assert (hang.trigger, hang.state) == ("hang", "done")
         assert [suspect.rank for suspect in hang.suspects] == [1]

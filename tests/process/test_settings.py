@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from haiprof.run_format.setting_lines import (
     SETTINGS_FIELDS,
 )
 from tests.conftest import Once
-from tests.process.jobs import PYTHON, TORCHRUN, Job, rank_events, run_job, succeeded
+from tests.process.jobs import PYTHON, TWO_RANKS, Job, rank_events, run_command, run_job, succeeded
 
 pytestmark = pytest.mark.slow
 RULES = {
@@ -58,7 +57,7 @@ model = build()
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW(
     [{"params": model[2:6].parameters()}, {"params": model[6:].parameters()}], foreach=False)
-end = time.monotonic() + 4
+end = time.monotonic() + 2.5
 while time.monotonic() < end:
     for x in batches(10):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
@@ -76,7 +75,7 @@ torch.use_deterministic_algorithms(rank == 1)
 model = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True, bucket_cap_mb=3)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 unsynchronised = sys.argv[1] == "no_sync"
-for step in range(60):
+for step in range(60 if unsynchronised else 20):
     optimizer.zero_grad()
     for micro, x in enumerate(batches(4)):
         inside = model.no_sync() if unsynchronised and micro < 3 else contextlib.nullcontext()
@@ -118,12 +117,14 @@ def run(once: Once) -> Run:
         def make(folder: Path) -> Job:
             folder.mkdir()
             (folder / "job.py").write_text(COMMON + script)
-            launcher = list(TORCHRUN) if ranks > 1 else [PYTHON]
+            launcher = list(TWO_RANKS) if ranks > 1 else [PYTHON]
             command = [*launcher, str(folder / "job.py"), *arguments]
             options = ("--quiet",) if haiprof else ()
             job = run_job(
                 command, folder=folder / "run", haiprof=haiprof, options=options,
-                extra_environment={"NCCL_API_TOKEN": "s3cr3t0123456789abcdef"},
+                extra_environment={
+                    "NCCL_API_TOKEN": "s3cr3t0123456789abcdef", "NCCL_DEBUG": "WARN",
+                },
             )  # fmt: skip
             return succeeded(job)
 
@@ -189,6 +190,15 @@ def test_credentials_in_variables_are_masked(run: Run) -> None:
     assert only(run(COSTLY)).variables["NCCL_API_TOKEN"] != "s3cr3t0123456789abcdef"
 
 
+def test_surroundings_are_recorded_by_the_rank(run: Run) -> None:
+    (environment,) = rank_events(run(COSTLY), "environment")
+    assert environment["variables"]["NCCL_DEBUG"] == "WARN"
+    assert environment["packages"]["torch"]
+    manifest = run(COSTLY).analyzer().run.manifest
+    machine = json.loads(manifest.read_text())["environment"]["machine"]
+    assert machine["cpu_count"] >= 1
+
+
 def test_usual_settings_are_silent(run: Run) -> None:
     job = run(PLAIN)
     assert slugs(job) & RULES == set()
@@ -219,7 +229,7 @@ def test_no_sync_is_seen(run: Run) -> None:
 
 
 def test_rank_with_other_settings_is_named(run: Run) -> None:
-    findings = diagnose(run(PARALLEL, "no_sync", ranks=2).analyzer()).findings
+    findings = diagnose(run(PARALLEL, "sync", ranks=2).analyzer()).findings
     (found,) = [f for f in findings if f.rule == "settings_differ"]
     assert "use_deterministic_algorithms" in found.title
     assert found.severity == "info"
@@ -237,13 +247,11 @@ def test_evaluation_that_compiles_is_no_evaluation(run: Run) -> None:
 
 
 def test_rank_view_shows_settings(run: Run) -> None:
-    import subprocess
-
-    log_dir = run(COSTLY).log_dir
-    command: list[Any] = [PYTHON, "-m", "haiprof", "rank", log_dir, "0"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    job = run(COSTLY)
+    command = ["rank", str(job.log_dir), "0"]
+    shown = run_command(command, folder=job.folder).stdout
     assert "24960 parameters" in shown
     assert "foreach=False" in shown
     assert "anomaly detection, deterministic algorithms" in shown
-    found = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    found = run_command([*command, "--json"], folder=job.folder).stdout
     assert json.loads(found)["settings"]["flags"]["default_dtype"] == "float64"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.live import START_S, LiveJob, torchrun, within
+from tests.process.live import START_S, LiveJob, plain_ranks, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("snapshot")]
 
@@ -59,7 +59,7 @@ def other_collective():
     dist.broadcast(torch.ones(7), 1)
 
 for step in range(100_000):
-    if step == 30 and rank == 1:
+    if step == 15 and rank == 1:
         print("TRAINS", flush=True)
     if rank == 1 and os.path.exists("fault"):
         name = open("fault").read()
@@ -69,7 +69,7 @@ for step in range(100_000):
         print("RELEASED", flush=True)
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    time.sleep(0.01)
+    time.sleep(0.04)
 """
 
 
@@ -78,7 +78,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
     folder = tmp_path_factory.mktemp("snapshot")
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with LiveJob(folder, torchrun(3, str(script)), "--quiet") as live:
+    with LiveJob(folder, plain_ranks(3, str(script)), "--quiet") as live:
         live.reported(3)
         within(START_S, lambda: live.listed()["step"])
         yield live

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from tests.process.live import LiveJob, torchrun, within
+from tests.process.live import LiveJob, plain_ranks, within
 
 pytestmark = pytest.mark.slow
 needs_spy = pytest.mark.skipif(
@@ -88,7 +88,7 @@ def script(folder: Path, text: str) -> str:
 
 @needs_spy
 def test_rank_that_keeps_the_others_in_init_is_named(tmp_path: Path) -> None:
-    command = torchrun(2, script(tmp_path, BEFORE))
+    command = plain_ranks(2, script(tmp_path, BEFORE))
     with LiveJob(tmp_path, command, "--hang-limit", "2", said="UP") as job:
         hang = job.first_hang(within_s=45)
         assert (hang.trigger, hang.step, hang.state) == ("hang", None, "done")
@@ -102,7 +102,7 @@ def test_rank_that_keeps_the_others_in_init_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_rank_that_does_not_come_to_the_first_collective_is_named(tmp_path: Path) -> None:
-    command = torchrun(2, script(tmp_path, FIRST))
+    command = plain_ranks(2, script(tmp_path, FIRST))
     with LiveJob(tmp_path, command, "--hang-limit", "2", said="UP") as job:
         hang = job.first_hang(within_s=45)
         assert (hang.trigger, hang.step, hang.state) == ("hang", None, "done")
@@ -121,7 +121,7 @@ def test_first_step_that_takes_its_time_is_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_hang_after_the_recording_is_noticed_and_looked_at(tmp_path: Path) -> None:
-    command = torchrun(2, script(tmp_path, LATER))
+    command = plain_ranks(2, script(tmp_path, LATER))
     with LiveJob(tmp_path, command, "--hang-limit", "2", "--time", "1") as job:
         within(60, lambda: "recorded 1 s" in job.stderr)
         attached = job.ask("attach", job.pid, "--time", "12")
@@ -139,7 +139,7 @@ def test_hang_after_the_recording_is_noticed_and_looked_at(tmp_path: Path) -> No
 @pytest.mark.proof
 @pytest.mark.parametrize("options", [(), pytest.param(("--time", "1"), marks=pytest.mark.proof)])
 def test_suspended_job_is_called_so_and_no_hang(tmp_path: Path, options: tuple[str, ...]) -> None:
-    command = torchrun(2, script(tmp_path, LATER))
+    command = plain_ranks(2, script(tmp_path, LATER))
     with LiveJob(tmp_path, command, "--hang-limit", "3", "--quiet", *options) as job:
         pids = job.reported(2)
         began_ns = within(60, lambda: (now := job.listed())["step"] and now["elapsed_ns"])

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from tests.process.conftest import RunLoop
-from tests.process.loops import LAUNCHED_BY_TORCHRUN, LOOPS, marked
+from tests.process.loops import LOOPS, OF_TWO_RANKS, marked
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,13 @@ class Expected:
 
 
 EXPECTED = {
+    "in_turn": Expected(  # each one's, after those of the one before it
+        micro=[1] * (12 + 10) + [3, 3, 1, 3, 3, 1] + [1] * 8 + [2] * 9,
+        optimizer_steps=[1] * 28 + [1, 1, 0, 1, 1, 0, 1, 1] + [2] * 9,
+        skipped=(28 + 2, 28 + 5),
+        eval_batches=12,
+        forwards=12 + 10 + 14 + 8 + 9 * 4,
+    ),
     "plain": Expected(micro=[1] * 12),
     "evaluation": Expected(micro=[1] * 10, eval_batches=12),
     "accumulation": Expected(micro=[3, 3, 1, 3, 3, 1]),
@@ -70,7 +77,7 @@ def loop_name(request: pytest.FixtureRequest) -> str:
 def rank_steps(name: str, run_loop: RunLoop) -> list[pl.DataFrame]:
     """Steps of each rank, by step."""
     steps = run_loop(name, haiprof=True).analyzer().steps().sort("rank", "attempt", "step")
-    ranks = list(range(2 if name in LAUNCHED_BY_TORCHRUN else 1))
+    ranks = list(range(2 if name in OF_TWO_RANKS else 1))
     assert steps["rank"].unique().sort().to_list() == ranks
     assert steps["attempt"].unique().to_list() == [0]
     return [steps.filter(rank=rank) for rank in ranks]
@@ -121,5 +128,5 @@ def test_evaluation_is_kept_apart(loop_name: str, run_loop: RunLoop) -> None:
     assert evaluation["step"].null_count() == evaluation.height
     assert (analyzer.ranks()["eval_ns"] > 0).all() == bool(expected.eval_batches)
     forwards = spans.filter(pl.col("phase") == "forward", pl.col("step").is_not_null())
-    ranks = 2 if loop_name in LAUNCHED_BY_TORCHRUN else 1
+    ranks = 2 if loop_name in OF_TWO_RANKS else 1
     assert forwards.height == ranks * (expected.forwards or sum(expected.micro))

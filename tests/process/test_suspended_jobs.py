@@ -35,7 +35,7 @@ while go_on.item():
         beats.write(b".")
         go_on.fill_(not os.path.exists("end"))
     dist.broadcast(go_on, 0)
-    time.sleep(0.02)
+    time.sleep(0.05)
 print("done", flush=True)
 dist.destroy_process_group()
 """

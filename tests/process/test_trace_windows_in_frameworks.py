@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.process.jobs import Job, rank_events, run_job, succeeded
-from tests.process.loops import LAUNCHED_BY_TORCHRUN, LOOPS, PRELUDE, loop_command, marked
+from tests.process.loops import LOOPS, OF_TWO_RANKS, PRELUDE, loop_command, marked
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ NEAR_US = 200_000  # a busy machine may stop the job between the mark and the sp
 def traced_loop(name: str, folder: Path, *options: str, source: str = "") -> Job:
     script = folder / f"loop_{name}.py"
     script.write_text(source or LOOPS[name])
-    command = loop_command(script, ranks=2 if name in LAUNCHED_BY_TORCHRUN else 1)
+    command = loop_command(script, ranks=2 if name in OF_TWO_RANKS else 1)
     job = run_job(command, folder=folder / "job", haiprof=True, options=("--quiet", *options))
     return succeeded(job)
 
@@ -43,7 +43,7 @@ def step_marks(trace: dict[str, Any]) -> list[tuple[int, float, float]]:
     )
 
 
-@pytest.mark.parametrize("name", marked(LOOPS, but=("plain", "ddp")))
+@pytest.mark.parametrize("name", marked(LOOPS, but=("in_turn", "ddp")))
 def test_window_holds_the_steps_that_analysis_numbers_so(
     name: str, tmp_path: Path, run_loop: Any
 ) -> None:
@@ -51,7 +51,7 @@ def test_window_holds_the_steps_that_analysis_numbers_so(
     job = traced_loop(name, tmp_path, "--steps", f"{FIRST}:{AFTER}")
     assert job.stdout == bare.stdout  # losses and weights, bit for bit
     assert "profiler" not in job.stderr.lower()
-    ranks = 2 if name in LAUNCHED_BY_TORCHRUN else 1
+    ranks = 2 if name in OF_TWO_RANKS else 1
     lines = rank_events(job, "trace_window")
     assert [(line["state"], line["steps"]) for line in lines] == [
         ("recorded", [FIRST, AFTER])

@@ -15,7 +15,8 @@ import pytest
 import haiprof
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import PYTHON, Job, environment, haiprof_command, run_job, succeeded
+from tests.process.jobs import Job, environment, haiprof_command, run_command, run_job, succeeded
+from tests.process.live import plain_ranks
 from tests.process.loops import PRELUDE
 
 pytestmark = pytest.mark.slow
@@ -51,8 +52,7 @@ def traced(folder: Path, source: str, *options: str, ranks: int = 1) -> tuple[Jo
     script.write_text(source)
     command = ["python", str(script)]
     if ranks > 1:
-        ranked = ("--standalone", "--nproc-per-node", str(ranks))
-        command = ["python", "-m", "torch.distributed.run", *ranked, str(script)]
+        command = plain_ranks(ranks, str(script))
     job = succeeded(run_job(command, folder=folder / "job", haiprof=True, options=options))
     assert job.log_dir is not None
     (run,) = find_runs(job.log_dir)
@@ -120,10 +120,8 @@ def test_several_windows_are_told_apart(tmp_path: Path) -> None:
     assert len(names(run)) == 2
     first, last = (haiprof.TraceAnalysis(run.root, window=w).traces[0] for w in (0, 1))
     assert (first.steps["step"].to_list(), last.steps["step"].to_list()) == ([10, 11], [18, 19])
-    done = subprocess.run(
-        [PYTHON, "-m", "haiprof", "trace-report", str(run.root), "--window", "0", "--json"],
-        env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = run_command(["trace-report", str(run.root), "--window", "0", "--json"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == [0]
 
 

@@ -15,7 +15,7 @@ from tests.process.nodes_job import HOSTS, REACH, NodesJob, nodes_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two nodes")]
 
-STEP_S, SLOWER_S = 0.01, 0.04
+STEP_S, SLOWER_S = 0.03, 0.04
 
 
 def all_train(job: NodesJob) -> bool:

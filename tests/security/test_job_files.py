@@ -292,8 +292,8 @@ def train(seconds):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    while time.monotonic() < end:
-        time.sleep(0.05)
+    while "haiprof.in_job" in sys.modules and time.monotonic() < end:
+        time.sleep(0.05)  # its thread writes once a second
     print(*(loss.hex() for loss in losses))
 train(1.5)
 """

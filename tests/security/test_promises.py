@@ -36,6 +36,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+    time.sleep(0.01)
 """
 COLLECTIVES = """
 import json, os, sys
@@ -122,7 +123,7 @@ def test_no_port_is_opened_and_no_file_written_outside_the_log_directory(tmp_pat
         work = home / "work"
         work.mkdir()
         (work / "train.py").write_text(TRAIN)
-        status, ports = run_watched([*launcher, "train.py", "3"], work, environment)
+        status, ports = run_watched([*launcher, "train.py", "2"], work, environment)
         assert (status, ports) == (0, set()), how
         written[how] = files_below(home)
     (logs,) = {path.parts[:2] for path in written["recorded"] - written["bare"]}
@@ -134,8 +135,7 @@ def test_no_port_is_opened_and_no_file_written_outside_the_log_directory(tmp_pat
 def test_no_collective_and_no_process_group_is_added(tmp_path: Path) -> None:
     """Two ranks that also agree on a trace window: they do it without the job's network."""
     (tmp_path / "train.py").write_text(COLLECTIVES)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--nproc-per-node=2", "train.py"]  # fmt: skip
+    job = [sys.executable, str(ROOT / "tests/process/ranks.py"), "2", "train.py"]
     counted: dict[str, list[object]] = {}
     warnings = {}
     for how, launcher in {
@@ -144,7 +144,7 @@ def test_no_collective_and_no_process_group_is_added(tmp_path: Path) -> None:
     }.items():
         (tmp_path / how).mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*launcher, *torchrun, how], cwd=tmp_path, env=environment,
+        done = subprocess.run([*launcher, *job, how], cwd=tmp_path, env=environment,
                               check=True, capture_output=True, timeout=240)  # fmt: skip
         warnings[how] = done.stderr.count(b"Warning:")  # of torch: an old variable's name
         counted[how] = [json.loads(p.read_text()) for p in sorted((tmp_path / how).iterdir())]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +21,7 @@ import pytest
 from haiprof.launch.supervisor import EXIT_LIMIT_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
-from tests.process.jobs import environment
+from tests.process.jobs import run_command
 from tests.security.launched import Launched, within
 
 QUIET = ("--quiet",)
@@ -29,48 +29,75 @@ ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 STOP_S = 1.2  # longer than the 0.7 s after which a launcher once ended with 126
 
 
-@pytest.mark.parametrize("name", [*ENDING, "SIGUSR1", "SIGWINCH"])
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """`launch(name, ...)`: a job in a folder of its own; several of them wait at the same time."""
+    with ExitStack() as jobs:
+
+        def start(name: str, **how: Any) -> Launched:
+            return jobs.enter_context(Launched(tmp_path / name, **how))
+
+        yield start
+
+
 @pytest.mark.parametrize("to", ["launcher", "group"])
-def test_signal_reaches_the_job_once(tmp_path: Path, name: str, to: str) -> None:
-    with Launched(tmp_path, handles=[name, "SIGCONT"], options=QUIET) as one:
+def test_signals_reach_the_job_once_each(launch: Callable[..., Launched], to: str) -> None:
+    """Each is the first one of a job: what came before it must not matter, nor be needed."""
+    names = [*ENDING, "SIGUSR1", "SIGWINCH"]
+    jobs = {name: launch(name, handles=[*names, "SIGCONT"], options=QUIET) for name in names}
+    kill: Callable[[int, int], None] = os.kill if to == "launcher" else os.killpg
+    for name, one in jobs.items():
         one.beside()
-        kill: Callable[[int, int], None] = os.kill if to == "launcher" else os.killpg
         kill(one.process.pid, getattr(signal, name))
         within(one.got, "the signal")
+    for name, one in jobs.items():
         one.goes_on()  # a second one would have come by now
-        one.end()
-        assert one.status() == 3
         assert one.got() == [name]
+        one.end()
+    assert {name: one.status() for name, one in jobs.items()} == dict.fromkeys(names, 3)
+    assert {name: one.got() for name, one in jobs.items()} == {name: [name] for name in names}
 
 
-@pytest.mark.parametrize("name", ENDING)
-def test_job_that_a_signal_ends_ends_the_launcher_by_the_same(tmp_path: Path, name: str) -> None:
-    with Launched(tmp_path / "bare", bare=True) as bare, Launched(tmp_path / "under") as under:
-        for one in (bare, under):
+def test_job_that_a_signal_ends_ends_the_launcher_by_the_same(
+    launch: Callable[..., Launched],
+) -> None:
+    pairs = {n: (launch(f"{n}-bare", bare=True), launch(f"{n}-under")) for n in ENDING}
+    for name, pair in pairs.items():
+        for one in pair:
             one.job()
             os.kill(one.process.pid, getattr(signal, name))
-        assert under.status() == bare.status()
+    statuses = {name: (bare.status(), under.status()) for name, (bare, under) in pairs.items()}
+    assert [bare for bare, _ in statuses.values()] == [under for _, under in statuses.values()]
+    assert len({bare for bare, _ in statuses.values()}) == len(ENDING)
 
 
 # -- stopped and continued -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["launcher", "job", "recorder", "canary"])
-def test_one_that_is_stopped_alone_goes_on_as_if_nothing_had_been(tmp_path: Path, to: str) -> None:
-    with Launched(tmp_path, handles=["SIGUSR1"], options=QUIET) as one:
-        pids = {"launcher": one.launcher(), "job": one.job(), **one.beside()}
-        os.kill(pids[to], signal.SIGSTOP)
-        one.stand_still(pids[to])
-        if to != "job":
+def test_one_that_is_stopped_alone_goes_on_as_if_nothing_had_been(
+    launch: Callable[..., Launched],
+) -> None:
+    names = ("launcher", "job", "recorder", "canary")
+    jobs = {name: launch(name, handles=["SIGUSR1"], options=QUIET) for name in names}
+    launchers = {name: one.launcher() for name, one in jobs.items()}
+    stopped = {
+        name: {"launcher": launchers[name], "job": one.job(), **one.beside()}[name]
+        for name, one in jobs.items()
+    }
+    for name, one in jobs.items():
+        os.kill(stopped[name], signal.SIGSTOP)
+        one.stand_still(stopped[name])
+        if name != "job":
             one.goes_on()
-        time.sleep(STOP_S)
-        os.kill(pids[to], signal.SIGCONT)
-        os.kill(pids["launcher"], signal.SIGUSR1)
-        within(one.got, "a signal after it")
+    time.sleep(STOP_S)
+    for name, one in jobs.items():
+        os.kill(stopped[name], signal.SIGCONT)
+        os.kill(launchers[name], signal.SIGUSR1)
+        within(one.got, f"a signal after the stop of the {name}")
         one.end()
-        assert one.status() == 3
-        assert one.got() == ["SIGUSR1"]
-        assert "cannot run" not in one.err
+    for name, one in jobs.items():
+        assert (name, one.status(), one.got()) == (name, 3, ["SIGUSR1"])
+        assert "cannot run" not in one.err, name
 
 
 @pytest.mark.proof
@@ -98,30 +125,34 @@ def test_launcher_that_is_stopped_while_the_job_ends_has_its_status(tmp_path: Pa
         assert one.status() == 3
 
 
-@pytest.mark.parametrize("sequence", [["SIGSTOP"], ["SIGTSTP"], ["SIGTSTP", "SIGSTOP"]])
 @pytest.mark.parametrize("wakes", ["group", "launcher"])
-def test_whole_job_is_stopped_and_continued(
-    tmp_path: Path, sequence: list[str], wakes: str
-) -> None:
+def test_whole_job_is_stopped_and_continued(launch: Callable[..., Launched], wakes: str) -> None:
     """Twice each: what came late of the first stop must not spoil the second."""
-    with Launched(tmp_path, handles=["SIGUSR1"], options=QUIET) as one:
-        pids = [one.launcher(), one.job(), *one.beside().values()]
-        for _ in range(2):
-            for name in sequence:
+    sequences = ("SIGSTOP", "SIGTSTP", "SIGTSTP SIGSTOP")
+    jobs = {names: launch(names, handles=["SIGUSR1"], options=QUIET) for names in sequences}
+    pids = {n: [one.launcher(), one.job(), *one.beside().values()] for n, one in jobs.items()}
+    for _ in range(2):
+        for names, one in jobs.items():
+            for name in names.split():
                 os.killpg(one.process.pid, getattr(signal, name))
-                one.stand_still(pids[0], pids[1])
-            time.sleep(STOP_S)
+                one.stand_still(*pids[names][:2])
+        time.sleep(STOP_S)
+        for one in jobs.values():
             (os.killpg if wakes == "group" else os.kill)(one.process.pid, signal.SIGCONT)
+        for names, one in jobs.items():
             one.goes_on()
-            within(
-                lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all"
-            )  # fmt: skip
+            _nobody_stands_still(one, pids[names])
+    for one in jobs.values():
         os.killpg(one.process.pid, signal.SIGUSR1)
         within(one.got, "a signal after it")
         one.goes_on()
         assert one.got() == ["SIGUSR1"]
         one.end()
-        assert one.status() == 3
+    assert {names: one.status() for names, one in jobs.items()} == dict.fromkeys(sequences, 3)
+
+
+def _nobody_stands_still(one: Launched, pids: list[int]) -> None:
+    within(lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
 
 
 def test_suspend_of_the_launcher_alone_suspends_all_and_continues_all(tmp_path: Path) -> None:
@@ -157,23 +188,30 @@ def test_suspend_stop_and_continue_in_quick_succession_leave_nobody_behind(tmp_p
 # -- killed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT"])
-def test_launcher_that_is_killed_leaves_the_job_and_its_record(tmp_path: Path, name: str) -> None:
-    with Launched(tmp_path) as one:
-        job = one.job()
+def test_launcher_that_is_killed_leaves_the_job_and_its_record(
+    launch: Callable[..., Launched],
+) -> None:
+    jobs = {name: launch(name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT")}
+    for name, one in jobs.items():
         one.beside()
         os.kill(one.launcher(), getattr(signal, name))
         assert one.process.wait(30) == -getattr(signal, name)
-        one.goes_on()
-        within(lambda: f"the job goes on as process {job}" in one.err, "what becomes of it")
-        within(lambda: _listed_pids(one) == [job], "the job in the list")
+    for one in jobs.values():
+        _outlives_its_launcher(one, one.job())
         one.end()
+    for one in jobs.values():
         one.leaves_nothing()
         assert "done" in one.out, "stdout stays the job's"
         (run,) = find_runs(one.logs)
         manifest = read_manifest(RunPaths(run))
         assert (manifest.exit_status, manifest.signal) == (None, None), "nobody knows it"
         assert manifest.end_wall_ns is not None
+
+
+def _outlives_its_launcher(one: Launched, job: int) -> None:
+    one.goes_on()
+    within(lambda: f"the job goes on as process {job}" in one.err, "what becomes of it")
+    within(lambda: _listed_pids(one) == [job], "the job in the list")
 
 
 def test_job_that_has_outlived_its_launcher_ends_by_the_pid_that_ps_shows(tmp_path: Path) -> None:
@@ -226,23 +264,20 @@ def test_group_that_is_killed_is_gone(tmp_path: Path) -> None:
 # -- by other programs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        ("timeout", "3"),
-        ("timeout", "-s", "KILL", "3"),
-        ("timeout", "-k", "1", "3"),
-        ("timeout", "--foreground", "3"),
-        ("nohup", "timeout", "-s", "HUP", "-k", "1", "3"),
-    ],
-    ids=" ".join,
-)
-def test_timeout_ends_the_job_as_bare(tmp_path: Path, before: tuple[str, ...]) -> None:
-    with (
-        Launched(tmp_path / "bare", bare=True, before=before) as bare,
-        Launched(tmp_path / "under", before=before, options=QUIET) as under,
-    ):
-        assert under.status() == bare.status()
+def test_timeout_ends_the_job_as_bare(launch: Callable[..., Launched]) -> None:
+    befores = (
+        "timeout 3",
+        "timeout -s KILL 3",
+        "timeout -k 1 3",
+        "timeout --foreground 3",
+        "nohup timeout -s HUP -k 1 3",
+    )
+    bare, under = (
+        {before: launch(f"{before} {how}", before=before.split(), **options) for before in befores}
+        for how, options in (("bare", {"bare": True}), ("under", {"options": QUIET}))
+    )
+    expected = {before: one.status() for before, one in bare.items()}
+    assert {before: one.status() for before, one in under.items()} == expected
 
 
 def test_job_in_a_session_of_its_own_gets_what_the_launcher_gets(tmp_path: Path) -> None:
@@ -265,10 +300,7 @@ def test_caller_that_gives_up_must_mean_the_group(tmp_path: Path) -> None:
 
 def _listed_pids(one: Launched) -> list[int]:
     """What `haiprof ps` tells somebody to signal."""
-    done = subprocess.run(
-        [sys.executable, "-m", "haiprof", "ps", "--json", "--log-dir", str(one.logs)],
-        env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(["ps", "--json", "--log-dir", str(one.logs)], folder=one.folder)
     assert done.returncode == 0, done.stderr
     jobs = json.loads(done.stdout)["jobs"]
     return [job["pid"] for job in jobs if Path(job["path"]).parent == one.logs]

@@ -17,6 +17,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli import main
 from haiprof.cli.trace_arguments import parse_ranks
 from tests.browser import Page, open_browser
+from tests.process.live import plain_ranks
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
 
 TRAIN = """
@@ -28,7 +29,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader([(torch.ones(64), i % 8) for i in range(480)], batch_size=16)
+loader = torch.utils.data.DataLoader([(torch.ones(64), i % 8) for i in range(288)], batch_size=16)
 def save(profiler):
     profiler.export_chrome_trace(f"{sys.argv[1]}/rank{rank}.pt.trace.json.gz")
 with profile(schedule=schedule(wait=10, warmup=2, active=3, repeat=1), on_trace_ready=save) as it:
@@ -173,11 +174,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     (folder / "train.py").write_text(TRAIN)
     (folder / "traces").mkdir()
-    torchrun = Path(sys.executable).with_name("torchrun")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HAIPROF_")}
+    _, *job = plain_ranks(2, "train.py", "traces")
     subprocess.run(
-        [sys.executable, "-m", "haiprof", "--log-dir", "logs", str(torchrun), "--standalone",
-         "--nproc-per-node", "2", "train.py", "traces"],
+        [sys.executable, "-m", "haiprof", "--log-dir", "logs", sys.executable, *job],
         cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True,
     )  # fmt: skip
     run_folder = next((folder / "logs").iterdir())

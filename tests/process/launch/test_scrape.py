@@ -34,7 +34,16 @@ from haiprof.run_format.tables.process import PROCESS
 from tests.unit.analysis.recorded import row_of
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
-EXAMPLE = Path(__file__).parents[3] / "examples" / "train_char_transformer.py"
+TRAIN = """
+import os, time, torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while not os.path.exists("stop"):
+    optimizer.zero_grad()
+    model(torch.randn(64, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
 NODE = "node1"
 SECOND = 1_000_000_000
 UUID = "GPU-1b2c"
@@ -230,7 +239,8 @@ def cpu_s(found: dict[str, Metric]) -> float:
 
 @pytest.mark.slow
 def test_training_job_is_scraped_while_it_runs(tmp_path: Path, port: int) -> None:
-    words = ["--prometheus-port", str(port), str(EXAMPLE), "--steps", "120"]
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = ["--prometheus-port", str(port), "train.py"]
     with launched(tmp_path, *words) as process:
         first = until(port, lambda found: "haiprof_process_cpu_time_seconds" in found, process)
         second = until(port, lambda found: cpu_s(found) > cpu_s(first), process)
@@ -240,6 +250,7 @@ def test_training_job_is_scraped_while_it_runs(tmp_path: Path, port: int) -> Non
         assert {c.laddr.ip for c in of_process if c.status == "LISTEN"} == {"127.0.0.1"}
         modes = {s.labels["cpu_mode"] for s in second["system_cpu_time_seconds"].samples}
         memory = second["haiprof_process_memory_rss_bytes"].samples[0].value
+        (tmp_path / "stop").touch()
         _, errors = process.communicate()
     assert {"user", "system", "idle"} <= modes
     assert memory > 50e6
@@ -267,9 +278,13 @@ def test_port_that_is_taken_costs_the_job_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_opened_unless_asked(tmp_path: Path) -> None:
-    with launched(tmp_path, "sleep", "3") as process:
-        time.sleep(1)
+    with launched(tmp_path, "sleep", "60") as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("haiprof-logs/*/nodes/*/host.rec")):  # it records
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         found = psutil.Process(process.pid).net_connections()
+        process.terminate()
         process.communicate()
     assert [c for c in found if c.status == "LISTEN"] == []
     assert events(tmp_path, "scrape") == []

@@ -541,7 +541,7 @@ def test_job_outlives_who_submitted_it(work: Path) -> None:
     words = [PYTHON, "-m", "haiprof", "submit", "train.py", "--wait", "--nproc-per-node", "2"]
     submitter = subprocess.Popen(
         [*words, "--", *HOSTILE],
-        env=environment({"STEPS": "300"}),
+        env=environment({"STEPS": "150"}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

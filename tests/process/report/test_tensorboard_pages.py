@@ -7,7 +7,8 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -17,7 +18,7 @@ import pytest
 
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.compat.torch_profiler.pages import Pages
-from haiprof.compat.torch_profiler.patches import with_counters
+from haiprof.compat.torch_profiler.patches import patch_parsing, with_counters
 from haiprof.trace_analysis.attribution import operator_kernels
 from haiprof.trace_analysis.step_time import CAUSES, step_time_breakdown
 from haiprof.trace_format.find import trace_files
@@ -39,9 +40,6 @@ def plugin_numbers(path: str) -> dict[str, Any]:
     from torch_tb_profiler.profiler.data import RunProfileData
     from torch_tb_profiler.profiler.run_generator import RunGenerator
 
-    from haiprof.compat.torch_profiler.patches import patch_parsing
-
-    patch_parsing()
     data = RunProfileData.parse("rank0_host", None, path, "")
     profile = RunGenerator("rank0_host", None, data).generate_run_profile()
     return {
@@ -51,11 +49,17 @@ def plugin_numbers(path: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[Pool]:
+    """A process with the patched plugin: one for all traces, as TensorBoard's own."""
+    with multiprocessing.get_context("spawn").Pool(1, initializer=patch_parsing) as pool:
+        yield pool
+
+
 @pytest.fixture(scope="module", params=ALL)
-def both(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], Trace]:
+def both(request: pytest.FixtureRequest, plugin: Pool) -> tuple[str, dict[str, Any], Trace]:
     path = trace_files(traces(request.param))[0]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return request.param, pool.apply(plugin_numbers, (str(path),)), Trace(path)
+    return request.param, plugin.apply(plugin_numbers, (str(path),)), Trace(path)
 
 
 def test_operators_have_the_device_time_of_our_analysis(
@@ -298,7 +302,7 @@ def _asker(base: str) -> Callable[[str], Any]:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 150
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.2)
