@@ -82,12 +82,12 @@ class CachedPage:
         read = self._held
         changed = read is not None and self._has_news(read)
         running = header.state == RUNNING
-        words = f"running for {duration_text(header.duration_ns)}" if running else header.outcome
+        since = f" for {duration_text(header.duration_ns)}" if running else ""
         return {
             "state": header.state,
             "changed": changed,
             "due": changed and read is not None and (not running or _is_due(read)),
-            "text": words if running else f"the job has ended: {words}",
+            "text": f"job {header.outcome}{since}",
             "read": moment_text(read.time_ns)[-8:] if read is not None else None,
         }
 

@@ -7,7 +7,7 @@
     displaylogo: false, responsive: true, scrollZoom: false, modeBarButtons: [["toImage"]],
   };
   // A finger that is drawn over a figure scrolls the page.
-  const TIME_CONFIG = { ...CONFIG, doubleClick: false };
+  const TIME_CONFIG = { ...CONFIG, doubleClick: false, showTips: false };
   const TIME_LAYOUT = { dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", hovermode: false };
   // The blue, grey and brown of Okabe and Ito's colours are too dark for a dark ground.
   const ON_DARK = {
@@ -153,7 +153,7 @@
       place.before(keys);
     }
     const shown = traces.filter((trace) => trace.name && trace.showlegend !== false);
-    fillKeys(keys, shown.map((trace) => keyOf({
+    keys.replaceChildren(...shown.map((trace) => keyOf({
       name: trace.name, dash: trace.line?.dash,
       color: trace.fillcolor || trace.line?.color || trace.marker?.color,
       wide: Boolean(trace.fillcolor) || trace.type === "bar",
@@ -161,8 +161,6 @@
     return keys;
   }
 
-  /** The names of a figure's lines, and at their end the time under the cursor. */
-  function fillKeys(keys, items) { keys.replaceChildren(...items, element("li", "", "at")); }
 
   /** The time that figures show without a zoom: while the job trained, or the whole run. */
   function wholeTime() {
@@ -174,7 +172,7 @@
 
   /** The same for all, so that figures stand above each other. */
   function timeAxis(more) {
-    return axis({ ticksuffix: " s", range: time.range(), ...more });
+    return axis({ ticksuffix: " s", range: [...time.range()], ...more });
   }
 
   /** A vertical axis that a zoom in time leaves as it is. */
@@ -254,11 +252,11 @@
   }
 
   function drawOverTime(place, traces, own, keys) {
-    for (const key of ["xaxis", "xaxis2"]) own[key].range = time.range();
+    for (const key of ["xaxis", "xaxis2"]) own[key].range = [...time.range()];
     for (const key of ["yaxis", "yaxis2"]) own[key].fixedrange = true;
     Plotly.react(place, traces, { ...own, ...TIME_LAYOUT, shapes: tracedBands() }, TIME_CONFIG);
     const unit = /\((.+)\)/.exec(own.annotations[0].text)[1];
-    time.join(place, { title: "step time", lines: cursorLines(keys, traces, unit), at: keys.querySelector(".at") });
+    time.join(place, { title: "step time", lines: cursorLines(keys, traces, unit) });
   }
 
   /** [rank][stretch] of what is chosen, in ms. */
@@ -319,7 +317,7 @@
         ...(few ? { type: "category", dtick: 1, tickfont: { size: 10 } } : linearRows(map.ranks)),
       }),
     }), TIME_CONFIG);
-    time.join(place, { title: "ranks", lines: [], at: null });
+    time.join(place, { title: "ranks", lines: [] });
     const means = rows.map((at) => {
       const known = [...values[at]].filter((v) => !Number.isNaN(v));
       return `rank ${map.ranks[at]} ${known.length ? digits(known.reduce((a, b) => a + b, 0) / known.length) : "-"} ms`;
@@ -372,7 +370,7 @@
       yaxis: valueAxis(top ? { range: [0, (1.05 * top) / unitMs] } : { rangemode: "tozero" }),
     }), TIME_CONFIG);
     time.join(place, {
-      title: `phases of rank ${rank}`, lines: cursorLines(keys, traces, unit), at: keys.querySelector(".at"),
+      title: `phases of rank ${rank}`, lines: cursorLines(keys, traces, unit),
       step: { x: seconds, y: step, holds: true },
     });
     describe(place, `Phases of each step of rank ${rank}: ${rangesOf(traces, unit)}`);
@@ -386,6 +384,8 @@
     let sum = 0;
     return lines.map((line) => { const first = sum; sum += line.count; return first; });
   }
+
+  const PANEL_PX = 178;
 
   /** What a group of panels is drawn from. */
   function sourceOf(place) { return place.dataset.panels === "memory" ? data.memory : data.counters; }
@@ -456,21 +456,21 @@
     const tops = traces.map((trace) => highest(trace.x, trace.y));
     const top = panel.top || 1.05 * Math.max(...tops);
     const marks = panel.marks?.length ? [markTrace(panel.marks)] : [];
-    Plotly.react(plot, [...traces, ...marks], layout(170, {
-      ...TIME_LAYOUT, margin: { l: 40, r: 6, t: 8, b: 26 },
+    Plotly.react(plot, [...traces, ...marks], layout(PANEL_PX, {
+      ...TIME_LAYOUT, margin: { l: 40, r: 6, t: 16, b: 26 },
       xaxis: timeAxis({ nticks: 5 }), shapes: tracedBands().map((band) => ({ ...band, label: {} })),
-      yaxis: valueAxis({ rangemode: "tozero", nticks: 5, ...(top ? { range: [0, top] } : {}) }),
+      yaxis: valueAxis({ rangemode: "tozero", nticks: 5, range: [0, top > 0 ? top : 1] }),
     }), { ...TIME_CONFIG, displayModeBar: false });
     const peaks = marks.length ? `; highest: ${panel.marks.map((mark) => mark.text).join(", ")}` : "";
     describe(plot, `${panel.title}: ${rangesOf(traces, panel.unit)}${peaks}`);
     const keys = plot.previousElementSibling;
-    time.join(plot, { title: panel.title, lines: cursorLines(keys, traces, panel.unit), at: keys.querySelector(".at") });
+    time.join(plot, { title: panel.title, lines: cursorLines(keys, traces, panel.unit) });
   }
 
   function makePanel(panel, lines) {
     const box = element("div", "", "panel"), keys = element("ul", "", "keys"), plot = element("div", "", "plot");
-    plot.style.minHeight = "170px";
-    fillKeys(keys, lines.map((line) => keyOf({ ...line, color: tinted(line.color) })));
+    plot.style.minHeight = `${PANEL_PX}px`;
+    keys.append(...lines.map((line) => keyOf({ ...line, color: tinted(line.color) })));
     box.append(element("h4", `${panel.title} (${panel.unit})`), keys, plot);
     return box;
   }
@@ -641,6 +641,7 @@
     if (!byId("problem").hidden) byId("problem").hidden = true;
     drawPanelGroups();
     stay();
+    requestAnimationFrame(() => requestAnimationFrame(stay)); // figures above were drawn anew
   }
 
   async function start() {

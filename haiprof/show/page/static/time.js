@@ -1,13 +1,13 @@
 "use strict";
 // One cursor and one zoom for all figures whose horizontal axis is time.
 //
-// The values under the cursor stand beside the names of the lines, so that nothing covers them.
+// The values under the cursor stand beside the names of the lines, the time at the cursor itself.
 // A range input for each figure (for the eye only its focus ring) makes it a slider for the
 // keyboard and for screen readers.
 
 /** The group; `redraw(place)` draws a figure anew, `whole()` is the time shown without a zoom. */
 function timeGroup({ redraw, whole }) {
-  const figures = new Map(); // element -> { title, lines, step, line, at, slider }
+  const figures = new Map(); // element -> { title, lines, step, line, slider }
   const bar = document.createElement("div");
   const shown = document.createElement("span");
   let zoomed = null, cursor = null, waiting = 0;
@@ -17,7 +17,7 @@ function timeGroup({ redraw, whole }) {
 
   function decimals() {
     const [begin, end] = range();
-    return Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(Math.max(end - begin, 1e-6) / 10))));
+    return Math.min(6, Math.max(0, 1 - Math.floor(Math.log10(Math.max(end - begin, 1e-6) / 10))));
   }
 
   const secondsText = (second) => `${second.toFixed(decimals())} s`;
@@ -66,10 +66,12 @@ function timeGroup({ redraw, whole }) {
     const read = figure.lines.map((line) => (inside ? textAt(line, cursor) : ""));
     figure.lines.forEach((line, i) => { line.out.textContent = read[i]; });
     const step = inside && figure.step ? `, step ${textAt(figure.step, cursor)}` : "";
-    if (figure.at) figure.at.textContent = inside ? secondsText(cursor) + step : "";
     if (!inside) return;
+    const part = (cursor - begin) / (end - begin);
+    figure.line.dataset.time = secondsText(cursor) + step;
+    figure.line.classList.toggle("late", part > 0.5);
     Object.assign(figure.line.style, {
-      left: `${size.l + ((cursor - begin) / (end - begin)) * size.w}px`, top: `${size.t}px`, height: `${size.h}px`,
+      left: `${size.l + part * size.w}px`, top: `${size.t}px`, height: `${size.h}px`,
     });
     figure.slider.value = cursor;
     const values = figure.lines.map((line, i) => `${line.name} ${read[i]} ${line.unit}`);
@@ -142,10 +144,10 @@ function timeGroup({ redraw, whole }) {
 
   /** Adds a figure that plotly has drawn, or what it shows now; `lines` have `x`, `y`, `name`,
    *  `unit`, `out` (where their value is written) and `holds` (until the next point). */
-  function join(place, { title, lines, step = null, at }) {
+  function join(place, { title, lines, step = null }) {
     const known = figures.get(place);
     const figure = known || { line: document.createElement("div"), slider: document.createElement("input") };
-    Object.assign(figure, { title, lines, step, at });
+    Object.assign(figure, { title, lines, step });
     figures.set(place, figure);
     if (!known) {
       figure.line.className = "time-cursor";
