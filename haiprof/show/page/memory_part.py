@@ -61,7 +61,7 @@ _ROWS = (
             CounterSpec(source="host", metric="memory_cached_bytes", word="page cache", dash="dot"),
         ),
         _gib(
-            "Memory of the control group",
+            "Memory of the job's control group",
             CounterSpec(source="cgroup", metric="memory_anonymous_bytes", word="processes"),
             CounterSpec(source="cgroup", metric="memory_file_bytes", word="files and /dev/shm",
                         dash="dot"),
@@ -131,7 +131,9 @@ def memory_part(
 def _with_derived(analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries]) -> pl.DataFrame:
     """The counters, with the used memory of nodes and what the allocators counted."""
     counters = analyzer.counters()
-    return pl.concat([counters, _used(counters), *_of_allocators(analyzer, levels, counters)])
+    group = pl.when(pl.col("source") != "cgroup").then("entity")  # named by its host alone
+    own = counters.with_columns(group.alias("entity"))
+    return pl.concat([own, _used(counters), *_of_allocators(analyzer, levels, counters)])
 
 
 def _used(counters: pl.DataFrame) -> pl.DataFrame:

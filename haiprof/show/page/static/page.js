@@ -426,17 +426,23 @@
     return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "% {");
   }
 
-  /** The lines of a panel as plotly takes them. */
+  /** Whether a point has no neighbour that a line could reach it from. */
+  function isAlone(values, i) {
+    return !Number.isNaN(values[i]) && !(values[i - 1] >= -Infinity) && !(values[i + 1] >= -Infinity);
+  }
+
+  /** The lines of a panel as plotly takes them; samples that stand alone are points. */
   function panelTraces(source, shown) {
     const { lines, time: seconds, value } = source, first = offsets(lines);
     return shown.map((i) => {
       const scale = value.scales[i], from = first[i], to = first[i] + lines[i].count;
+      const y = numbers(value).subarray(from, to).map((v) => v * scale);
+      const alone = Array.from(y, (_, at) => (isAlone(y, at) ? 4 : 0));
       return {
-        type: "scatter", mode: to - from > 1 ? "lines" : "markers", name: plain(lines[i].name),
-        x: numbers(seconds).subarray(from, to),
-        y: numbers(value).subarray(from, to).map((v) => v * scale),
+        type: "scatter", mode: alone.some(Boolean) ? "lines+markers" : "lines", name: plain(lines[i].name),
+        x: numbers(seconds).subarray(from, to), y,
         line: { color: tinted(lines[i].color), width: 1.5, dash: lines[i].dash },
-        marker: { color: tinted(lines[i].color) },
+        marker: { color: tinted(lines[i].color), size: alone, opacity: 1 },
       };
     });
   }
