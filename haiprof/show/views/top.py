@@ -101,9 +101,9 @@ def top_view(
     if selection.level == RANKS or selection.rank >= len(job.ranks):
         leave = "q quit" if selection.alone else "q back"
         shown = _visible_range(len(job.ranks), selection.rank, height - _HEAD_LINES - len(head) + 4)
-        table = _ranks(job, selection, shown, width=width, colored=colored)
+        ranks = _ranks(job, selection, shown, width=width, colored=colored)
         part = _part(shown, len(job.ranks), "ranks")
-        return Group(*head, table, *keys("enter a rank", leave, part))
+        return Group(*head, ranks, *keys("enter a rank", leave, part))
     rank = _rank(job.ranks[selection.rank], width=width, colored=colored)
     return Group(*head, *rank, *keys("other ranks", "q back", ""))
 

@@ -200,9 +200,9 @@ def mouse(page: Page, kind: str, place: tuple[float, float], *, count: int = 0) 
 def inside(page: Page, selector: str, part: float) -> tuple[float, float]:
     """A place in a figure's drawing, as a part of its width."""
     left, top = page.run(
-        f"(() => {{ const e = document.querySelector({json.dumps(selector)}), s = e._fullLayout._size,"
-        f" r = e.getBoundingClientRect(); return [r.left + s.l + {part} * s.w, r.top + s.t + s.h / 2];"
-        " })()"
+        f"(() => {{ const e = document.querySelector({json.dumps(selector)}),"
+        " s = e._fullLayout._size, r = e.getBoundingClientRect();"
+        f" return [r.left + s.l + {part} * s.w, r.top + s.t + s.h / 2]; }})()"
     )
     return left, top
 

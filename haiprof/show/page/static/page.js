@@ -97,7 +97,7 @@
   }
 
   function isDark() {
-    return matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches;
+    return matchMedia("(prefers-color-scheme: dark)").matches && !document.documentElement.matches(".printing");
   }
 
   /** A colour of Python's, as it is seen on this ground. */
@@ -540,13 +540,18 @@
   function redraw() {
     for (const [place, how] of drawn) if (place.matches("figure")) how();
     for (const place of document.querySelectorAll(".panels")) fillPanels(place);
-    if (matchMedia("print").matches) drawAll();
   }
 
   function showWhole() { time.forget(); redraw(); }
 
   /** Paper has no scrolling: what was not looked at is drawn, too. */
   function drawAll() { for (const place of [...waiting.keys()]) draw(place); }
+
+  function print(begins) {
+    document.documentElement.classList.toggle("printing", begins);
+    redraw();
+    if (begins) drawAll();
+  }
 
   // ---- choosing ----------------------------------------------------------------------------
 
@@ -602,8 +607,8 @@
       if (row && byId("chooser")) choose(row.cells[0].textContent.split(".")[0]);
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-    matchMedia("print").addEventListener("change", redraw);
-    addEventListener("beforeprint", drawAll);
+    addEventListener("beforeprint", () => print(true));
+    addEventListener("afterprint", () => print(false));
   }
 
   // ---- while the job runs ------------------------------------------------------------------
