@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,8 +64,17 @@ def stdout_console() -> Console:
     """A console on stdout; without colour where it is no terminal or NO_COLOR is set."""
     console = SafeConsole(soft_wrap=False)
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else PIPE_WIDTH
-    console.width = min(MAX_WIDTH, max(MIN_WIDTH, width))
+    console.width = _usable_width(width)
     return console
+
+
+def terminal_width() -> int:
+    """Columns of the terminal as it is now."""
+    return _usable_width(shutil.get_terminal_size().columns)
+
+
+def _usable_width(width: int) -> int:
+    return min(MAX_WIDTH, max(MIN_WIDTH, width))
 
 
 def show_error(error: HaiprofError) -> int:

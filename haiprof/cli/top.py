@@ -11,7 +11,7 @@ from rich.live import Live
 
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, log_dirs
-from haiprof.cli.output import Output, json_line, stdout_console
+from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,17 +102,24 @@ def _live(watch: Watch, selection: Selection, console: Console) -> None:
     ):
         looked = time.monotonic()
         while True:
-            frame = top_view(jobs, selection, height=console.height, colored=colored)
+            console.width = terminal_width()  # it may be resized
+            frame = top_view(
+                jobs, selection, height=console.height, width=console.width, colored=colored
+            )
             screen.update(frame, refresh=True)
+            where: Selection | None = selection
             key = pressed.wait(max(looked + REFRESH_S - time.monotonic(), 0.0))
-            if key is not None:
-                where = move(selection, key, jobs)
-                if where is None:
-                    break
-                selection = where
+            while (
+                key is not None and where is not None
+            ):  # all that was pressed since the last frame
+                where = move(where, key, jobs)
+                key = pressed.wait(0.0)
+            if where is None:
+                break
+            selection = where
             if time.monotonic() >= looked + REFRESH_S:
                 looked = time.monotonic()
                 jobs = watch.look()
                 if not any(job.running for job in jobs):
                     break
-    console.print(top_view(jobs, selection, height=None, colored=colored))
+    console.print(top_view(jobs, selection, height=None, width=console.width, colored=colored))

@@ -106,6 +106,11 @@ def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, obj
 def _wall_offset(files: RankFiles, segments: RankSegments | None) -> int | None:
     if segments is not None:
         return segments.wall_offset_ns
+    return clock_offset_ns(files)
+
+
+def clock_offset_ns(files: RankFiles) -> int | None:
+    """Unix time minus the rank's own clock, as it wrote both down when it began to be recorded."""
     clock = files.report.get("clock")
     anchor = clock if isinstance(clock, dict) else {}
     wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))

@@ -53,11 +53,18 @@ def gap_starts(
     Args:
         starts: Times in order, any unit, before thinning.
         ends: How long each value lasts, for steps; a slow step is no pause.
+
+    Samples that come more slowly from some time on, as on a node without a free core, are no
+    pauses: a pause is much longer than those beside it, too.
     """
     if len(starts) < 3:
         return np.array([], dtype=np.intp)
-    usual = np.median(np.diff(starts))
+    usual: npt.NDArray[np.float64] = np.full(len(starts) - 1, np.median(np.diff(starts)))
     pauses = starts[1:] - (starts if ends is None else ends)[:-1]
+    if ends is None:
+        beside = np.maximum(np.append(pauses[:1], pauses[:-1]), np.append(pauses[1:], pauses[-1:]))
+        beside[[0, -1]] = usual[[0, -1]]
+        usual = np.maximum(usual, beside)
     return np.flatnonzero(pauses > _GAP_INTERVALS * usual)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS
-from haiprof.show.figures.style import AXIS, figure_layout, series_color
+from haiprof.base.units import BYTES_PER_GIB
+from haiprof.show.figures.style import AXIS, figure_layout, series_color, time_unit
 from haiprof.show.figures.thinning import points_per_series, thin_points
 
 SERIES_LIMIT = 12
@@ -60,14 +60,20 @@ def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
     if found["allocated_bytes"].is_null().all():
         names = {"since_start_bytes": "since the trace began"}
     kept = found.filter(pl.col("device_type") != "cpu")
-    long = (kept if kept.height else found).unpivot(
-        list(names), index=["rank", "device_type", "device", "ts_ns"], variable_name="what"
+    long = (
+        (kept if kept.height else found)
+        .unpivot(
+            list(names), index=["rank", "device_type", "device", "ts_ns"], variable_name="what"
+        )
+        .drop_nulls("value")
     )
+    small = (long["value"].max() or 0) < BYTES_PER_GIB
+    unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
     return _over_time(
-        long.drop_nulls("value").with_columns(value=pl.col("value") / BYTES_PER_GIB),
+        long.with_columns(value=pl.col("value") / size),
         ("rank", "device_type", "device", "what"),
         lambda key: f"rank {key[0]}, {names[str(key[3])]}",
-        unit="GiB",
+        unit=unit,
         title=title or "<b>Memory over time</b>",
     )
 
@@ -88,6 +94,7 @@ def _over_time(
     )
     shown = ordered.head(SERIES_LIMIT).sort(keys).select(keys)
     start_ns = found["ts_ns"].min() or 0
+    second, second_ns = time_unit((found["ts_ns"].max() or 0) - start_ns)
     limit = points_per_series(shown.height)
     for index, key in enumerate(shown.iter_rows()):
         same = [
@@ -96,18 +103,18 @@ def _over_time(
         own = found.filter(*same).sort("ts_ns", maintain_order=True)
         values = own["value"].to_numpy()
         kept = thin_points(values, limit=limit)
-        times = ((own["ts_ns"] - start_ns) / NS_PER_MS).to_numpy()
+        times = ((own["ts_ns"] - start_ns) / second_ns).to_numpy()
         figure.add_trace(
             go.Scatter(
                 x=times[kept].astype(np.float32), y=values[kept].astype(np.float32),
                 name=name(key), mode="lines",
                 line={"color": series_color(index), "width": 1.5, "shape": "hv"},
-                hovertemplate=f"{name(key)}, %{{x:.4g}} ms: %{{y:.4g}} {unit}<extra></extra>",
+                hovertemplate=f"{name(key)}, %{{x:.4g}} {second}: %{{y:.4g}} {unit}<extra></extra>",
             )
         )  # fmt: skip
     left_out = ordered.height - shown.height
     more = f"<br><span style='font-size:12px'>{left_out} lower lines are left out</span>"
     figure.update_layout(**figure_layout(title + (more if left_out else ""), height=_HEIGHT_PX))
-    figure.update_xaxes(ticksuffix=" ms", **AXIS)
+    figure.update_xaxes(ticksuffix=f" {second}", **AXIS)
     figure.update_yaxes(rangemode="tozero", ticksuffix=f" {unit}".rstrip(), **AXIS)
     return figure

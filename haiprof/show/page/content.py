@@ -24,6 +24,7 @@ from haiprof.show.page import run_sections as parts
 from haiprof.show.page.comparison import ComparisonSection, comparison_section
 from haiprof.show.page.counter_data import counter_data
 from haiprof.show.page.death_part import DeathPart, death_part
+from haiprof.show.page.memory_part import MemoryPart, memory_part
 from haiprof.show.page.picture_parts import figure_data, plain_figure
 from haiprof.show.page.slow_step import SlowStepPart, slow_step_part
 from haiprof.show.page.step_data import map_data, step_data, traced_times
@@ -31,7 +32,7 @@ from haiprof.show.page.tables import PageTable
 from haiprof.show.page.trace_sections import TraceSections, trace_sections
 from haiprof.show.run_header import RunHeader
 from haiprof.show.series import TimeRange
-from haiprof.show.split import counted_steps
+from haiprof.show.split import counted_samples, counted_steps
 from haiprof.show.summary import OverviewSummary, overview_summary
 
 
@@ -51,6 +52,7 @@ class PageContent:
     collectives: PageTable
     death: DeathPart | None
     traces: TraceSections
+    memory: MemoryPart
     windows: tuple[tuple[Path, ...], ...]
     """Trace files by window."""
     no_windows: str
@@ -89,6 +91,13 @@ def page_content(
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None)
     traces = trace_sections(analyzer.run, read=read_traces)
+    memory = memory_part(
+        analyzer,
+        counted_samples(analyzer.counters(), judged, analyzer.ranks()),
+        missing=summary.missing,
+        traced=bool(traces.memory),
+        start_ns=time_start_ns(summary),
+    )
     return PageContent(
         header=summary.run,
         verdict=verdict,
@@ -102,6 +111,7 @@ def page_content(
         collectives=parts.collective_table(analyzer.collectives()),
         death=death_part(analyzer.files, verdict),
         traces=traces,
+        memory=memory,
         windows=tuple(map(tuple, windows)),
         no_windows=no_windows,
         snapshots=parts.snapshot_table(analyzer.run),
@@ -111,7 +121,11 @@ def page_content(
         not_measured=tuple(by_reason(summary.missing)),
         flames=flames,
         comparison=compared,
-        data={**_data(analyzer, summary, late, compared, traces), "flame": flames.graph.as_json()},
+        data={
+            **_data(analyzer, summary, late, compared, traces),
+            "memory": memory.data,
+            "flame": flames.graph.as_json(),
+        },
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.arrays import Floats
 from haiprof.base.units import NS_PER_S
 from haiprof.show.figures.labels import OWNER, entity_label
-from haiprof.show.figures.panel_table import PANEL_ROWS, CounterSpec, PanelSpec
+from haiprof.show.figures.panel_table import PANEL_ROWS, CounterSpec, PanelRow, PanelSpec
 from haiprof.show.figures.panels import HOST_COLOR_INDEX
 from haiprof.show.figures.style import BLUE, GREY, VERMILLION, series_color
 from haiprof.show.figures.thinning import gap_starts, thin_points, with_gaps
@@ -36,12 +36,15 @@ class _Line:
     values: Floats
 
 
-def counter_data(counters: pl.DataFrame, start_ns: int) -> dict[str, Any]:
-    """The panels of `PANEL_ROWS` that have something to show.
+def counter_data(
+    counters: pl.DataFrame, start_ns: int, *, rows: Sequence[PanelRow] = PANEL_ROWS
+) -> dict[str, Any]:
+    """The panels that have something to show.
 
     Args:
         counters: `Analyzer.counters()`.
         start_ns: Unix time at which the time axis begins.
+        rows: The panels.
 
     Returns:
         `panels` (`row`, `title`, `unit`, `top`); `lines`, each with the number of its `panel`, its
@@ -50,7 +53,7 @@ def counter_data(counters: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     """
     panels: list[dict[str, Any]] = []
     lines: list[_Line] = []
-    for row in PANEL_ROWS:
+    for row in rows:
         for panel in row.panels:
             found = [
                 line

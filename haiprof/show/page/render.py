@@ -19,6 +19,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
 from haiprof.show.card import cost_text
 from haiprof.show.figures.html_file import write_text
+from haiprof.show.figures.labels import by_reason
 from haiprof.show.figures.style import PHASES
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.page.content import PageContent, page_content
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 STATIC = Path(__file__).parent / "static"
-_OVERVIEW = ("verdict", "death", "overview", "ranks", "phases", "counters", "collectives")
+_SCRIPTS = ("tables.js", "time.js", "live.js", "flame.js", "page.js")
+_OVERVIEW = ("verdict", "death", "overview", "ranks", "phases", "counters", "memory",
+             "collectives")  # fmt: skip
 _RANK = ("rank", "lines", "ranks", "phases")
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 14, 60, 220, 720
 # Plotly sets styles on its elements; scripts are those of the page, by their hash.
@@ -206,7 +209,7 @@ def static_text(name: str) -> str:
 
 def page_js() -> str:
     """The page's own script."""
-    return static_text("flame.js") + static_text("page.js")
+    return "".join(map(static_text, _SCRIPTS))
 
 
 @cache
@@ -271,6 +274,8 @@ def _template(name: str) -> Template:
     environment.filters.update(
         printable=text.printable,
         unbroken=_unbroken,
+        with_code=_with_code,
+        by_reason=lambda pairs: by_reason(dict(pairs)),
         value_text=text.value_text,
         moment_text=text.moment_text,
         count_text=text.count_text,
@@ -292,6 +297,18 @@ def _unbroken(line: str) -> str:
     return _UNIT.sub("\N{NO-BREAK SPACE}", line)
 
 
+def _with_code(line: str) -> object:
+    """Text whose words between backticks are shown as code."""
+    from markupsafe import Markup
+
+    parts = visible(line, keep=SPACES).split("`")
+    if len(parts) % 2 == 0:
+        return line
+    shown = (Markup("<code>{}</code>").format(part) if place % 2 else Markup.escape(part)
+             for place, part in enumerate(parts))  # fmt: skip
+    return Markup().join(shown)
+
+
 def _mark_as_safe(own: str) -> str:
     """Text of haiprof's own files and base64, which stand in the page as they are."""
     from markupsafe import Markup
@@ -308,14 +325,13 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
     yield from (
         ("overview", "Overview"), ("ranks", "Ranks over time"),
         ("rank", "One rank"), ("lines", "Lines of your code"), ("phases", "Phases"),
-        ("counters", "Counters"), ("collectives", "Collectives"), ("kernels", "Kernels"),
+        ("counters", "Counters"), ("memory", "Memory"),
+        ("collectives", "Collectives"), ("kernels", "Kernels"),
     )  # fmt: skip
     if content.traces.operators:
         yield "operators", "Operators"
     if content.traces.functions:
         yield "functions", "Functions"
-    if content.traces.memory:
-        yield "memory", "Memory"
     yield "traces", "Traces"
     if content.snapshots:
         yield "snapshots", "Snapshots"

@@ -23,6 +23,8 @@ from haiprof.show.text import moment_text, number_text, printable, share_text
 from haiprof.trace_analysis.worker_files import files_by_window
 
 _SLOW_LIMIT, _LATE_LIMIT = 10, 16
+_ONLY_GPU = ("GPU", "GPU memory")
+"""Columns that are left out where no rank has a value."""
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
 
 
@@ -41,7 +43,11 @@ def rank_table(summary: OverviewSummary) -> PageTable:
         )
         for r in summary.ranks
     ]  # fmt: skip
-    return text_table("", head, rows, left=("host", "device"))
+    kept = [name for place, name in enumerate(head)
+            if name not in _ONLY_GPU or any(row[place] != MISSING for row in rows)]  # fmt: skip
+    cells = [tuple(cell for name, cell in zip(head, row, strict=True) if name in kept)
+             for row in rows]  # fmt: skip
+    return text_table("", kept, cells, left=("host", "device"))
 
 
 def node_table(summary: OverviewSummary) -> PageTable:

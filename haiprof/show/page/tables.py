@@ -60,6 +60,7 @@ def text_table(
     left: Sequence[str] = (),
     more: int = 0,
     faint: Sequence[int] = (),
+    note: str = "",
 ) -> PageTable:
     """A table of what is text already.
 
@@ -70,6 +71,7 @@ def text_table(
         left: Columns that are aligned to the left.
         more: Rows that are left out.
         faint: Numbers of rows that claim nothing.
+        note: Stands below it.
     """
     return PageTable(
         title=title,
@@ -78,4 +80,5 @@ def text_table(
         rows=tuple(map(tuple, rows)),
         more=more,
         faint=frozenset(faint),
+        note=note,
     )

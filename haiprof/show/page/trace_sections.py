@@ -22,6 +22,7 @@ from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_analysis.trace_questions import TraceQuestions
 
 _FUNCTION_LIMIT, _MEMORY_LIMIT, _OPERATOR_LIMIT = 12, 10, 15
+_OUTSIDE_MODULES = "(outside all modules)"
 _OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 
 _SUMMED = "Sums over all ranks of the last window."
@@ -188,9 +189,26 @@ def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
                    ("size_bytes", "size"), ("share_ratio", "share")]  # fmt: skip
         largest = named.sort("size_bytes", descending=True)
         yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
+    if answers.at_peak_by_module is not None:
+        yield from _by_module(answers.at_peak_by_module)
     operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(_OUTSIDE))
     columns = [("rank", "rank"), ("name", "operator"), ("allocation_count", "allocations"),
                ("allocated_bytes", "allocated"), ("freed_bytes", "freed"),
                ("kept_bytes", "kept")]  # fmt: skip
     ordered = operators.sort("allocated_bytes", descending=True, nulls_last=True)
     yield page_table("By operator", ordered, columns, limit=_MEMORY_LIMIT)
+
+
+def _by_module(found: pl.DataFrame) -> Iterator[PageTable]:
+    """What was alive at the peak by class of module, each rank's instances of one summed."""
+    before = pl.when(pl.col("origin") == "before").then(pl.lit(_BEFORE))
+    plain = pl.col("module").str.replace(r"_\d+$", "")
+    sums = (
+        found.with_columns(name=pl.coalesce(before, plain, pl.lit(_OUTSIDE_MODULES)))
+        .group_by("rank", "name")
+        .agg(pl.col("size_bytes").sum(), share_ratio=pl.col("ratio").sum())
+        .sort("size_bytes", "rank", "name", descending=[True, False, False])
+    )
+    columns = [("rank", "rank"), ("name", "module"), ("size_bytes", "size"),
+               ("share_ratio", "share")]  # fmt: skip
+    yield page_table("Alive at the peak, by class of module", sums, columns, limit=_MEMORY_LIMIT)

@@ -19,8 +19,10 @@ from haiprof.show.views.blocks import one_line, plain_table
 
 JOBS, RANKS, RANK = "jobs", "ranks", "rank"
 UP, DOWN, ENTER, BACK, QUIT = "up", "down", "enter", "back", "quit"
-_BAR, _LINE = 10, 12
+_BAR, _LINE, _STEPS = 10, 12, 50
 _JOB, _JOB_LINES = 12, 4
+_NARROW, _NARROW_JOB, _NARROW_JOB_LINES = 78, 18, 4
+"""Below this many columns a job has no bar and no line of steps, and more room for its name."""
 _HEAD_LINES = 9
 _STALL_STEPS, _STALL_NS = 5, 10e9
 _COUNTER_NAMES = {
@@ -74,6 +76,7 @@ def top_view(
     selection: Selection,
     *,
     height: int | None = 24,
+    width: int = 80,
     colored: bool = True,
 ) -> RenderableType:
     """One frame.
@@ -82,6 +85,7 @@ def top_view(
         jobs: As they are now.
         selection: What is shown.
         height: Lines of the terminal; None shows everything, and names no keys.
+        width: Its columns.
         colored: Whether colours tell the phases apart; otherwise their filling does.
     """
     if not jobs:
@@ -89,38 +93,62 @@ def top_view(
     keys = _keys if height is not None else _no_keys
     height = height or len(jobs) + sum(len(job.ranks) for job in jobs) + _HEAD_LINES
     if selection.level == JOBS or selection.job >= len(jobs):
-        return Group(_jobs(jobs, selection, height, colored), *keys("enter a job", "q quit"))
+        shown = _visible_jobs(len(jobs), selection, height, width)
+        table = _jobs(jobs, selection, shown, width=width, colored=colored)
+        return Group(table, *keys("enter a job", "q quit", _part(shown, len(jobs), "jobs")))
     job = jobs[selection.job]
     head = _head(job, colored)
     if selection.level == RANKS or selection.rank >= len(job.ranks):
         leave = "q quit" if selection.alone else "q back"
-        return Group(*head, _ranks(job, selection, height, colored), *keys("enter a rank", leave))
-    return Group(*head, *_rank(job.ranks[selection.rank], colored), *keys("other ranks", "q back"))
+        shown = _visible_range(len(job.ranks), selection.rank, height - _HEAD_LINES - len(head) + 4)
+        ranks = _ranks(job, selection, shown, width=width, colored=colored)
+        part = _part(shown, len(job.ranks), "ranks")
+        return Group(*head, ranks, *keys("enter a rank", leave, part))
+    rank = _rank(job.ranks[selection.rank], width=width, colored=colored)
+    return Group(*head, *rank, *keys("other ranks", "q back", ""))
 
 
-def _keys(enter: str, leave: str) -> list[Text]:
-    return [Text(f"↑ ↓ ⏎ {enter}   {leave}", style="dim")]
+def _keys(enter: str, leave: str, part: str) -> list[Text]:
+    return [Text(f"↑ ↓ ⏎ {enter}   {leave}   {part}".rstrip(), style="dim")]
 
 
-def _no_keys(_: str, __: str) -> list[Text]:
+def _no_keys(_: str, __: str, ___: str) -> list[Text]:
     return []
 
 
-def _jobs(jobs: Sequence[JobNow], selection: Selection, height: int, colored: bool) -> Table:
-    table = _table("job", "ranks", "step", "each", "split", "cores", "gpu", "last steps")
+def _part(shown: range, count: int, what: str) -> str:
+    """`jobs 3 to 7 of 12`; empty where all are shown."""
+    return "" if len(shown) == count else f"{what} {shown[0] + 1} to {shown[-1] + 1} of {count}"
+
+
+def _visible_jobs(count: int, selection: Selection, height: int, width: int) -> range:
+    lines = _NARROW_JOB_LINES if width < _NARROW else _JOB_LINES
+    return _visible_range(count, selection.job, (height - 4) // lines)
+
+
+def _jobs(
+    jobs: Sequence[JobNow], selection: Selection, shown: range, *, width: int, colored: bool
+) -> Table:
+    narrow = width < _NARROW
+    pictures = () if narrow else ("split", "last steps")
+    numbers = ("job", "ranks", "step", "each", *pictures[:1], "cores", "gpu", *pictures[1:])
+    table = _table(*numbers)
     names = table.columns[0]
-    names.no_wrap, names.overflow, names.min_width = False, "fold", _JOB  # numbers stay whole
-    for at in _visible_range(len(jobs), selection.job, (height - 4) // _JOB_LINES):
+    names.no_wrap, names.overflow = False, "fold"  # numbers stay whole
+    names.min_width = _NARROW_JOB if narrow else _JOB
+    for at in shown:
         job = jobs[at]
+        bar = () if narrow else (_bar(job.split, colored),)
+        line = () if narrow else (_line(job.ranks[0].times_ns) if job.ranks else "",)
         table.add_row(
             printable(job.id),
             _ranks_text(job),
             _step(job.step, all(r.step_is_exact for r in job.ranks)),
             duration_text(job.step_ns),
-            _bar(job.split, colored),
+            *bar,
             _number(_total(job.ranks, "cpu_cores")),
             ratio_text(_average(job.ranks, "utilization_ratio")),
-            _line(job.ranks[0].times_ns) if job.ranks else "",
+            *line,
             style="reverse" if at == selection.job else "",
         )
     return table
@@ -133,7 +161,7 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     title.append(f"  {duration_text(job.elapsed_ns)}", style="dim")
     if not job.running:
         title.append("  ended", style="yellow")
-    summary = f"{_ranks_text(job)} ranks  "
+    summary = f"{_ranks_text(job)} {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
     summary += f"step {_step(job.step, all(r.step_is_exact for r in job.ranks))}  "
     summary += (
         f"{duration_text(job.step_ns)} each  {_number(_total(job.ranks, 'cpu_cores'))} cores  "
@@ -141,7 +169,8 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     summary += f"GPU {ratio_text(_average(job.ranks, 'utilization_ratio'))}"
     verdict = Text(printable(job.verdict or "no verdict yet"))
     verdict.stylize("bold" if job.verdict else "dim")
-    return [title, Text(summary), _legend(job.split, colored), verdict, *_warnings(job)]
+    legend = _legend(job.split, colored)
+    return [title, Text(summary), *([legend] if legend else []), verdict, *_warnings(job)]
 
 
 def _warnings(job: JobNow) -> list[RenderableType]:
@@ -167,19 +196,23 @@ def is_stalled(rank: RankNow) -> bool:
     return rank.idle_ns > max(_STALL_STEPS * rank.step_ns, _STALL_NS)
 
 
-def _ranks(job: JobNow, selection: Selection, height: int, colored: bool) -> RenderableType:
+def _ranks(
+    job: JobNow, selection: Selection, shown: range, *, width: int, colored: bool
+) -> RenderableType:
     if not job.ranks:
         return Text("no rank has reported in yet: it does so at its first training step")
     hosts = ["host"] if len({rank.host for rank in job.ranks}) > 1 else []
-    table = _table("rank", *hosts, "step", "each", "split", "cores", "gpu", "last steps")
-    for at in _visible_range(len(job.ranks), selection.rank, height - _HEAD_LINES):
+    narrow = width < _NARROW and bool(hosts)
+    bars = [] if narrow else ["split"]
+    table = _table("rank", *hosts, "step", "each", *bars, "cores", "gpu", "last steps")
+    for at in shown:
         rank = job.ranks[at]
         table.add_row(
             str(rank.rank),
             *(one_line(rank.host or MISSING) for _ in hosts),
             _step(rank.step, rank.step_is_exact),
             duration_text(rank.step_ns),
-            _bar(rank.split, colored),
+            *([] if narrow else [_bar(rank.split, colored)]),
             _number(rank.counters.get("cpu_cores")),
             ratio_text(rank.counters.get("utilization_ratio")),
             _last(rank),
@@ -194,7 +227,7 @@ def _last(rank: RankNow) -> str:
     return "stalled" if is_stalled(rank) else _line(rank.times_ns)
 
 
-def _rank(rank: RankNow, colored: bool) -> list[RenderableType]:
+def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
     where = f"rank {rank.rank}, {rank.host or MISSING}, pid {rank.pid or MISSING}"
     state = "" if rank.recording else ", its recording has ended"
     if rank.elsewhere:
@@ -209,7 +242,8 @@ def _rank(rank: RankNow, colored: bool) -> list[RenderableType]:
             ratio_text(share),
             duration_text(spent),
         )
-    parts += [times, Text(f"last steps  {sparkline(fit_width(rank.times_ns, 50))}")]
+    line = sparkline(fit_width(rank.times_ns, min(_STEPS, width - len("last steps  "))))
+    parts += [times, Text(f"last steps  {line}")]
     for step, spent_ns, phase in rank.slowest[:3]:
         parts.append(Text(f"  step {step}: {duration_text(spent_ns)}, most of it in {phase}"))
     for metric, name in _COUNTER_NAMES.items():

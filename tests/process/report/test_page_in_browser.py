@@ -26,6 +26,16 @@ pytestmark = [
     pytest.mark.xdist_group("report page"),
     pytest.mark.skipif(chromium is None, reason="no Chromium"),
 ]
+LIVE = "document.getElementById('live-text').textContent"
+KEPT = (
+    "[document.querySelector('#verdict details:last-of-type').open, chooser.value, scrollY,"
+    " document.querySelector('.zoom-bar span').textContent]"
+)
+"""What a reader has set: opened, chosen, scrolled and zoomed."""
+RANGES = (
+    "[...new Set([...document.querySelectorAll('[data-panels=all] .plot')]"
+    ".map(e => JSON.stringify(e.layout.xaxis.range)))]"
+)
 READY = "document.documentElement.dataset.ready === '1'"
 LATEST = "document.querySelector('[data-figure=rank]').data"
 
@@ -120,7 +130,7 @@ def check_map(page: Page) -> None:
     row = "Array.from(document.querySelector('[data-figure=map]').data[0].z[5])"
     assert known(page.run(row))[40] == pytest.approx(30, abs=3)
     page.run("(() => { const e = document.getElementById('part'); e.value = 'backward';"
-             " e.dispatchEvent(new Event('change')); })()")  # fmt: skip
+             " e.dispatchEvent(new Event('change', { bubbles: true })); })()")  # fmt: skip
     assert abs(known(page.run(row))[40]) < 2
 
 
@@ -146,24 +156,105 @@ def test_report_opens_from_disk(
     check_quiet(page, own=1)
 
 
-def test_view_tells_that_the_job_has_gone_on(
+def test_view_follows_the_job_and_keeps_what_the_reader_has_set(
     browser: Callable[[str], Page], run: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     shutil.copytree(run, root)
     with served("view", root, "--port", "0", "--no-browser") as found:
         page = opened(browser, found.url)
-        page.wait("document.getElementById('live-text').textContent.includes('running')")
-        assert page.run("document.getElementById('reload').hidden") is True
-        time.sleep(2.1)  # a page is held for two seconds
-        with (root / "ranks" / "3" / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write("{}\n")
-        page.wait("!document.getElementById('reload').hidden", timeout_s=30)
-        before = page.run("performance.timeOrigin")
-        page.click("#reload")
-        page.wait(f"performance.timeOrigin !== {before} && {READY}")
-        assert page.run("document.getElementById('reload').hidden") is True
+        page.wait(f"{LIVE}.includes('running')")
+        page.run("document.querySelector('#verdict details:not([open])').open = true")
+        page.run("(() => { const e = document.getElementById('chooser'); e.value = '5';"
+                 " e.dispatchEvent(new Event('change', { bubbles: true })); })()")  # fmt: skip
+        show(page, "[data-figure=rank]")
+        drag(page, "[data-figure=rank]")
+        page.wait("!document.querySelector('.zoom-bar').hidden")
+        page.click("#pause")
+        end_job(root)
+        page.wait(f"{LIVE}.includes('paused, newer data is there')")
+        assert "running" in page.text("h1")
+        kept = page.run(KEPT)
+        page.click("#pause")
+        page.wait("document.querySelector('h1').textContent.includes('ended, exit 3')")
+        assert page.run(KEPT) == kept
+        page.wait(f"{LIVE}.startsWith('job ended, exit 3')")
         check_quiet(page, own=-1)
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait(f"{LIVE}.startsWith('The server does not answer')")
+    assert "ended, exit 3" in page.text("h1")
+
+
+def end_job(root: Path) -> None:
+    """Writes down what a launcher writes when its job has ended."""
+    manifest = json.loads((root / "run.json").read_text(encoding="utf-8"))
+    manifest |= {"end_wall_ns": time.time_ns(), "exit_status": 3}
+    (root / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def mouse(page: Page, kind: str, place: tuple[float, float], *, count: int = 0) -> None:
+    pressed = {"button": "left", "buttons": 1, "clickCount": count} if count else {}
+    page.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **pressed)
+
+
+def inside(page: Page, selector: str, part: float) -> tuple[float, float]:
+    """A place in a figure's drawing, as a part of its width."""
+    left, top = page.run(
+        f"(() => {{ const e = document.querySelector({json.dumps(selector)}),"
+        " s = e._fullLayout._size, r = e.getBoundingClientRect();"
+        f" return [r.left + s.l + {part} * s.w, r.top + s.t + s.h / 2]; }})()"
+    )
+    return left, top
+
+
+def drag(page: Page, selector: str) -> None:
+    """Draws the pointer across the middle of a figure, to the right."""
+    mouse(page, "mousePressed", inside(page, selector, 0.25), count=1)
+    for part in (0.3, 0.5, 0.7, 0.75):
+        mouse(page, "mouseMoved", inside(page, selector, part), count=1)
+    mouse(page, "mouseReleased", inside(page, selector, 0.75), count=1)
+
+
+def press(page: Page, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+
+def test_figures_over_time_share_one_cursor_and_one_zoom(
+    browser: Callable[[str], Page], report: str
+) -> None:
+    page = opened(browser, report)
+    page.run("document.getElementById('counters').scrollIntoView()")
+    page.wait(
+        "[...document.querySelectorAll('[data-panels=all] .plot')].every(e => e.dataset.drawn)"
+    )
+    first = "[data-panels=all] .plot"
+    mouse(page, "mouseMoved", inside(page, first, 0.5))
+    page.wait("document.querySelector('[data-panels=all] .now').textContent !== ''")
+    times = page.run(
+        "[...document.querySelectorAll('[data-panels=all] .time-cursor')].map(e => e.dataset.time)"
+    )
+    assert len(times) > 3
+    assert len(set(times)) == 1
+    assert all(page.texts("[data-panels=all] .now"))
+    whole = page.run(RANGES)
+    drag(page, first)
+    page.wait(f"{RANGES}.length === 1 && {RANGES}[0] !== {json.dumps(whole[0])}")
+    for place in ([0.5, 1], [0.5, 2]):
+        for kind in ("mousePressed", "mouseReleased"):
+            mouse(page, kind, inside(page, first, place[0]), count=int(place[1]))
+    page.wait(f"{RANGES}[0] === {json.dumps(whole[0])}")
+    page.run(f"document.querySelector('{first} .time-slider').focus()")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="+", text="+")
+    page.wait(f"{RANGES}.length === 1 && {RANGES}[0] !== {json.dumps(whole[0])}")
+    before = page.run("document.activeElement.getAttribute('aria-valuetext')")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight",
+              windowsVirtualKeyCode=39)  # fmt: skip
+    page.wait(f"document.activeElement.getAttribute('aria-valuetext') !== {json.dumps(before)}")
+    assert "rank 0" in before
+    press(page, "Escape")
+    page.wait(f"{RANGES}[0] === {json.dumps(whole[0])}")
+    check_quiet(page, own=1)
 
 
 def test_view_shows_the_same_page(
@@ -176,7 +267,7 @@ def test_view_shows_the_same_page(
         check_verdict(page, verdict)
         check_choosing(page)
         check_map(page)
-        page.wait("document.getElementById('live-text').textContent.includes('page of')")
+        page.wait(f"{LIVE}.includes('as of')")
         check_quiet(page, own=-1)
 
 
@@ -208,7 +299,7 @@ def test_map_of_many_ranks_shows_the_slowest_first(
     for part, slowest in (("step", {"2", "5"}), ("forward", {"5"}), ("dataloader", {"2"})):
         page.run(f"(() => {{ for (const [id, value] of [['part', '{part}'], ['rows', '32']]) {{"
                  " const e = document.getElementById(id); e.value = value;"
-                 " e.dispatchEvent(new Event('change')); } })()")  # fmt: skip
+                 " e.dispatchEvent(new Event('change', { bubbles: true })); } })()")  # fmt: skip
         assert set(page.run(rows)[: len(slowest)]) == slowest
         assert len(page.run(rows)) == 32
     check_quiet(page, own=1)
@@ -222,6 +313,8 @@ def test_figures_are_labelled_and_ticks_of_ranks_are_whole(
         show(page, f"[data-figure={name}]")
     page.call("Emulation.setEmulatedMedia", media="print")
     page.run("dispatchEvent(new Event('beforeprint'))")
+    widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map(e => e.clientWidth))"
+    assert page.run(widest) <= 700  # paper
     page.wait("[...document.querySelectorAll('.plot')].every(e => e.hidden || e.dataset.drawn)")
     silent = (
         "[...document.querySelectorAll('main svg')].filter(e => !e.closest('[aria-hidden=true]')"

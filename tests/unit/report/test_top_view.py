@@ -25,14 +25,15 @@ def rank(number: int) -> RankNow:
 
 
 @pytest.mark.parametrize("level", [JOBS, RANKS, RANK])
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 def test_nothing_is_truncated(level: str, width: int) -> None:
     ranks = tuple(rank(number) for number in (0, 1, 127))
     job = JobNow(
         id=JOB_ID, name="finetune-llama", path="/x", host="node-0012", pid=1,
         elapsed_ns=3_000 * 10**9, running=True, world_size=128, ranks=ranks, verdict=VERDICT,
     )  # fmt: skip
-    text = view_text(top_view([job], Selection(level=level), height=24, colored=False), width=width)
+    view = top_view([job], Selection(level=level), height=24, width=width, colored=False)
+    text = view_text(view, width=width)
     lines = text.splitlines()
     assert "…" not in text
     assert max(map(len, lines)) <= width
@@ -45,3 +46,19 @@ def test_nothing_is_truncated(level: str, width: int) -> None:
         assert known in text
     if level != JOBS:
         assert VERDICT in " ".join(text.split())
+
+
+def test_long_list_says_which_part_of_it_is_shown() -> None:
+    jobs = [
+        JobNow(
+            id=f"{JOB_ID}-{number}", name="finetune-llama", path="/x", host="node-0012", pid=1,
+            elapsed_ns=10**9, running=True, world_size=1, ranks=(rank(0),), verdict=None,
+        )
+        for number in range(9)
+    ]  # fmt: skip
+    for width in (60, 80):
+        view = top_view(jobs, Selection(job=8), height=24, width=width, colored=False)
+        lines = view_text(view, width=width).splitlines()
+        assert len(lines) <= 24
+        assert lines[-1].rstrip().endswith("of 9")
+        assert "jobs" in lines[-1]

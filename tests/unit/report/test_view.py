@@ -127,7 +127,11 @@ def test_page_is_made_anew_when_the_run_has_grown(
     later = time.time() + 10
     os.utime(run / "ranks" / "0" / "events.jsonl", (later, later))
     assert page.status()["changed"] is True
-    assert "newer data is there" in page.status()["text"]
+    assert page.status()["due"] is False  # the job keeps its processor
+    monkeypatch.setattr("haiprof.show.page.page_state._PAUSE_S", 0.0)
+    monkeypatch.setattr("haiprof.show.page.page_state._COST_RATIO", 1e9)
+    assert page.status()["due"] is True
+    assert page.status()["text"].startswith("job running for ")
     assert page.current() is first  # figures agree with the text that is shown
     monkeypatch.setattr("haiprof.show.page.page_state._OLD_S", 1e9)
     assert page.newest() is first  # a page is held for a while

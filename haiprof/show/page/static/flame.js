@@ -168,6 +168,30 @@ const drawFlame = (() => {
       this.bar.append(this.whole);
     }
 
+    /** What the reader has chosen, to be restored in a graph of newer numbers. */
+    state() {
+      const path = [];
+      for (let at = this.zoom; at.parent; at = at.parent) path.unshift(`${at.name}\n${at.place}`);
+      const text = (select) => select?.selectedOptions[0]?.text;
+      return {
+        path, chosen: ["part", "of", "than"].map((name) => [name, text(this[name])]),
+        search: this.search.value, inner: this.inner.checked,
+      };
+    }
+
+    restore({ path, chosen, search, inner }) {
+      for (const [name, text] of chosen) {
+        const option = [...(this[name]?.options || [])].find((one) => one.text === text);
+        if (option) this[name].value = option.value;
+      }
+      this.search.value = search;
+      this.inner.checked = inner;
+      this.rebuild();
+      let frame = this.root;
+      for (const key of path) frame = frame.children.find((one) => `${one.name}\n${one.place}` === key) || frame;
+      if (frame !== this.root) this.zoomTo(frame, false);
+    }
+
     labelled(text, control) {
       const label = element("label", `${text} `);
       label.append(control);

@@ -4,9 +4,11 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   const CONFIG = {
-    displaylogo: false, responsive: true, scrollZoom: false,
-    modeBarButtons: [["toImage", "resetScale2d"]],
+    displaylogo: false, responsive: true, scrollZoom: false, modeBarButtons: [["toImage"]],
   };
+  // A finger that is drawn over a figure scrolls the page.
+  const TIME_CONFIG = { ...CONFIG, doubleClick: false, showTips: false };
+  const TIME_LAYOUT = { dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", hovermode: false };
   // The blue, grey and brown of Okabe and Ito's colours are too dark for a dark ground.
   const ON_DARK = {
     "#0072B2": "#4FA8E0", "#555555": "#AEB6C1", "#8C6D31": "#CBA65C", "#999999": "#A8A8A8",
@@ -95,7 +97,7 @@
   }
 
   function isDark() {
-    return matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches;
+    return matchMedia("(prefers-color-scheme: dark)").matches && !document.documentElement.matches(".printing");
   }
 
   /** A colour of Python's, as it is seen on this ground. */
@@ -156,17 +158,33 @@
       color: trace.fillcolor || trace.line?.color || trace.marker?.color,
       wide: Boolean(trace.fillcolor) || trace.type === "bar",
     })));
+    return keys;
   }
 
-  /** The time that figures show: while the job trained, or the whole run. */
-  function shownTime() {
+
+  /** The time that figures show without a zoom: while the job trained, or the whole run. */
+  function wholeTime() {
     const whole = byId("whole")?.checked || !data.window;
     return whole ? [0, data.span_s] : data.window;
   }
 
+  const time = timeGroup({ redraw: (place) => { if (drawn.has(place)) watch(place, drawn.get(place)); }, whole: wholeTime });
+
   /** The same for all, so that figures stand above each other. */
   function timeAxis(more) {
-    return axis({ ticksuffix: " s", range: shownTime(), ...more });
+    return axis({ ticksuffix: " s", range: [...time.range()], ...more });
+  }
+
+  /** A vertical axis that a zoom in time leaves as it is. */
+  function valueAxis(more) { return axis({ fixedrange: true, ...more }); }
+
+  /** Lines as the cursor reads them, with the places beside their names. */
+  function cursorLines(keys, traces, unit) {
+    const named = traces.filter((trace) => trace.name && trace.showlegend !== false);
+    const places = keys.querySelectorAll(".now");
+    return named.map((trace, i) => ({
+      x: trace.x, y: trace.y, name: trace.name, unit, holds: trace.line?.shape === "hv", out: places[i],
+    }));
   }
 
   function isTraced(second) { return data.traced.some(([begin, end]) => begin <= second && second <= end); }
@@ -182,7 +200,7 @@
 
   /** The highest value in the time shown; traced steps do not set a scale. */
   function highest(seconds, values) {
-    const [begin, end] = shownTime();
+    const [begin, end] = time.range();
     let top = 0;
     for (let i = 0; i < values.length; i++) {
       if (values[i] > top && seconds[i] >= begin && seconds[i] <= end && !isTraced(seconds[i])) top = values[i];
@@ -227,13 +245,18 @@
     const figure = data.figures[place.dataset.figure];
     if (!figure) { place.hidden = true; return; }
     const { traces, layout: own } = themed(figure, height(place));
-    if (place.dataset.figure === "over-time") {
-      for (const key of ["xaxis", "xaxis2"]) own[key].range = shownTime();
-      own.shapes = tracedBands();
-    }
-    if (traces.some((trace) => trace.name)) nameTraces(place, traces);
-    Plotly.react(place, traces, own, CONFIG);
+    const keys = traces.some((trace) => trace.name) ? nameTraces(place, traces) : null;
+    if (place.dataset.figure !== "over-time") Plotly.react(place, traces, own, CONFIG);
+    else drawOverTime(place, traces, own, keys);
     describe(place, place.getAttribute("aria-label"));
+  }
+
+  function drawOverTime(place, traces, own, keys) {
+    for (const key of ["xaxis", "xaxis2"]) own[key].range = [...time.range()];
+    for (const key of ["yaxis", "yaxis2"]) own[key].fixedrange = true;
+    Plotly.react(place, traces, { ...own, ...TIME_LAYOUT, shapes: tracedBands() }, TIME_CONFIG);
+    const unit = /\((.+)\)/.exec(own.annotations[0].text)[1];
+    time.join(place, { title: "step time", lines: cursorLines(keys, traces, unit) });
   }
 
   /** [rank][stretch] of what is chosen, in ms. */
@@ -286,13 +309,15 @@
     trace.colorbar = { ...trace.colorbar, thickness: narrow ? 8 : 12, len: 1 };
     Plotly.react(place, [trace], layout(height(place), {
       margin: { l: 52, r: narrow ? 4 : 12, t: 30, b: 36 },
+      dragmode: TIME_LAYOUT.dragmode,
       xaxis: timeAxis(),
       shapes: tracedBands(),
-      yaxis: axis({
+      yaxis: valueAxis({
         autorange: "reversed", title: { text: "rank", standoff: 4 },
         ...(few ? { type: "category", dtick: 1, tickfont: { size: 10 } } : linearRows(map.ranks)),
       }),
-    }), CONFIG);
+    }), TIME_CONFIG);
+    time.join(place, { title: "ranks", lines: [] });
     const means = rows.map((at) => {
       const known = [...values[at]].filter((v) => !Number.isNaN(v));
       return `rank ${map.ranks[at]} ${known.length ? digits(known.reduce((a, b) => a + b, 0) / known.length) : "-"} ms`;
@@ -323,28 +348,31 @@
     const at = steps.ranks.indexOf(Number(rank));
     const first = steps.counts.slice(0, at).reduce((a, b) => a + b, 0);
     const end = first + steps.counts[at];
-    const time = numbers(steps.time).subarray(first, end);
+    const seconds = numbers(steps.time).subarray(first, end);
     const step = numbers(steps.step).subarray(first, end);
     const traces = [];
     const phases = Object.keys(data.style.phases).map((phase) => numbers(steps.phases[phase]).subarray(first, end));
-    const sums = Float64Array.from(time, (_, i) => phases.reduce((sum, own) => sum + (own[i] || 0), 0));
-    const top = highest(time, sums), [unit, unitMs] = unitOf(top);
+    const sums = Float64Array.from(seconds, (_, i) => phases.reduce((sum, own) => sum + (own[i] || 0), 0));
+    const top = highest(seconds, sums), [unit, unitMs] = unitOf(top);
     byId("rank-unit").textContent = unit;
     for (const [phase, tint] of Object.entries(data.style.phases)) {
       const known = numbers(steps.phases[phase]).subarray(first, end);
       if (known.every(Number.isNaN)) continue;
       const y = known.map((ms) => ms / unitMs);
       traces.push({
-        type: "scatter", mode: "lines", name: phase, stackgroup: "step", x: time, y, customdata: step,
+        type: "scatter", mode: "lines", name: phase, stackgroup: "step", x: seconds, y,
         line: { width: 0, color: tint, shape: "hv" }, fillcolor: tinted(tint),
-        hovertemplate: `${phase}: %{y:.4g} ${unit} (step %{customdata:.0f})<extra></extra>`,
       });
     }
-    nameTraces(place, traces);
+    const keys = nameTraces(place, traces);
     Plotly.react(place, traces, layout(height(place), {
-      hovermode: "x unified", xaxis: timeAxis(), shapes: tracedBands(),
-      yaxis: axis(top ? { range: [0, (1.05 * top) / unitMs] } : { rangemode: "tozero" }),
-    }), CONFIG);
+      ...TIME_LAYOUT, xaxis: timeAxis(), shapes: tracedBands(),
+      yaxis: valueAxis(top ? { range: [0, (1.05 * top) / unitMs] } : { rangemode: "tozero" }),
+    }), TIME_CONFIG);
+    time.join(place, {
+      title: `phases of rank ${rank}`, lines: cursorLines(keys, traces, unit),
+      step: { x: seconds, y: step, holds: true },
+    });
     describe(place, `Phases of each step of rank ${rank}: ${rangesOf(traces, unit)}`);
   }
 
@@ -357,9 +385,14 @@
     return lines.map((line) => { const first = sum; sum += line.count; return first; });
   }
 
+  const PANEL_PX = 178;
+
+  /** What a group of panels is drawn from. */
+  function sourceOf(place) { return place.dataset.panels === "memory" ? data.memory : data.counters; }
+
   function linesFor(place) {
-    const all = data.counters.lines;
-    if (place === "all") return all.map((_, i) => i).filter((i) => all[i].all);
+    const all = sourceOf(place).lines;
+    if (place.dataset.panels !== "rank") return all.map((_, i) => i).filter((i) => all[i].all);
     const rank = Number(byId("chooser").value), host = data.hosts[rank];
     return all.map((_, i) => i).filter((i) => all[i].own &&
       (all[i].rank === rank || (all[i].rank === null && all[i].host === host)));
@@ -384,7 +417,7 @@
       "stroke-dasharray": DASHES[line.dash] || "none",
     })) stroke.setAttribute(name, value);
     svg.append(stroke);
-    item.append(svg, element("bdi", line.name));
+    item.append(svg, element("bdi", line.name), element("span", "", "now"));
     return item;
   }
 
@@ -393,49 +426,83 @@
     return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "% {");
   }
 
-  function drawPanel(box, panel, shown, first) {
-    const { lines, time, value } = data.counters;
-    const traces = shown.map((i) => {
-      const scale = value.scales[i], from = first[i], to = first[i] + lines[i].count;
-      return {
-        type: "scatter", mode: to - from > 1 ? "lines" : "markers", name: plain(lines[i].name),
-        x: numbers(time).subarray(from, to),
-        y: numbers(value).subarray(from, to).map((v) => v * scale),
-        line: { color: tinted(lines[i].color), width: 1.5, dash: lines[i].dash },
-        marker: { color: tinted(lines[i].color) },
-        hovertemplate: `${plain(lines[i].name)}: %{y:.4g} ${panel.unit}<extra></extra>`,
-      };
-    });
-    const tops = traces.map((trace) => highest(trace.x, trace.y));
-    const top = panel.top || 1.05 * Math.max(...tops);
-    Plotly.react(box, traces, layout(170, {
-      margin: { l: 40, r: 6, t: 8, b: 26 },
-      xaxis: timeAxis({ nticks: 5 }), shapes: tracedBands().map((band) => ({ ...band, label: {} })),
-      yaxis: axis({ rangemode: "tozero", nticks: 5, ...(top ? { range: [0, top] } : {}) }),
-    }), { ...CONFIG, displayModeBar: false });
-    describe(box, `${panel.title}: ${rangesOf(traces, panel.unit)}`);
+  /** Whether a point has no neighbour that a line could reach it from. */
+  function isAlone(values, i) {
+    return !Number.isNaN(values[i]) && !(values[i - 1] >= -Infinity) && !(values[i + 1] >= -Infinity);
   }
 
+  /** The lines of a panel as plotly takes them; samples that stand alone are points. */
+  function panelTraces(source, shown) {
+    const { lines, time: seconds, value } = source, first = offsets(lines);
+    return shown.map((i) => {
+      const scale = value.scales[i], from = first[i], to = first[i] + lines[i].count;
+      const y = numbers(value).subarray(from, to).map((v) => v * scale);
+      const alone = Array.from(y, (_, at) => (isAlone(y, at) ? 4 : 0));
+      return {
+        type: "scatter", mode: alone.some(Boolean) ? "lines+markers" : "lines", name: plain(lines[i].name),
+        x: numbers(seconds).subarray(from, to), y,
+        line: { color: tinted(lines[i].color), width: 1.5, dash: lines[i].dash },
+        marker: { color: tinted(lines[i].color), size: alone, opacity: 1 },
+      };
+    });
+  }
+
+  /** Where something in a panel is pointed at. */
+  function markTrace(marks) {
+    return {
+      type: "scatter", mode: "markers", x: marks.map((mark) => mark.seconds), y: marks.map((mark) => mark.value),
+      cliponaxis: false,
+      marker: { symbol: "triangle-down", size: 10, color: marks.map((mark) => tinted(mark.color)), line: { width: 1, color: color("ground") } },
+    };
+  }
+
+  function drawPanel(plot, panel, shown) {
+    const source = sourceOf(plot.closest(".panels"));
+    const traces = panelTraces(source, shown);
+    const tops = traces.map((trace) => highest(trace.x, trace.y));
+    const top = panel.top || 1.05 * Math.max(...tops);
+    const marks = panel.marks?.length ? [markTrace(panel.marks)] : [];
+    Plotly.react(plot, [...traces, ...marks], layout(PANEL_PX, {
+      ...TIME_LAYOUT, margin: { l: 40, r: 6, t: 16, b: 26 },
+      xaxis: timeAxis({ nticks: 5 }), shapes: tracedBands().map((band) => ({ ...band, label: {} })),
+      yaxis: valueAxis({ rangemode: "tozero", nticks: 5, range: [0, top > 0 ? top : 1] }),
+    }), { ...TIME_CONFIG, displayModeBar: false });
+    const peaks = marks.length ? `; highest: ${panel.marks.map((mark) => mark.text).join(", ")}` : "";
+    describe(plot, `${panel.title}: ${rangesOf(traces, panel.unit)}${peaks}`);
+    const keys = plot.previousElementSibling;
+    time.join(plot, { title: panel.title, lines: cursorLines(keys, traces, panel.unit) });
+  }
+
+  function makePanel(panel, lines) {
+    const box = element("div", "", "panel"), keys = element("ul", "", "keys"), plot = element("div", "", "plot");
+    plot.style.minHeight = `${PANEL_PX}px`;
+    keys.append(...lines.map((line) => keyOf({ ...line, color: tinted(line.color) })));
+    box.append(element("h4", `${panel.title} (${panel.unit})`), keys, plot);
+    return box;
+  }
+
+  /** Draws the panels of a group; those that are there stay where they have the same lines. */
   function fillPanels(place) {
+    const { panels, lines } = sourceOf(place), chosen = linesFor(place);
+    const shown = panels.map((panel, number) => [panel, chosen.filter((i) => lines[i].panel === number)])
+      .filter(([, own]) => own.length);
+    const names = JSON.stringify([isDark(), shown.map(([panel, own]) => [panel.title, own.map((i) => lines[i].name)])]);
+    if (place.dataset.names !== names) makePanels(place, shown);
+    place.dataset.names = names;
+    [...place.querySelectorAll(".plot")].forEach((plot, number) => watch(plot, () => drawPanel(plot, ...shown[number])));
+  }
+
+  function makePanels(place, shown) {
+    const { lines } = sourceOf(place);
     for (const old of place.querySelectorAll(".plot")) forget(old);
     place.replaceChildren();
-    const { panels, lines } = data.counters, first = offsets(lines);
-    const chosen = linesFor(place.dataset.panels);
     let row = "";
-    panels.forEach((panel, number) => {
-      const shown = chosen.filter((i) => lines[i].panel === number);
-      if (!shown.length) return;
+    for (const [panel, own] of shown) {
       if (panel.row !== row) place.append(element("h3", panel.row));
       row = panel.row;
-      const box = element("div", "", "panel"), keys = element("ul", "", "keys");
-      const plot = element("div", "", "plot");
-      plot.style.minHeight = "170px";
-      keys.append(...shown.map((i) => keyOf({ ...lines[i], color: tinted(lines[i].color) })));
-      box.append(element("h4", `${panel.title} (${panel.unit})`), keys, plot);
-      place.append(box);
-      watch(plot, () => drawPanel(plot, panel, shown, first));
-    });
-    if (!place.childElementCount) place.append(element("p", "No counter has a sample.", "dim"));
+      place.append(makePanel(panel, own.map((i) => lines[i])));
+    }
+    if (!shown.length) place.append(element("p", "No counter has a sample.", "dim"));
   }
 
   // ---- drawing what is looked at -----------------------------------------------------------
@@ -461,9 +528,11 @@
   }
 
   function forget(place) {
-    seen.unobserve(place); waiting.delete(place);
+    seen.unobserve(place); waiting.delete(place); time.leave(place);
     if (drawn.delete(place)) Plotly.purge(place);
   }
+
+  function drawMapAgain() { again(document.querySelector('[data-figure="map"]')); }
 
   function again(place) { if (drawn.has(place)) drawn.get(place)(); }
 
@@ -471,11 +540,18 @@
   function redraw() {
     for (const [place, how] of drawn) if (place.matches("figure")) how();
     for (const place of document.querySelectorAll(".panels")) fillPanels(place);
-    if (matchMedia("print").matches) drawAll();
   }
+
+  function showWhole() { time.forget(); redraw(); }
 
   /** Paper has no scrolling: what was not looked at is drawn, too. */
   function drawAll() { for (const place of [...waiting.keys()]) draw(place); }
+
+  function print(begins) {
+    document.documentElement.classList.toggle("printing", begins);
+    redraw();
+    if (begins) drawAll();
+  }
 
   // ---- choosing ----------------------------------------------------------------------------
 
@@ -519,109 +595,80 @@
     showRank();
   }
 
-  // ---- sorting tables ----------------------------------------------------------------------
-
-  const SIZES = {
-    ns: 1, "µs": 1e3, ms: 1e6, s: 1e9, min: 6e10, h: 3.6e12, B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40,
-  };
-
-  /** What a cell is sorted by: its number in its unit, or its text; what is missing is last. */
-  function keyOfCell(cell) {
-    const text = cell.textContent.trim();
-    const found = /^([+−-]?\d+(?:\.\d+)?)\s*([^\s/]*)/.exec(text);
-    if (!found) return [/^(–|-|)$/.test(text) ? 2 : 1, text];
-    return [0, Number(found[1].replace("−", "-")) * (SIZES[found[2]] || 1)];
-  }
-
-  function compareKeys([kind, value], [otherKind, other], sign) {
-    if (kind !== otherKind) return kind === 2 || otherKind === 2 ? kind - otherKind : sign * (kind - otherKind);
-    return sign * (kind === 0 ? value - other : value.localeCompare(other, undefined, { numeric: true }));
-  }
-
-  function sortBy(table, column, head) {
-    const down = head.getAttribute("aria-sort") === "descending";
-    for (const each of table.tHead.rows[0].cells) each.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", down ? "ascending" : "descending");
-    const rows = [...table.tBodies[0].rows].map((row) => [keyOfCell(row.cells[column]), row]);
-    rows.sort(([a], [b]) => compareKeys(a, b, down ? 1 : -1));
-    table.tBodies[0].append(...rows.map(([, row]) => row));
-  }
-
-  function makeSortable(table) {
-    if (!table.tHead || table.tBodies[0].rows.length < 2) return;
-    [...table.tHead.rows[0].cells].forEach((head, column) => {
-      if (!head.textContent.trim()) return;
-      const button = element("button", head.textContent, "sort");
-      button.type = "button";
-      button.addEventListener("click", () => sortBy(table, column, head));
-      head.replaceChildren(button);
-    });
-  }
+  // ---- listening ---------------------------------------------------------------------------
 
   function listen() {
-    byId("whole")?.addEventListener("change", redraw);
-    for (const id of ["part", "rows"]) {
-      byId(id)?.addEventListener("change", () => again(document.querySelector('[data-figure="map"]')));
-    }
-    if (byId("chooser")) {
-      byId("chooser").addEventListener("change", showRank);
-      byId("previous").addEventListener("click", () => step(-1));
-      byId("next").addEventListener("click", () => step(1));
-      byId("rank-table")?.tBodies[0].addEventListener("click", (event) => {
-        const row = event.target.closest("tr");
-        if (row) choose(row.cells[0].textContent.split(".")[0]);
-      });
-    }
+    const changed = { whole: showWhole, part: drawMapAgain, rows: drawMapAgain, chooser: showRank };
+    addEventListener("change", (event) => changed[event.target.id]?.());
+    addEventListener("click", (event) => {
+      if (event.target.id === "previous") step(-1);
+      if (event.target.id === "next") step(1);
+      const row = event.target.closest("#rank-table tbody tr");
+      if (row && byId("chooser")) choose(row.cells[0].textContent.split(".")[0]);
+    });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-    matchMedia("print").addEventListener("change", redraw);
-    addEventListener("beforeprint", drawAll);
+    addEventListener("beforeprint", () => print(true));
+    addEventListener("afterprint", () => print(false));
   }
 
   // ---- while the job runs ------------------------------------------------------------------
 
-  const EVERY_MS = 5000;
+  const sent = new Map([...sectionsOf(document)].map(([id, section]) => [id, section.innerHTML]));
 
-  function follow() {
-    if (!document.documentElement.dataset.live) return;
-    const text = byId("live-text");
-    byId("reload").addEventListener("click", () => location.reload());
-    const look = async () => {
-      try {
-        const answer = await fetch("summary.json", { credentials: "same-origin" });
-        if (!answer.ok) throw new Error(answer.status);
-        const now = await answer.json();
-        text.textContent = now.text;
-        byId("reload").hidden = !now.changed;
-        if (now.state === "running") setTimeout(look, EVERY_MS);
-      } catch {
-        text.textContent = "the server has ended; what is shown stays";
-      }
-    };
-    look();
+  /** Makes what stands in a section work, and draws its figures once they are looked at. */
+  function prepare(section) {
+    section.querySelectorAll("table").forEach(makeSortable);
+    for (const place of section.querySelectorAll("[data-flame]")) showFlames(place);
+    for (const place of section.querySelectorAll("figure.plot")) {
+      place.style.minHeight = `${height(place)}px`;
+      const how = DRAW[place.dataset.figure] || drawMade;
+      watch(place, () => how(place));
+    }
+  }
+
+  const flames = new WeakMap(); // place -> [its numbers as text, graph]
+
+  function showFlames(place) {
+    const text = JSON.stringify(data.flame), [known, graph] = flames.get(place) || [];
+    if (known === text) return;
+    const state = graph?.state();
+    const made = drawFlame(place, data.flame);
+    if (state) made.restore(state);
+    flames.set(place, [text, made]);
+  }
+
+  function drawPanelGroups() {
+    if (byId("chooser")) showRank();
+    for (const place of document.querySelectorAll(".panels:not([data-panels=rank])")) fillPanels(place);
+  }
+
+  /** Takes over a newer page, with its numbers. */
+  async function renew(page) {
+    data = await loadData();
+    details.clear();
+    const stay = readerPlace();
+    renewSections(page, sent, () => {});
+    for (const section of sectionsOf(document).values()) prepare(section);
+    if (!byId("problem").hidden) byId("problem").hidden = true;
+    drawPanelGroups();
+    stay();
+    requestAnimationFrame(() => requestAnimationFrame(stay)); // figures above were drawn anew
   }
 
   async function start() {
     try {
       if (!globalThis.DecompressionStream) throw new Error("figures need a browser of 2023 or newer");
       data = await loadData();
-      document.querySelectorAll("main table").forEach(makeSortable);
-      for (const place of document.querySelectorAll("[data-flame]")) drawFlame(place, data.flame);
       if (byId("plotly")) await loadPlotly();
       listen();
-      for (const place of document.querySelectorAll("figure.plot")) {
-        place.style.minHeight = `${height(place)}px`;
-        const how = DRAW[place.dataset.figure] || drawMade;
-        watch(place, () => how(place));
-      }
-      if (byId("chooser")) showRank();
-      const panels = document.querySelector('[data-panels="all"]');
-      if (panels) fillPanels(panels);
+      for (const section of document.querySelectorAll("main > section")) prepare(section);
+      drawPanelGroups();
       document.documentElement.dataset.ready = "1";
     } catch (error) {
       byId("problem").hidden = false;
       byId("problem").textContent = `No figures: ${error.message}`;
     }
-    follow();
+    if (document.documentElement.dataset.live) followJob(renew);
   }
 
   start();

@@ -1,0 +1,340 @@
+"""Memory as the page shows it: over time, where it was highest, and what it held there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
+from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, failed_allocations
+from haiprof.run_analysis.ranks import clock_offset_ns
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.show.figures.labels import entity_label
+from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec
+from haiprof.show.figures.style import PHASES, series_color
+from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
+from haiprof.show.page.tables import PageTable, text_table
+from haiprof.show.text import printable
+
+_RANK_LIMIT = 16
+_SETTLED = 2
+"""The first readings are of steps that still allocate what stays: the optimizer's state."""
+_ALLOCATOR = "allocator"
+_LEVELS = ("allocated_bytes", "peak_bytes", "reserved_bytes")
+_RSS = ("process", "memory_rss_bytes")
+_PEAK_WORDS = (
+    "Resident memory of a rank's process and its workers, while the steps ran that count; pages "
+    "that they share count once for each."
+)
+_GPU_WORDS = (
+    "As PyTorch's caching allocator counted where steps began. Kept between steps: parameters, "
+    "buffers, optimizer state, and gradients unless they are set to None. Added within a step: "
+    "activations and temporary tensors at the highest point."
+)
+_NO_TRACE = "no traced window with allocations: `--trace --trace-memory` records one"
+
+
+def _gib(title: str, *counters: CounterSpec) -> PanelSpec:
+    return PanelSpec(
+        title=title, unit="GiB", scale=BYTES_PER_GIB, base_unit="bytes", counters=counters
+    )
+
+
+def _row(title: str, *panels: PanelSpec) -> PanelRow:
+    sources = tuple({spec.source for panel in panels for spec in panel.counters})
+    return PanelRow(title=title, recorder="", sources=sources, panels=panels)
+
+
+_ROWS = (
+    _row(
+        "host",
+        _gib("Memory of ranks", CounterSpec(source=_RSS[0], metric=_RSS[1])),
+        _gib(
+            "Memory of nodes",
+            CounterSpec(source="host", metric="memory_used_bytes", word="used"),
+            CounterSpec(source="host", metric="memory_shared_bytes", word="shared", dash="dash"),
+            CounterSpec(source="host", metric="memory_cached_bytes", word="page cache", dash="dot"),
+        ),
+        _gib(
+            "Memory of the job's control group",
+            CounterSpec(source="cgroup", metric="memory_anonymous_bytes", word="processes"),
+            CounterSpec(source="cgroup", metric="memory_file_bytes", word="files and /dev/shm",
+                        dash="dot"),
+            CounterSpec(source="cgroup", metric="memory_limit_bytes", word="limit", dash="dash"),
+        ),
+    ),
+    _row(
+        "GPU",
+        _gib("Used on the GPU", CounterSpec(source="gpu", metric="memory_used_bytes")),
+        _gib("Allocated where steps begin",
+             CounterSpec(source=_ALLOCATOR, metric="allocated_bytes")),
+        _gib("Highest allocated so far", CounterSpec(source=_ALLOCATOR, metric="peak_bytes")),
+        _gib("Reserved by the allocator", CounterSpec(source=_ALLOCATOR, metric="reserved_bytes")),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """Memory of a run."""
+
+    peaks: PageTable
+    """Host memory of each rank: where it was highest."""
+    gpu: PageTable
+    """GPU memory of each rank, by what is kept and what a step adds."""
+    held: PageTable
+    """What GPU memory held where an allocation failed."""
+    missing: tuple[tuple[str, str], ...]
+    data: Mapping[str, Any]
+    """The panels, as `counter_data` packs them."""
+
+
+def memory_part(
+    analyzer: RunFrames,
+    samples: pl.DataFrame,
+    *,
+    missing: Mapping[str, str],
+    traced: bool,
+    start_ns: int,
+) -> MemoryPart:
+    """Reads what a run recorded of memory.
+
+    Args:
+        analyzer: The run.
+        samples: Its counters while the steps ran that count.
+        missing: Reason by source that has no sample, as in `OverviewSummary`.
+        traced: Whether a traced window tells what memory held.
+        start_ns: Unix time at which the time axis of figures begins.
+    """
+    levels = gpu_memory_series(analyzer.files)
+    peaks = _peaks(analyzer, samples)
+    failed = [each for _, _, each in failed_allocations(analyzer.run)]
+    counters = _with_derived(analyzer, levels)
+    data = counter_data(counters, start_ns, rows=_ROWS)
+    return MemoryPart(
+        peaks=_peak_table(peaks, start_ns),
+        gpu=_gpu_table(levels),
+        held=_held_table(failed),
+        missing=tuple(_missing(analyzer, missing, levels, failed=failed, traced=traced)),
+        data=_with_marks(data, peaks, start_ns),
+    )
+
+
+# ---- over time ------------------------------------------------------------------------------
+
+
+def _with_derived(analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries]) -> pl.DataFrame:
+    """The counters, with the used memory of nodes and what the allocators counted."""
+    counters = analyzer.counters()
+    group = pl.when(pl.col("source") != "cgroup").then("entity")  # named by its host alone
+    own = counters.with_columns(group.alias("entity"))
+    return pl.concat([own, _used(counters), *_of_allocators(analyzer, levels, counters)])
+
+
+def _used(counters: pl.DataFrame) -> pl.DataFrame:
+    """Memory of nodes in use: the total without what is available."""
+    host = counters.filter(pl.col("source") == "host")
+    keys = ["time_ns", "host"]
+    free = host.filter(pl.col("metric") == "memory_available_bytes").select(*keys, free="value")
+    total = host.filter(pl.col("metric") == "memory_total_bytes")
+    used = total.join(free, on=keys).with_columns(
+        pl.col("value") - pl.col("free"), metric=pl.lit("memory_used_bytes")
+    )
+    return used.select(counters.columns)
+
+
+def _of_allocators(
+    analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries], counters: pl.DataFrame
+) -> Iterator[pl.DataFrame]:
+    last = {rank.rank: rank for rank in sorted(analyzer.files.ranks, key=lambda r: r.attempt)}
+    for rank, series in levels.items():
+        offset_ns = clock_offset_ns(last[rank])
+        if offset_ns is None:
+            continue
+        for metric in _LEVELS:
+            values = getattr(series, metric).astype(np.float64)
+            frame = pl.DataFrame({"time_ns": series.time_ns + offset_ns, "value": values})
+            yield frame.select(
+                *(
+                    _column(name, kind, rank=rank, metric=metric)
+                    for name, kind in counters.schema.items()
+                )
+            )
+
+
+def _column(name: str, kind: pl.DataType, *, rank: int, metric: str) -> pl.Expr:
+    if name in ("time_ns", "value"):
+        return pl.col(name).cast(kind)
+    known = {"source": _ALLOCATOR, "rank": rank, "metric": metric, "unit": "bytes"}
+    return pl.lit(known.get(name)).cast(kind).alias(name)
+
+
+# ---- where it was highest -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peak:
+    """Where one rank's host memory was highest."""
+
+    rank: int
+    time_ns: int
+    highest: float
+    first: float
+    last: float
+    step: int | None
+    phase: str | None
+
+
+def _peaks(analyzer: RunFrames, samples: pl.DataFrame) -> list[_Peak]:
+    """Of the ranks with the highest ones, in order of ranks."""
+    own = samples.filter(
+        (pl.col("source") == _RSS[0]) & (pl.col("metric") == _RSS[1]) & pl.col("rank").is_not_null()
+    ).sort("rank", "time_ns")
+    value = pl.col("value")
+    tops = own.group_by("rank", maintain_order=True).agg(
+        pl.col("time_ns").get(value.arg_max()), highest=value.max(), first=value.first(),
+        last=value.last(),
+    ).top_k(_RANK_LIMIT, by="highest").sort("rank")  # fmt: skip
+    if tops.is_empty():
+        return []
+    ranks = tops["rank"].to_list()
+    steps, spans = analyzer.steps(), analyzer.phases(ranks)
+    return [
+        _Peak(
+            **row,
+            step=_step_at(steps.filter(pl.col("rank") == row["rank"]), row["time_ns"]),
+            phase=_phase_at(spans.filter(pl.col("rank") == row["rank"]), row["time_ns"]),
+        )
+        for row in tops.iter_rows(named=True)
+    ]
+
+
+def _step_at(steps: pl.DataFrame, time_ns: int) -> int | None:
+    start = pl.col("start_ns")
+    found = steps.filter((start <= time_ns) & (time_ns < start + pl.col("step_ns")))
+    return None if found.is_empty() else int(found["step"][0])
+
+
+def _phase_at(spans: pl.DataFrame, time_ns: int) -> str | None:
+    start = pl.col("start_ns")
+    found = spans.filter(
+        (start <= time_ns)
+        & (time_ns < start + pl.col("duration_ns"))
+        & pl.col("phase").is_in(PHASES)
+    ).sort("duration_ns")
+    return None if found.is_empty() else str(found["phase"][0])
+
+
+def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak], start_ns: int) -> dict[str, Any]:
+    """Marks the peaks of ranks that have a line of their own."""
+    panels = [dict(panel) for panel in data["panels"]]
+    if panels and panels[0]["title"] == _ROWS[0].panels[0].title and len(peaks) <= LINE_LIMIT:
+        panels[0]["marks"] = [
+            {
+                "seconds": (peak.time_ns - start_ns) / NS_PER_S,
+                "value": peak.highest / BYTES_PER_GIB,
+                "color": series_color(peak.rank),
+                "text": f"rank {peak.rank} {bytes_text(peak.highest)} in {_where(peak)}",
+            }
+            for peak in peaks
+        ]
+    return {**data, "panels": panels}
+
+
+def _where(peak: _Peak) -> str:
+    step = "no step" if peak.step is None else f"step {peak.step}"
+    return f"{step}, {peak.phase}" if peak.phase else step
+
+
+# ---- tables ---------------------------------------------------------------------------------
+
+
+def _peak_table(peaks: Sequence[_Peak], start_ns: int) -> PageTable:
+    head = ("rank", "first", "highest", "last", "highest at", "step", "phase")
+    rows = [
+        (
+            str(peak.rank), bytes_text(peak.first), bytes_text(peak.highest),
+            bytes_text(peak.last), f"{(peak.time_ns - start_ns) / NS_PER_S:.1f} s",
+            MISSING if peak.step is None else str(peak.step), peak.phase or MISSING,
+        )
+        for peak in peaks
+    ]  # fmt: skip
+    title = "Highest memory of each rank"
+    return text_table(title, head, rows, left=("phase",), note=_PEAK_WORDS)
+
+
+def _gpu_table(levels: Mapping[int, GpuMemorySeries]) -> PageTable:
+    head = ("rank", "kept between steps", "added within a step", "highest", "before step",
+            "reserved", "limit")  # fmt: skip
+    order = sorted(levels, key=lambda rank: (-int(levels[rank].peak_bytes.max()), rank))
+    rows = [_gpu_cells(rank, levels[rank]) for rank in order[:_RANK_LIMIT]]
+    more = max(0, len(order) - _RANK_LIMIT)
+    title = "GPU memory of each rank, and what it held"
+    return text_table(title, head, rows, more=more, note=_GPU_WORDS)
+
+
+def _gpu_cells(rank: int, series: GpuMemorySeries) -> tuple[str, ...]:
+    settled = series.allocated_bytes[_SETTLED:]
+    kept = float(np.median(settled)) if len(settled) else None
+    highest = int(series.peak_bytes.max())
+    reached = int(series.step[int(series.peak_bytes.argmax())])
+    added = None if kept is None else max(highest - kept, 0.0)
+    return (
+        str(rank), bytes_text(kept), bytes_text(added), bytes_text(highest), str(reached),
+        bytes_text(int(series.reserved_bytes.max())), bytes_text(series.limit_bytes or None),
+    )  # fmt: skip
+
+
+def _held_table(failed: Sequence[GpuOutOfMemory]) -> PageTable:
+    head = ("GPU", "wanted", "parameters", "gradients", "buffers", "optimizer state",
+            "activations and others", "limit", "in", "step")  # fmt: skip
+    rows = [_held_cells(each) for each in failed[:_RANK_LIMIT]]
+    return text_table(
+        "Held where an allocation failed", head, rows, left=("in",),
+        more=max(0, len(failed) - _RANK_LIMIT),
+    )  # fmt: skip
+
+
+def _held_cells(each: GpuOutOfMemory) -> tuple[str, ...]:
+    names = ("parameters", "gradients", "buffers", "optimizer_state")
+    place = ", ".join(part for part in (each.phase, each.module) if part)
+    device = MISSING if each.device is None else entity_label(None, None, each.device, None)
+    return (
+        device, bytes_text(each.requested_bytes),
+        *(bytes_text(each.held.get(name)) for name in names), bytes_text(each.other_bytes),
+        bytes_text(each.limit_bytes or each.device_total_bytes), printable(place) or MISSING,
+        MISSING if each.step is None else str(each.step),
+    )  # fmt: skip
+
+
+def _missing(
+    analyzer: RunFrames,
+    missing: Mapping[str, str],
+    levels: Mapping[int, GpuMemorySeries],
+    *,
+    failed: Sequence[GpuOutOfMemory],
+    traced: bool,
+) -> Iterator[tuple[str, str]]:
+    """What of it is not known, and why."""
+    for title, name in (("processes", "memory of ranks"), ("node", "memory of nodes")):
+        if title in missing:
+            yield name, missing[title]
+    devices = analyzer.ranks()["device"].drop_nulls()
+    on_gpu = bool(devices.str.contains("cuda").any()) if len(devices) else False
+    if not levels:
+        yield (
+            "GPU memory",
+            ("no step was read of its allocator" if on_gpu else "no rank trained on a GPU"),
+        )
+    if on_gpu and not failed:
+        yield (
+            "parameters, gradients and optimizer state",
+            "they are told apart where an allocation fails, and none did",
+        )
+    if not traced:
+        yield "by operator and module", _NO_TRACE
