@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
+from haiprof.cli.addresses import fetch_addresses, has_address
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
 from haiprof.cli.target import COMMAND_NAME, LOG_DIR, default_log_dir
@@ -93,6 +94,24 @@ def run_command(argv: Sequence[str]) -> int:
     LOG_DIR.set(None)
     COMMAND_NAME.set(words[0] if words else "")
     gc.set_threshold(_GC_THRESHOLD)
+    return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
+
+
+def _run_on_addresses(words: Sequence[str]) -> int:
+    """Runs one command on runs that are fetched first."""
+    from haiprof.cli.output import show_error
+
+    try:
+        with fetch_addresses(words) as found:
+            return _run_or_print(found)
+    except HaiprofError as error:
+        return show_error(error)
+    except KeyboardInterrupt:
+        print_message("interrupted")
+        return _INTERRUPTED
+
+
+def _run_or_print(words: list[str]) -> int:
     try:
         question = ask(words, default_log_dir())
     except HaiprofError:
