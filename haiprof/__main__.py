@@ -72,7 +72,13 @@ def _complete(words: list[str]) -> int:
 
 def _explain(words: list[str]) -> int:
     """Help and version; help without being asked for it goes to stderr with status 2."""
-    from haiprof.cli.launch_help import brief_text, help_text, version_text
+    from haiprof.cli.launch_help import (
+        MAX_WIDTH,
+        MIN_WIDTH,
+        brief_text,
+        help_text,
+        version_text,
+    )
     from haiprof.launch.command import AFTER_SCRIPT
 
     if words and words[0] in ("-V", "--version"):
@@ -81,7 +87,9 @@ def _explain(words: list[str]) -> int:
     if not words:
         sys.stderr.write(brief_text())
         return 2
-    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT))
+    columns = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    width = min(MAX_WIDTH, max(MIN_WIDTH, columns))
+    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT, width))
     return 0
 
 

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -50,12 +51,16 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The typer application of some commands: of all, if none are named."""
     import typer
 
+    from haiprof.cli.command_help import help_paragraphs
+
+    width = shutil.get_terminal_size().columns
     app = typer.Typer(
         name="haiprof", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
     )
     app.callback()(_no_options)  # without it, one command alone is taken for the whole program
     for name in names:
-        app.command(name)(_full_command(name))
+        function = _full_command(name)
+        app.command(name, help=help_paragraphs(function.__doc__ or "", width))(function)
     return app
 
 
@@ -173,9 +178,11 @@ def _call_or_parse(argv: list[str]) -> object:
                 return function(**arguments)
             except typer.Exit as ended:
                 return ended.exit_code
-    return typer.main.get_command(make_app(names)).main(
-        argv, prog_name="haiprof", standalone_mode=False
-    )
+    from haiprof.cli.command_help import name_no_type_of_switches
+
+    app = typer.main.get_command(make_app(names))
+    name_no_type_of_switches(app)
+    return app.main(argv, prog_name="haiprof", standalone_mode=False)
 
 
 def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:

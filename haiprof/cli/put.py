@@ -18,7 +18,7 @@ from haiprof.cli.target import default_options, existing_log_dir
 Run = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="A run directory, or a log directory whose newest run is taken. "
         "Left out: the log directory that a job started here would write to.",
         show_default=False,
@@ -27,7 +27,7 @@ Run = Annotated[
 Address = Annotated[
     str | None,
     typer.Argument(
-        metavar="[ADDRESS]",
+        metavar="ADDRESS",
         help="Where runs go, such as s3://bucket/runs. Left out: the one that a job started here "
         "would use.",
         show_default=False,
