@@ -36,8 +36,11 @@ Address = Annotated[
 OnlyNode = Annotated[
     bool, typer.Option("--only-node", help="Only what processes of this node wrote.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")]
-Silent = Annotated[bool, typer.Option("--silent", help="Say nothing; the exit status tells.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only what went wrong.")]
+Silent = Annotated[
+    bool,
+    typer.Option("--silent", help="Print nothing at all; the exit status says whether it worked."),
+]
 
 
 def put(

@@ -150,7 +150,7 @@ def _check(
     if last is not None and collect:
         raise UsageError("--last judges what was recorded, --collect what comes: give one of them")
     if save_traces and not collect:
-        raise UsageError("--save-traces goes with --collect: what has ended has no more steps")
+        raise UsageError("--save-traces needs --collect: a job that has ended cannot be traced")
     if seconds <= 0:
         raise UsageError(f"--time {seconds:g}: expected more than 0 seconds")
 

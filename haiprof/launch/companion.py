@@ -74,7 +74,7 @@ class Companion:
             folder = find_open_folder(run.root.parent)
             if folder:
                 print_message(
-                    f"everybody may rename what is in {folder}, runs too: chmod +t {folder}"
+                    f"every user can rename what is in {folder}, also runs: chmod +t {folder}"
                 )
             print_message(_first_line(self.line, self.options, run))
             if self.options.address:
@@ -82,8 +82,9 @@ class Companion:
             running = _runs_already(run, self.line.name) if self.options.time_s else None
             if running:
                 print_message(
-                    f"{self.line.name} runs already ({running}), and now a second time; to record "
-                    f"the running one: haiprof attach {running} --time {self.options.time_s:g}"
+                    f"{self.line.name} is already running ({running}), and this starts it again; "
+                    f"to record the running one: haiprof attach {running} "
+                    f"--time {self.options.time_s:g}"
                 )
         pulse = Pulse(to_launcher, run.root)
         environment = job_environment(self.environ, run)

@@ -93,7 +93,7 @@ def _launch_recorded(
     try:
         supervisor = Supervisor()
     except OSError as error:
-        print_message(f"cannot stand beside the job ({error.strerror}): the job runs unrecorded")
+        print_message(f"cannot supervise the job ({error.strerror}): the job runs unrecorded")
         return _run_plain(line.command)
     companion = Companion(
         supervisor=supervisor, line=line, options=options, environ=environ,

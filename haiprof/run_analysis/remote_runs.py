@@ -255,7 +255,7 @@ def _states(kept: Mapping[str, Any] | None) -> dict[str, State]:
 def _put_changed(
     fs: Any, run: RunPaths, path: str, *, root: str, before: State | None  # noqa: ANN401
 ) -> State | None:  # fmt: skip
-    """Puts one file; returns what was sent of it, None where it is there already, or gone here."""
+    """Puts one file; returns what was sent of it, None where it already exists, or gone here."""
     try:
         descriptor = open_to_read(run.root / path, below=run.root)
     except OSError:
