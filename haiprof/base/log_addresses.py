@@ -10,6 +10,7 @@ from pathlib import Path
 
 from haiprof.base.errors import MissingExtraError, UsageError
 
+_FETCHED: dict[Path, str] = {}
 _PROTOCOL = r"[A-Za-z][A-Za-z0-9+.\-]*"
 _ADDRESS = re.compile(rf"(?:{_PROTOCOL}::)*{_PROTOCOL}://.*", re.DOTALL)
 
@@ -22,6 +23,16 @@ def is_address(text: str) -> bool:
 def run_address(address: str, name: str) -> str:
     """Where the run of that name is, of the address of a log directory."""
     return f"{address.rstrip('/')}/{name}"
+
+
+def note_fetched(folder: Path, address: str) -> None:
+    """Remembers which address a run was fetched from into a folder that will be removed."""
+    _FETCHED[folder] = address
+
+
+def shown_path(run: Path) -> str:
+    """A run directory as users name it: by its address, where it was fetched for a command."""
+    return _FETCHED.get(run, str(run))
 
 
 def recording_folder(environ: Mapping[str, str]) -> Path:

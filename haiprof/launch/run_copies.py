@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ PUT_SHARE = 0.05
 PUT_LIMIT_S = 300.0
 """How long the end of the job's launcher may wait for the last copy."""
 _TERMINATE_S = 2.0
+_SILENT_S = 3.0
+_INTERRUPTED = (130, -signal.SIGINT)
 
 Start = Callable[[Sequence[str], bool], "subprocess.Popen[bytes]"]
 """Starts `put` with further words, in the background or not."""
@@ -74,8 +77,9 @@ class RunCopies:
         if running is not None and self._wait(running, deadline_s, asked_to_end) is None:
             return
         last = self._begin(words, background=False)
-        if last is not None:
-            self._wait(last, deadline_s, asked_to_end)
+        status = None if last is None else self._wait(last, deadline_s, asked_to_end)
+        if status in _INTERRUPTED:
+            self._say_failure("is not complete, as it was interrupted")
 
     def _begin(self, words: list[str], *, background: bool) -> subprocess.Popen[bytes] | None:
         try:
@@ -102,10 +106,14 @@ class RunCopies:
     ) -> int | None:
         """The exit status; None where it was not waited for any more."""
         why = f"is not complete after {PUT_LIMIT_S:g} s"
+        patient_until_s = self._clock() + _SILENT_S
         while process.poll() is None and self._clock() < deadline_s:
             if asked_to_end():
                 why = "is not complete, as you ended it"
                 break
+            if self._clock() > patient_until_s:
+                patient_until_s = deadline_s
+                print_message(f"putting the run at {self._target()} (Ctrl-C ends that)")
         if process.poll() is not None:
             return process.returncode
         process.terminate()
@@ -117,8 +125,10 @@ class RunCopies:
         self._say_failure(why)
         return None
 
+    def _target(self) -> str:
+        return mask_text(run_address(self._address, self._run.root.name))
+
     def _say_failure(self, why: str) -> None:
-        target = mask_text(run_address(self._address, self._run.root.name))
-        print_message(f"{target} {why}; the run is in {self._run.root}")
+        print_message(f"{self._target()} {why}; the run is in {self._run.root}")
         address = shlex.quote(mask_text(self._address))
         print_message(f"hint: haiprof put {shlex.quote(str(self._run.root))} {address}")

@@ -90,6 +90,15 @@ def test_last_copy_is_not_waited_for_without_end(
     assert "hunter2" not in said
 
 
+def test_last_copy_that_was_interrupted_is_said_with_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Desk("kill -INT $$").copies.finish(lambda: False, quiet=False)
+    said = capsys.readouterr().err
+    assert "is not complete, as it was interrupted; the run is in /logs/job-1" in said
+    assert "haiprof put /logs/job-1" in said
+
+
 def test_process_that_cannot_be_started_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
         raise BlockingIOError(11, "Resource temporarily unavailable")
