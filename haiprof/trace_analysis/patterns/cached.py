@@ -41,14 +41,18 @@ def cached_patterns(
         compute: Computes the patterns of some of the traces.
     """
     entries = {path: cache_entry(path, "patterns", {"steps": steps}) for path in paths}
-    found = {path: _read(entry) for path, entry in entries.items() if entry is not None}
-    left = [path for path in paths if found.get(path) is None]
-    computed = dict(zip(left, compute(left) if left else (), strict=True))
-    for path, pattern in computed.items():
+    patterns: dict[Path, WorkerPattern] = {}
+    for path, entry in entries.items():
+        pattern = None if entry is None else _read(entry)
+        if pattern is not None:
+            patterns[path] = pattern
+    left = [path for path in paths if path not in patterns]
+    for path, pattern in zip(left, compute(left) if left else (), strict=True):
+        patterns[path] = pattern
         entry = entries[path]
         if entry is not None:
             store_answers(entry, as_answers(pattern))
-    return [computed[path] if path in computed else _known(found[path]) for path in paths]
+    return [patterns[path] for path in paths]
 
 
 def as_answers(pattern: WorkerPattern) -> dict[str, Answer]:
@@ -91,8 +95,3 @@ def _frame(answer: Answer) -> pl.DataFrame:
     if not isinstance(answer, pl.DataFrame):
         raise TypeError("no frame")
     return answer
-
-
-def _known(pattern: WorkerPattern | None) -> WorkerPattern:
-    assert pattern is not None  # else it was computed
-    return pattern
