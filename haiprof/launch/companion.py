@@ -11,6 +11,7 @@ import contextlib
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -169,7 +170,9 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
     if line.taken_after:
         parts.append(words_taken_after(line))
     detail = f" ({'; '.join(parts)})" if parts else ""
-    return f"recording {shlex.join(mask_command(line.command))} into {_short(run.root)}{detail}"
+    own_python = line.command[0] == sys.executable and len(line.command) > 1
+    words = line.command[1:] if own_python else line.command  # which Python is no surprise then
+    return f"recording {shlex.join(mask_command(words))} into {_short(run.root)}{detail}"
 
 
 def _address_line(address: str, run: RunPaths) -> str:
