@@ -21,7 +21,6 @@ from haiprof.trace_analysis.report_cache import (
     read_answers,
     store_answers,
 )
-from haiprof.trace_analysis.temporal import Steps
 
 _FRAMES = ("functions", "totals", "collectives")
 _SIGNS = ("short", "waits", "pageable", "matrix")
@@ -30,17 +29,17 @@ _NUMBERS = "numbers"
 
 def cached_patterns(
     paths: Sequence[Path],
-    steps: Steps,
+    options: Mapping[str, Any],
     compute: Callable[[Sequence[Path]], Sequence[WorkerPattern]],
 ) -> list[WorkerPattern]:
     """The pattern of each trace, computed where it is not cached.
 
     Args:
         paths: The traces.
-        steps: As `worker_pattern` takes them.
+        options: Of `worker_pattern`; plain values.
         compute: Computes the patterns of some of the traces.
     """
-    entries = {path: cache_entry(path, "patterns", {"steps": steps}) for path in paths}
+    entries = {path: cache_entry(path, "patterns", options) for path in paths}
     patterns: dict[Path, WorkerPattern] = {}
     for path, entry in entries.items():
         pattern = None if entry is None else _read(entry)
@@ -58,6 +57,7 @@ def cached_patterns(
 def as_answers(pattern: WorkerPattern) -> dict[str, Answer]:
     """A pattern as frames by name, the last of them with all single numbers as JSON."""
     signs = pattern.signs
+    assert signs is not None  # of a trace; `worker_pattern` collects them
     frames: dict[str, Answer] = {name: getattr(pattern, name) for name in _FRAMES}
     frames |= {name: getattr(signs, name) for name in _SIGNS}
     names = [name for name in Evidence.__dataclass_fields__ if name not in (*_SIGNS, "operators")]

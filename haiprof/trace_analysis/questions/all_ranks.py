@@ -98,8 +98,9 @@ class RankQuestions(RankTraces):
         from haiprof.trace_analysis.patterns.worker import worker_pattern
 
         paths = [file.path for file in self.files.values()]
+        options = {"steps": steps}
         answers = cached_patterns(
-            paths, steps, lambda left: self._ask(worker_pattern, left, {"steps": steps}, progress)
+            paths, options, lambda left: self._ask(worker_pattern, left, options, progress)
         )
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 

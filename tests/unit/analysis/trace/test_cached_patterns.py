@@ -52,14 +52,16 @@ def test_only_traces_that_are_new_are_computed(empty_cache: Path) -> None:
         computed.extend(left)
         return [worker_pattern(Trace(path)) for path in left]
 
-    first = cached_patterns(paths, None, compute)
+    first = cached_patterns(paths, {"steps": None}, compute)
     assert computed == paths
-    for found, expected in zip(cached_patterns(paths, None, compute), first, strict=True):
+    for found, expected in zip(
+        cached_patterns(paths, {"steps": None}, compute), first, strict=True
+    ):
         assert_same(found, expected)
     assert computed == paths
-    cached_patterns(paths, (0, 1), compute)
+    cached_patterns(paths, {"steps": (0, 1)}, compute)
     assert computed == [*paths, *paths], "of other steps"
     for entry in empty_cache.rglob("*.answers"):
         entry.write_bytes(entry.read_bytes()[:-1])
-    cached_patterns(paths, None, compute)
+    cached_patterns(paths, {"steps": None}, compute)
     assert computed == [*paths, *paths, *paths], "a damaged entry is computed again"
