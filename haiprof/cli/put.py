@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -73,6 +74,7 @@ def put(
             f"put: {address!r} is no address" if address else "put: no address",
             hint=f"haiprof put {shlex.quote(str(found.root))} s3://BUCKET/FOLDER",
         )
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         result = put_run(found, address, host=socket.gethostname(), only_node=only_node)
     except HaiprofError as error:
@@ -81,6 +83,8 @@ def put(
         again = f"haiprof put {shlex.quote(str(found.root))} {shlex.quote(mask_text(address))}"
         hint = f"{error.hint}; " if error.hint else ""
         raise type(error)(f"{error}; the run is in {found.root}", hint=hint + again) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     shown = mask_text(result.target)
     output = Output(json=as_json, quiet=quiet or silent)
     data = {"address": shown, "files": result.file_count, "bytes": result.size_bytes}
@@ -88,3 +92,8 @@ def put(
         output.show(lambda _: "", data)
     output.hint(f"put {result.file_count} files ({bytes_text(result.size_bytes)}) at {shown}")
     output.hint(f"next: haiprof verdict {shlex.quote(shown)}")
+
+
+def _end(number: int, _: object) -> None:
+    """Ends as by Ctrl-C, so that what was put so far is noted, and not put again."""
+    raise SystemExit(128 + number)

@@ -9,6 +9,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from haiprof import Analyzer
 from haiprof.base.errors import HaiprofError, MissingExtraError, RunNotFoundError, UsageError
@@ -66,6 +67,25 @@ def test_only_changed_files_are_put_again(run: RunPaths, bucket: str, tmp_path: 
     (tmp_path / "bucket" / "job-1" / "run.json").unlink()  # somebody removed it there
     assert put_run(run, bucket, host=HOST).file_count == 2
     assert content_of(tmp_path / "bucket" / "job-1") == content_of(run.root)
+
+
+def test_put_that_was_interrupted_goes_on_where_it_was(
+    run: RunPaths, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = LocalFileSystem.put_file
+    sent: list[tuple[Any, ...]] = []
+
+    def put_three(self: LocalFileSystem, *words: Any, **options: Any) -> None:
+        if len(sent) == 3:
+            raise KeyboardInterrupt
+        sent.append(words)
+        whole(self, *words, **options)
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalFileSystem, "put_file", put_three)
+        with pytest.raises(KeyboardInterrupt):
+            put_run(run, bucket, host=HOST)
+    assert put_run(run, bucket, host=HOST).file_count == len(content_of(run.root)) - 3
 
 
 def test_links_and_unfinished_files_are_not_put(run: RunPaths, bucket: str, tmp_path: Path) -> None:
