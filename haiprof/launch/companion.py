@@ -165,7 +165,7 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
         parts.append(f"after {options.warmup_s:g} s of warm-up")
     if options.traces:
         parts.append(options.trace_words(time_s=options.time_s))
-    if line.taken:
+    if line.taken and line.taken != line.taken_after:
         parts.append(f"taken from the command line: {shlex.join(mask_command(line.taken))}")
     if line.taken_after:
         parts.append(words_taken_after(line))
