@@ -100,6 +100,7 @@ def main() -> None:
         run = folder / "logs" / "run"
         if options.run:
             shutil.copytree(options.run, run)
+            cpu_s(REPOSITORY, ["verdict", str(run), "--save"], folder)  # as its launcher did
         else:
             run = record(folder, "logs", ["--steps", "3:6"])
         if not any(run.glob("traces/rank*")):

@@ -8,6 +8,7 @@ import sys
 
 from haiprof.cli.names import COMMANDS, WORDS, nearest
 
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "python")
 NOT_FOUND = 127  # as a shell reports a program that does not exist
 
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         words = words[1:]
     if not words or words[0] in ("-h", "--help", "-V", "--version"):
         return _explain(words)
-    if _is_mistyped(words[0]):
+    if is_mistyped(words[0]):
         return _refuse(words[0])
     from haiprof.cli.own_command import own_command
     from haiprof.launch.run import main as launch_main
@@ -34,13 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     return launch_main(words, own_command)
 
 
-def _is_mistyped(word: str) -> bool:
+def is_mistyped(word: str) -> bool:
     """Whether the first word is neither an option, nor a program or script that exists."""
     if os.path.isdir(word):
         return True
     if word.startswith("-") or os.sep in word or word.endswith(".py") or os.path.exists(word):
         return False
-    return shutil.which(word) is None
+    beside_python = os.path.join(
+        os.path.dirname(sys.executable), word
+    )  # as `launch.command` runs it
+    return shutil.which(word) is None and not os.path.exists(beside_python)
 
 
 def _refuse(word: str) -> int:
@@ -52,7 +56,7 @@ def _refuse(word: str) -> int:
         print_message(f"did you mean: haiprof verdict {word}")
         return NOT_FOUND
     print_message(f"error: {word}: no command of haiprof, no program and no file")
-    near = nearest(word, WORDS) or nearest(word, os.listdir())
+    near = nearest(word, (*WORDS, *LAUNCHERS)) or nearest(word, os.listdir())
     print_message(f"did you mean: haiprof {near}" if near else "hint: haiprof --help")
     return NOT_FOUND
 
@@ -72,7 +76,13 @@ def _complete(words: list[str]) -> int:
 
 def _explain(words: list[str]) -> int:
     """Help and version; help without being asked for it goes to stderr with status 2."""
-    from haiprof.cli.launch_help import brief_text, help_text, version_text
+    from haiprof.cli.launch_help import (
+        MAX_WIDTH,
+        MIN_WIDTH,
+        brief_text,
+        help_text,
+        version_text,
+    )
     from haiprof.launch.command import AFTER_SCRIPT
 
     if words and words[0] in ("-V", "--version"):
@@ -81,7 +91,9 @@ def _explain(words: list[str]) -> int:
     if not words:
         sys.stderr.write(brief_text())
         return 2
-    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT))
+    columns = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    width = min(MAX_WIDTH, max(MIN_WIDTH, columns))
+    sys.stdout.write(help_text(COMMANDS, AFTER_SCRIPT, width))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import polars as pl
 
 from haiprof.api.run_verdict import RunVerdict, as_run_verdict
 from haiprof.base.errors import HaiprofError, MissingDataError
+from haiprof.base.log_addresses import is_address
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import show
 
@@ -18,15 +20,30 @@ if TYPE_CHECKING:
     from haiprof.diagnosis.finding import Finding
 
 
+def _fetch(address: str) -> Path:
+    """The run at an address, in a folder that is removed at the end of the process."""
+    from haiprof.base.safe_files import MadeFolder
+    from haiprof.run_analysis.remote_runs import fetch_run
+
+    folder = MadeFolder.temporary("haiprof-fetched-")
+    atexit.register(folder.remove)
+    return fetch_run(address, folder.path)
+
+
 class Analyzer(RunFrames):
     """A run that was recorded, or still is; everything is read at the first question.
 
     Frames are polars'. `show_*` draws figures in a notebook and prints tables in a terminal.
 
     Args:
-        path: A run directory, or a log directory whose newest run is meant.
+        path: A run directory, or a log directory whose newest run is meant; or the address of
+            one, such as `s3://bucket/runs`: it is fetched, and removed when Python ends.
         between: Only what was recorded between two times, in ns on the run's clock.
     """
+
+    def __init__(self, path: str | Path, *, between: tuple[int, int] | None = None) -> None:
+        is_remote = isinstance(path, str) and is_address(path)
+        super().__init__(_fetch(str(path)) if is_remote else path, between=between)
 
     def __repr__(self) -> str:
         """The run, how it ended, and how many ranks reported in."""

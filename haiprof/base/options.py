@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from haiprof.base.errors import UsageError
+from haiprof.base.log_addresses import is_address, recording_folder
 from haiprof.base.reaction_options import ReactOptions, parse_hang_limit, parse_slow_limit
 from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions, parse_steps
 
@@ -37,6 +38,7 @@ ALL_USERS = "all"
 ENV_ENABLED = "HAIPROF_ENABLED"
 ENV_ACTIVE = "HAIPROF_ACTIVE_RUN"  # set in the job: its run directory
 ENV_DEBUG = "HAIPROF_DEBUG"
+ENV_LOG_DIR = "HAIPROF_LOG_DIR"  # an option's, as all HAIPROF_* of the table below
 ENV_UNPACK_LIMIT = "HAIPROF_UNPACK_LIMIT"  # MiB that a packed file may become, where that is much
 ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
 ENV_CACHE_LIMIT = "HAIPROF_CACHE_LIMIT"  # MB that may be kept of traces in the user's cache folder
@@ -71,6 +73,8 @@ class Options(TraceOptions, ReactOptions):
     """Seconds between two samples, by recorder; others take 1 s."""
     log_dir: Path = Path("haiprof-logs")
     """Where run directories are created."""
+    address: str = ""
+    """Where runs are put once they are recorded, such as `s3://bucket/runs`; empty is nowhere."""
     name: str = ""
     """Name of the job; empty takes the script's."""
     share: str = "nobody"
@@ -203,12 +207,13 @@ def _address(text: str) -> str:
 
 
 def _folder(text: str) -> Path:
-    if "://" in text:
-        raise ValueError(
-            "an address, where a folder of this machine is expected: record into a folder, and "
-            "copy the run there when the job has ended"
-        )
+    if is_address(text):
+        raise ValueError("an address, where a folder or file of this machine is expected")
     return Path(text).expanduser()
+
+
+def _folder_or_address(text: str) -> Path | str:
+    return text if is_address(text) else Path(text).expanduser()
 
 
 def _users(text: str) -> tuple[str, ...]:
@@ -286,13 +291,14 @@ OPTIONS = (
     OptionSpec("trace-sync", "trace_sync", _switch, "HAIPROF_TRACE_SYNC", "",
                "with CUDA synchronisation events"),
     OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
-               "an execution trace of the same steps beside it; implies --trace"),
+               "also an execution trace of the same steps; implies --trace"),
     OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
                f"trace N windows (default: {Options.repeat})"),
     OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",
                "from a window's start to the next one's (default: ten times its length)"),
     OptionSpec("keep-slow", "keep_slow", _switch, "HAIPROF_KEEP_SLOW", "",
-               "trace a few steps again and again, keep what holds a slow one; implies --trace"),
+               "trace a few steps again and again, keep the windows with a slow step; implies "
+               "--trace"),
     OptionSpec("slow-ratio", "slow_ratio", float, "HAIPROF_SLOW_RATIO", "RATIO",
                f"slow is a step of RATIO times the normal one (default: {Options.slow_ratio})"),
     OptionSpec("slow-cost", "slow_cost", float, "HAIPROF_SLOW_COST", "RATIO",
@@ -301,8 +307,12 @@ OPTIONS = (
                f"largest raw trace of a rank and window (default: {Options.trace_limit_mb:g})"),
     OptionSpec("recorder", "recorder", _recorders, "HAIPROF_RECORDERS", "LIST",
                f"comma list of all, basic, {', '.join(RECORDERS)} (perf is not in all)"),
-    OptionSpec("log-dir", "log_dir", _folder, "HAIPROF_LOG_DIR", "DIR",
-               f"where run directories go (default: {Options.log_dir})"),
+    OptionSpec("log-dir", "log_dir", _folder_or_address, ENV_LOG_DIR, "DIR",
+               f"where run directories go (default: {Options.log_dir}); s3://BUCKET/... and other "
+               "addresses work, too"),
+    OptionSpec("local-dir", "local_dir", _folder, "HAIPROF_LOCAL_DIR", "DIR",
+               "with an address as log-dir: where runs are recorded first (default: "
+               "~/.local/state/haiprof/runs)"),
     OptionSpec("name", "name", str, "HAIPROF_NAME", "NAME",
                "name of the job (default: the script's)"),
     OptionSpec("share", "share", str, "HAIPROF_SHARE", "WHO",
@@ -319,7 +329,7 @@ OPTIONS = (
                "history of the CUDA allocator, for its snapshot where memory runs out: off, on, or "
                f"auto, from nine tenths of the GPU on (default: {Options.memory_history})"),
     OptionSpec("tensorboard", "tensorboard", _switch, "HAIPROF_TENSORBOARD", "",
-               "write live scalars for TensorBoard beside the run"),
+               "also write live scalars for TensorBoard into the run"),
     OptionSpec("reach", "reach", _address, "HAIPROF_REACH", "HOST:PORT",
                "requests reach nodes without a shared file system: the node that has HOST listens"),
     OptionSpec("reach-token", "reach_token", _folder, "HAIPROF_REACH_TOKEN", "FILE",
@@ -327,9 +337,9 @@ OPTIONS = (
     OptionSpec("prometheus-port", "prometheus_port", int, "HAIPROF_PROMETHEUS_PORT", "PORT",
                "serve counters live at 127.0.0.1:PORT for Prometheus (default: no port)"),
     OptionSpec("prometheus-allow", "prometheus_allow", _users, "HAIPROF_PROMETHEUS_ALLOW", "USERS",
-               "users who may read them, beside you and root: names, uids, or all"),
+               "users who may read them, besides you and root: names, uids, or all"),
     OptionSpec("kineto", "kineto", _switch, "HAIPROF_KINETO", "",
-               "let trace-now reach the job through Kineto, beside Python (12 us per step)"),
+               "let trace-now reach the job through Kineto, without Python (12 us per step)"),
     OptionSpec("react", "react", str, "HAIPROF_REACT", "WHAT",
                "what haiprof does by itself: snapshot of a hang (default), trace of slower steps, "
                "both, or off"),
@@ -471,6 +481,10 @@ def merge_options(*layers: Mapping[str, object]) -> Options:
                 intervals.setdefault(recorder, intervals[group])
         intervals.pop(group, None)
     fields = {k: v for k, v in merged.items() if not k.startswith(prefix)}
+    local_dir = fields.pop("local_dir", None)
+    if isinstance(fields.get("log_dir"), str):
+        fields["address"] = fields["log_dir"]
+        fields["log_dir"] = local_dir or recording_folder(os.environ)
     return Options(**fields, interval_s=intervals)  # type: ignore[arg-type]
 
 

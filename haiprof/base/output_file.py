@@ -28,7 +28,7 @@ def output_file(path: Path, *, force: bool, below: Path | None = None) -> Iterat
     if os.path.lexists(path) and not path.is_file():
         raise UsageError(f"{path}: is not a regular file", hint="without -o: standard output")
     if path.exists() and not force:
-        raise UsageError(f"{path}: is there already", hint="--force replaces it")
+        raise UsageError(f"{path}: already exists", hint="--force replaces it")
     try:
         target = named_file(path) if below is None else safe_files.whole_file(path, below=below)
         with target as file:

@@ -35,6 +35,8 @@ def duration_text(ns: float | None) -> str:
     """A duration in ns as text with three significant digits: `"12.3 ms"`; missing as a dash."""
     if ns is None:
         return MISSING
+    if ns == 0:
+        return "0 s"
     for limit, scale, unit in ((1e3, 1, "ns"), (1e6, 1e3, "µs"), (1e9, 1e6, "ms")):
         if abs(ns) < limit * 0.9995:
             return f"{_three_digits(ns / scale)} {unit}"

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
+from haiprof.cli.addresses import fetch_addresses, has_address
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
 from haiprof.cli.target import COMMAND_NAME, LOG_DIR, default_log_dir
@@ -49,12 +51,16 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The typer application of some commands: of all, if none are named."""
     import typer
 
+    from haiprof.cli.command_help import help_paragraphs
+
+    width = shutil.get_terminal_size().columns
     app = typer.Typer(
         name="haiprof", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
     )
     app.callback()(_no_options)  # without it, one command alone is taken for the whole program
     for name in names:
-        app.command(name)(_full_command(name))
+        function = _full_command(name)
+        app.command(name, help=help_paragraphs(function.__doc__ or "", width))(function)
     return app
 
 
@@ -93,6 +99,24 @@ def run_command(argv: Sequence[str]) -> int:
     LOG_DIR.set(None)
     COMMAND_NAME.set(words[0] if words else "")
     gc.set_threshold(_GC_THRESHOLD)
+    return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
+
+
+def _run_on_addresses(words: Sequence[str]) -> int:
+    """Runs one command on runs that are fetched first."""
+    from haiprof.cli.output import show_error
+
+    try:
+        with fetch_addresses(words) as found:
+            return _run_or_print(found)
+    except HaiprofError as error:
+        return show_error(error)
+    except KeyboardInterrupt:
+        print_message("interrupted")
+        return _INTERRUPTED
+
+
+def _run_or_print(words: list[str]) -> int:
     try:
         question = ask(words, default_log_dir())
     except HaiprofError:
@@ -154,9 +178,11 @@ def _call_or_parse(argv: list[str]) -> object:
                 return function(**arguments)
             except typer.Exit as ended:
                 return ended.exit_code
-    return typer.main.get_command(make_app(names)).main(
-        argv, prog_name="haiprof", standalone_mode=False
-    )
+    from haiprof.cli.command_help import name_no_type_of_switches
+
+    app = typer.main.get_command(make_app(names))
+    name_no_type_of_switches(app)
+    return app.main(argv, prog_name="haiprof", standalone_mode=False)
 
 
 def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:

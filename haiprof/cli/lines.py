@@ -99,7 +99,7 @@ def lines(
 
         output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")
     elif baseline is not None:
-        raise UsageError("--baseline: is drawn beside the run, with --html FILE")
+        raise UsageError("--baseline needs --html FILE: both runs are drawn there, side by side")
     found = line_frame(samples)
     data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(samples.notes)}
     output.show(lambda _: lines_view(found, samples.notes), data)

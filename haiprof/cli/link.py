@@ -18,7 +18,7 @@ ExecutionTraces = Annotated[
     typer.Option(
         "--et",
         metavar="FILE_OR_DIR",
-        help="Execution traces; left out: *.et.json or *.et.json.gz beside the traces.",
+        help="Execution traces; left out: *.et.json or *.et.json.gz next to the traces.",
         show_default=False,
     ),
 ]

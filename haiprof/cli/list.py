@@ -21,7 +21,18 @@ LogDir = Annotated[
 ]
 
 
-def list_runs(directory: LogDir = None, as_json: AsJson = False) -> None:
+All = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="Count the steps of every run, however many there are. Left out: of as many of the "
+        "newest as half a second allows; what was counted once is kept in the run.",
+    ),
+]
+LIMIT_S = 0.5
+
+
+def list_runs(directory: LogDir = None, everything: All = False, as_json: AsJson = False) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
     For example:
@@ -35,7 +46,7 @@ def list_runs(directory: LogDir = None, as_json: AsJson = False) -> None:
     from haiprof.show.run_list import list_view, run_list
 
     log_dir = directory if directory is not None else existing_log_dir()
-    runs = run_list(log_dir)
+    runs = run_list(log_dir, limit_s=None if everything else LIMIT_S)
     output = Output(json=as_json)
     output.show(lambda _: list_view(log_dir, runs), {"log_dir": log_dir, "runs": runs})
     if runs:

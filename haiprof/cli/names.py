@@ -38,6 +38,8 @@ COMMANDS = {
     "snapshot": "haiprof snapshot [JOB]: what every rank does now, and who holds the job up",
     "trace-now": "haiprof trace-now [JOB] --steps 5: trace a running job, all ranks alike",
     "kineto-agent": "haiprof kineto-agent: for trace-now on jobs with KINETO_USE_DAEMON alone",
+    "put": "haiprof put [RUN] ADDRESS: a run to s3://bucket/runs, or any address like it",
+    "fetch": "haiprof fetch ADDRESS: a run from there into a folder of this machine",
     "submit": "haiprof submit train.py: a job in the background, here or on Slurm's nodes",
 }
 """Name, and the line that `haiprof --help` shows."""
@@ -55,6 +57,7 @@ GROUPS = {
         "tensorboard", "scalars", "perfetto", "merge", "link", "chakra", "export",
     ),
     "Where jobs run": ("doctor", "submit"),
+    "Where runs are kept": ("put", "fetch"),
 }  # fmt: skip
 """The commands by what one wants to know; every command is in one group, but for other names."""
 

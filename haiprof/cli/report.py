@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
+from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
 from haiprof.cli.target import open_target
@@ -74,4 +75,4 @@ def report(
             ) from None
     write_report(content, output, below=below)
     print_message(f"wrote {output} ({bytes_text(output.stat().st_size)})")
-    print_message(f"next: open it in a browser, or haiprof view {analyzer.run.root}")
+    print_message(f"next: open it in a browser, or haiprof view {shown_path(analyzer.run.root)}")

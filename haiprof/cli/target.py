@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from haiprof.base.errors import RunNotFoundError
-from haiprof.base.options import merge_options, options_from_environment, options_from_pyproject
+from haiprof.base.options import (
+    Options,
+    merge_options,
+    options_from_environment,
+    options_from_pyproject,
+)
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -35,14 +40,20 @@ def default_log_dir() -> Path:
         UsageError: An option there is invalid.
     """
     named = LOG_DIR.get()
-    if named is not None:
-        return named
+    return default_options().log_dir if named is None else named
+
+
+def default_options() -> Options:
+    """Where a job started here would write: the options `log_dir` and `address`, and no others.
+
+    Raises:
+        UsageError: An option is invalid.
+    """
     pyproject = options_from_pyproject(Path("pyproject.toml"))
     environment = options_from_environment(os.environ)
-    layers = [
-        {k: v for k, v in layer.items() if k == "log_dir"} for layer in (pyproject, environment)
-    ]
-    return merge_options(*layers).log_dir
+    names = ("log_dir", "local_dir")
+    layers = [{k: v for k, v in layer.items() if k in names} for layer in (pyproject, environment)]
+    return merge_options(*layers)
 
 
 def existing_log_dir() -> Path:

@@ -44,8 +44,8 @@ Backend = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="hook: inside Python; kineto: beside it, for jobs with --kineto or KINETO_USE_DAEMON; "
-        "dynolog: a daemon of the site's own; auto: what the job takes.",
+        help="hook: through Python; kineto: without it, for jobs with --kineto or "
+        "KINETO_USE_DAEMON; dynolog: a daemon of the site's own; auto: what the job takes.",
     ),
 ]
 Endpoint = Annotated[

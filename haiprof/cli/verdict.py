@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson, Everything
 from haiprof.cli.job_arguments import the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
-from haiprof.cli.target import COMMAND_NAME, open_target
+from haiprof.cli.target import COMMAND_NAME, default_log_dir, open_target
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -150,7 +150,7 @@ def _check(
     if last is not None and collect:
         raise UsageError("--last judges what was recorded, --collect what comes: give one of them")
     if save_traces and not collect:
-        raise UsageError("--save-traces goes with --collect: what has ended has no more steps")
+        raise UsageError("--save-traces needs --collect: a job that has ended cannot be traced")
     if seconds <= 0:
         raise UsageError(f"--time {seconds:g}: expected more than 0 seconds")
 
@@ -167,7 +167,15 @@ def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
 
 
 def _open_run_or_job(target: str | None) -> RunFrames:
-    """The run of a directory, or of a running job of that name."""
+    """The run of a directory, of the default log directory, or of a running job of that name."""
     if target is None or os.sep in target or Path(target).exists():
         return open_target(None if target is None else Path(target))
-    return open_target(the_job(target, None).run.root)
+    if (default_log_dir() / target).is_dir():
+        return open_target(default_log_dir() / target)
+    try:
+        return open_target(the_job(target, None).run.root)
+    except RunNotFoundError as error:
+        raise RunNotFoundError(
+            f"{target}: no such folder, and {error}",
+            hint="haiprof list shows the runs recorded here, haiprof ps the running jobs",
+        ) from None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from haiprof.base.log_addresses import shown_path
 from haiprof.diagnosis.attempts import attempt_notes
 from haiprof.diagnosis.causes import STANDSTILL, agreeing, in_order
 from haiprof.diagnosis.code_questions import CodeAnswers
@@ -55,7 +56,7 @@ def diagnose(
     findings, abstained, checked = _judge(inputs, split)
     answers = CodeAnswers(analyzer, inputs)
     findings = tuple(answers.name_lines(finding) for finding in findings)
-    run = str(analyzer.run.root)
+    run = shown_path(analyzer.run.root)
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.run_analysis.reactions import Reaction, outcome_text
 from haiprof.run_format.layout import RunPaths
@@ -41,7 +42,7 @@ def _slow(reaction: Reaction, run: RunPaths) -> str:
     line += f"; {outcome_text(reaction)}"
     if reaction.window is None:
         return line
-    return f"{line}: haiprof trace-report {run.root} --window {reaction.window}"
+    return f"{line}: haiprof trace-report {shown_path(run.root)} --window {reaction.window}"
 
 
 def _hang(reaction: Reaction) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
 from haiprof.run_analysis.slow_step_watch import watched_frame
@@ -34,10 +35,13 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
     lines += _others(windows.filter(pl.col("path").is_null()))
     if len(lines) > LINE_LIMIT:
         more = len(lines) - LINE_LIMIT + 1
-        lines[LINE_LIMIT - 1 :] = [f"and {more} more: haiprof query {run.root} --schema"]
+        lines[LINE_LIMIT - 1 :] = [
+            f"and {more} more: haiprof query {shown_path(run.root)} --schema"
+        ]
     if kept.height:
         lines.append(_left_out(steps))
-        lines.append(f"see them: haiprof trace-report {run.root}, haiprof tensorboard {run.root}")
+        path = shown_path(run.root)
+        lines.append(f"see them: haiprof trace-report {path}, haiprof tensorboard {path}")
     return (*watched, *(line for line in lines if line))
 
 

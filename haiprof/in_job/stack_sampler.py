@@ -45,7 +45,7 @@ _ident = threading.get_ident
 def why_not_sampled() -> str:
     """Why another thread's frames cannot be looked at here; empty where they can."""
     if not isinstance(_thread.start_new_thread, BuiltinFunctionType):
-        return "threads are replaced by something else (gevent): none can run beside the training"
+        return "threads are replaced by something else (gevent): none runs in parallel"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "this Python runs threads at the same time: frames may change while they are read"
     return why_not_safe()

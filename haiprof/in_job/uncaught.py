@@ -167,7 +167,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     try:
         message = str(error)
     except Exception as failure:
-        message = f"(its text cannot be had: {type(failure).__name__})"
+        message = f"(its text cannot be read: {type(failure).__name__})"
     frames = _frames(error.__traceback__)
     own = own_frame(frames)
     kind = type(error)

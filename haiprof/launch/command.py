@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     if not taker.left:
         raise UsageError("no command to run", hint="haiprof train.py, or haiprof --help")
     program = taker.take_program()
-    arguments = taker.trailing()
+    arguments = taker.trailing(program)
     return CommandLine(
         command=_executable(program) + arguments,
         options=taker.options,
@@ -105,14 +106,14 @@ class _OptionParser:
             program, self.left = self.left[:1], self.left[1:]
         return program
 
-    def trailing(self) -> list[str]:
+    def trailing(self, program: Sequence[str]) -> list[str]:
         """Takes haiprof's options out of the program's arguments."""
         arguments: list[str] = []
         while self.left and not self.ended:
             if self.left[0] == "--":
                 self.left.pop(0)
                 self.ended = True
-                _check_published_order(self.left)
+                _check_published_order(program, self.left)
             elif not self._take(everywhere=True):
                 arguments.append(self.left.pop(0))
         return arguments + self.left
@@ -156,7 +157,7 @@ class _OptionParser:
         return 2, following
 
 
-def _check_published_order(words: list[str]) -> None:
+def _check_published_order(program: Sequence[str], words: list[str]) -> None:
     """Refuses hai-platform's order: there, what follows `--` is the platform's, not the script's.
 
     Raises:
@@ -172,10 +173,11 @@ def _check_published_order(words: list[str]) -> None:
         return
     nodes = next((b for a, b in itertools.pairwise(words) if a in ("--nodes", "-n")), "")
     own = " ".join(f"--options {setting}" for setting in settings)
-    where = f"submit train.py --nodes {nodes} --on slurm" if nodes else "train.py"
+    job = shlex.join(program)
+    command = f"submit {job} --nodes {nodes} --on slurm {own}" if nodes else f"{own} {job}"
     raise UsageError(
-        f"{own} stands behind --, from where on everything is the script's",
-        hint=f"haiprof {where} {own}; if they are the script's own: haiprof -- train.py ...",
+        f"{own} stands after --, and everything from there on is the script's own",
+        hint=f"haiprof {command}; if they are the script's own: haiprof -- {job} ...",
     )
 
 

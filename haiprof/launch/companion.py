@@ -11,12 +11,14 @@ import contextlib
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.log_addresses import run_address
 from haiprof.base.messages import print_message
 from haiprof.base.options import (
     ENV_ACTIVE,
@@ -29,12 +31,13 @@ from haiprof.base.options import (
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine
 from haiprof.launch.companion_line import Line, Pulse
+from haiprof.launch.run_copies import PUT_EVERY_S
 from haiprof.launch.run_directories import create_run, find_open_folder
 from haiprof.launch.supervisor import Supervisor
 from haiprof.run_format.boot import boot_entries
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
-from haiprof.run_format.secrets import mask_command
+from haiprof.run_format.secrets import mask_command, mask_text
 
 _LOOKED_AT = 4
 """Earlier runs of the same name that may still run."""
@@ -72,14 +75,17 @@ class Companion:
             folder = find_open_folder(run.root.parent)
             if folder:
                 print_message(
-                    f"everybody may rename what is in {folder}, runs too: chmod +t {folder}"
+                    f"every user can rename what is in {folder}, also runs: chmod +t {folder}"
                 )
             print_message(_first_line(self.line, self.options, run))
+            if self.options.address:
+                print_message(_address_line(self.options.address, run))
             running = _runs_already(run, self.line.name) if self.options.time_s else None
             if running:
                 print_message(
-                    f"{self.line.name} runs already ({running}), and now a second time; to record "
-                    f"the running one: haiprof attach {running} --time {self.options.time_s:g}"
+                    f"{self.line.name} is already running ({running}), and this starts it again; "
+                    f"to record the running one: haiprof attach {running} "
+                    f"--time {self.options.time_s:g}"
                 )
         pulse = Pulse(to_launcher, run.root)
         environment = job_environment(self.environ, run)
@@ -159,17 +165,24 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
         parts.append(f"after {options.warmup_s:g} s of warm-up")
     if options.traces:
         parts.append(options.trace_words(time_s=options.time_s))
-    if line.taken:
-        parts.append(f"taken from the command line: {shlex.join(line.taken)}")
+    if line.taken and line.taken != line.taken_after:
+        parts.append(f"taken from the command line: {shlex.join(mask_command(line.taken))}")
     if line.taken_after:
         parts.append(words_taken_after(line))
     detail = f" ({'; '.join(parts)})" if parts else ""
-    return f"recording {shlex.join(mask_command(line.command))} into {_short(run.root)}{detail}"
+    own_python = line.command[0] == sys.executable and len(line.command) > 1
+    words = line.command[1:] if own_python else line.command  # which Python is no surprise then
+    return f"recording {shlex.join(mask_command(words))} into {_short(run.root)}{detail}"
+
+
+def _address_line(address: str, run: RunPaths) -> str:
+    target = mask_text(run_address(address, run.root.name))
+    return f"it is put at {target} every {PUT_EVERY_S / 60:g} minutes and at the end"
 
 
 def words_taken_after(line: CommandLine) -> str:
     """Which words behind the script haiprof took for itself."""
-    taken = shlex.join(line.taken_after)
+    taken = shlex.join(mask_command(line.taken_after))
     return f"the script does not get {taken}: put -- before what is its own"
 
 

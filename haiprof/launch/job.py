@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
-from haiprof.base.options import ENV_KINETO_DAEMON, SHARES, Options
+from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, SHARES, Options
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
+from haiprof.launch.run_copies import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
 from haiprof.linux.procfs import read_start_ticks, read_stat
 from haiprof.run_format.layout import RunPaths
@@ -84,6 +85,7 @@ class Job:
         self._kineto: JobKinetoAgent | None = None
         self._reactor: Reactor | None = None
         self._ends: ProcessEnds | None = None
+        self._copies: RunCopies | None = None
 
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Prepares the run before the job starts; returns variables for the job."""
@@ -112,6 +114,11 @@ class Job:
         if self._kineto is not None:
             self._guard(self._kineto.agent.start)
         self._guard(self._start_agent)
+        if self.options.address:
+            self._copies = RunCopies(
+                self.run, self.options.address, self._put,
+                words=() if self.created else ("--only-node",),
+            )  # fmt: skip
         self._guard(lambda: self._ask_surroundings(self.manifest.command, environ))
         outcome = self._wait(launcher, pulse)
         if self.supervisor is not None:
@@ -120,6 +127,8 @@ class Job:
         self._guard(self._stop_kineto)
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
+        if self._copies is not None and self.supervisor is not None:
+            self._copies.finish(self.supervisor.asked_to_end, quiet=self.options.quiet)
 
     def _wait(self, launcher: Line, pulse: Pulse) -> Outcome | None:
         """How the job ended; None where the launcher was killed before it."""
@@ -290,8 +299,15 @@ class Job:
             in_child=self._in_child(),
         )
 
+    def _put(self, words: Sequence[str], background: bool) -> subprocess.Popen[bytes]:
+        """Puts the run at its address; the address may hold a password: no command line has it."""
+        environ = {**os.environ, ENV_LOG_DIR: self.options.address}
+        return self._haiprof("put", *words, nice=background, environ=environ)
+
     def _tick(self) -> None:
         self._note_surroundings()
+        if self._copies is not None:
+            self._copies.tick()
         if self._burst is not None:
             self._tick_burst(self._burst)
         agent = self._agent
@@ -421,7 +437,12 @@ class Job:
         return len(self.run.rank_folders()), sum(1 for _ in self.run.traces.glob("rank*"))
 
     def _haiprof(
-        self, command: str, *arguments: str, nice: bool, output: int | None = None
+        self,
+        command: str,
+        *arguments: str,
+        nice: bool,
+        output: int | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Runs another haiprof command on this run in a process of its own, printing to stderr.
 
@@ -438,6 +459,7 @@ class Job:
 
         return subprocess.Popen(
             self._subcommand(command, str(self.run.root), *arguments),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=_stderr_fd() if output is None else output,
             stderr=None if output is None else subprocess.DEVNULL,

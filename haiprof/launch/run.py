@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.options import (
     ENV_ACTIVE,
@@ -92,7 +93,7 @@ def _launch_recorded(
     try:
         supervisor = Supervisor()
     except OSError as error:
-        print_message(f"cannot stand beside the job ({error.strerror}): the job runs unrecorded")
+        print_message(f"cannot supervise the job ({error.strerror}): the job runs unrecorded")
         return _run_plain(line.command)
     companion = Companion(
         supervisor=supervisor, line=line, options=options, environ=environ,
@@ -153,6 +154,8 @@ def _check_extras(options: Options) -> None:
             "--tensorboard needs the package tensorboard",
             hint="pip install 'haiprof[tensorboard]'",
         )
+    if options.address:
+        check_packages(options.address)
     if options.prometheus_port and importlib.util.find_spec("prometheus_client") is None:
         raise MissingExtraError(
             "--prometheus-port needs the package prometheus-client",

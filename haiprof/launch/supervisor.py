@@ -35,7 +35,9 @@ STOP_ANSWER_S = 0.2
 EXIT_LIMIT_S = 10.0
 """How long a log directory that does not answer may delay the exit of the job."""
 
-_NOT_WAITED = f"the log directory has not answered for {EXIT_LIMIT_S:g} s: it is not waited for"
+_NOT_WAITED = (
+    f"the log directory has not answered for {EXIT_LIMIT_S:g} s: not waiting for it any longer"
+)
 _SI_KERNEL = 0x80  # sent by the kernel
 # What a terminal's driver sends, and to the whole foreground group. An alarm() is the kernel's too;
 # so are SIGHUP and SIGCONT of a terminal that goes, and these are for the session's leader alone.
@@ -209,7 +211,8 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             child.returncode = os.waitstatus_to_exitcode(status or 0)
             print_message(
-                f"the job has ended; its process {child.pid} is held by a disk that hangs"
+                f"the job has ended; its process {child.pid} is blocked by a disk that does not "
+                "answer"
             )
         print_message(_NOT_WAITED)
         self.abandon_companion()

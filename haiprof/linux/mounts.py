@@ -218,7 +218,9 @@ def lustre_stats(root: Path, mount: Mount) -> Path:
         if len(stats) == 1:
             return stats[0]
         if stats:
-            reason = f"{base}: {wanted} is mounted {len(stats)} times, and which is which is unsaid"
+            reason = (
+                f"{base}: {wanted} is mounted {len(stats)} times, and it is not said which is which"
+            )
             raise Unavailable(reason, status="unsupported")
     if denied:
         remedy = "as root: chmod 755 /sys/kernel/debug (where `lctl get_param llite.*.stats` reads)"

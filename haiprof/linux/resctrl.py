@@ -17,7 +17,7 @@ _NO_VALUE = {
     "Unassigned": "no hardware counter is assigned to the group",
 }
 _NO_GROUP = ("info", "mon_data", "mon_groups")
-_NO_DIRECTION = Unavailable("resctrl does not tell reads from writes", status="unsupported")
+_NO_DIRECTION = Unavailable("resctrl does not distinguish reads from writes", status="unsupported")
 
 
 def resctrl_entities(root: Path) -> list[Entity]:

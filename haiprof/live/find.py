@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from haiprof.run_format.manifest import Manifest, find_runs, read_manifest
 FRESH_S = 60.0
 """Agents and ranks write once a second, which a file server may show late; a node that was silent
 for so long is gone."""
+_NAMED = 4
+"""Running jobs that an error names at most."""
 _START_SLACK_S = 5.0
 
 
@@ -81,7 +83,7 @@ def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc"))
         fits = [j for j in jobs if j.run.root in roots or j.manifest.launcher_pid == int(name)]
     if len(fits) == 1:
         return fits[0]
-    known = "; ".join(f"{job.id} (pid {job.pid})" for job in fits or jobs)
+    known = _names(fits or jobs)
     if fits:
         raise UsageError(f"{name!r} is the name of several running jobs: {known}")
     raise RunNotFoundError(
@@ -138,6 +140,11 @@ def _running(run: RunPaths, proc: Path) -> RunningJob | None:
     if not mine or not is_running(run, manifest, proc=proc):
         return None
     return RunningJob(run=run, manifest=manifest)
+
+
+def _names(jobs: Sequence[RunningJob]) -> str:
+    names = [f"{job.id} (pid {job.pid})" for job in jobs[:_NAMED]]
+    return "; ".join([*names, f"and {len(jobs) - _NAMED} more"] if len(jobs) > _NAMED else names)
 
 
 def _runs_script(manifest: Manifest, name: str) -> bool:

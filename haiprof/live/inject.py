@@ -57,7 +57,7 @@ def check_injection(process: Process) -> str | None:
     """
     reason = why_not_enter(process.pid)
     if reason is None and process.python is None:
-        reason = "its Python cannot be told"
+        reason = "its Python version cannot be determined"
     if reason is None and not _by_remote_exec(process) and not importlib.util.find_spec(_EXTRA):
         raise MissingExtraError(
             f"--inject into Python 3.{process.python} needs the package {_EXTRA}",
@@ -76,7 +76,7 @@ def write_payload(run: RunPaths) -> None:
     open_folder = find_open_folder(run.root.parent)
     if open_folder:
         raise UsageError(
-            f"--inject: everybody may rename what is in {open_folder}",
+            f"--inject: every user can rename what is in {open_folder}",
             hint=f"chmod +t {open_folder}, or another --log-dir",
         )
     write_file(run.boot_enter, _code(run).encode(), below=run.root, replace=False)

@@ -152,7 +152,7 @@ def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
     else:
         odd = known
         both = ranks_text([state.rank for state in known])
-        why = f"{both} do different things, and nothing tells who waits"
+        why = f"{both} do different things, and it is not known which of them waits"
     return [Suspect(rank=s.rank, reason=why, doing=doing(s), certain=False) for s in odd]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.log_addresses import shown_path
 from haiprof.live.find import is_running, write_times_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
@@ -61,7 +62,7 @@ def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
         end_ns = time.time_ns() if state == RUNNING else last_write_ns(run)
     return RunHeader(
         name=manifest.name,
-        path=str(run.root),
+        path=shown_path(run.root),
         command=tuple(map(str, manifest.command)),
         host=manifest.host,
         start_wall_ns=start_ns,

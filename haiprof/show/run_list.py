@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from haiprof.show.text import moment_text
 _KEPT_NAME = "list"
 _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "control")
 """What the entry of a run is made from."""
-_COMPUTED = ("step_count", "died_of", "died_rank", "problem")
+_COMPUTED = ("step_count", "died_of", "died_rank", "problem", "is_counted")
 """Fields that take reading the ranks' files; the others are cheap."""
 
 
@@ -51,19 +53,30 @@ class RunEntry:
     """The rank that it began with; null where it is not known, or were several."""
     problem: str | None
     """Why something of it cannot be read."""
+    is_counted: bool
+    """Whether its ranks' files were read; where not, `step_count` and `died_of` are None."""
 
 
-def run_list(log_dir: Path) -> list[RunEntry]:
+def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
     """The runs directly below a log directory, newest last.
 
     What is known of a run that is over is kept in it, so that a long list is read, not computed.
 
+    Args:
+        log_dir: The log directory.
+        limit_s: How long the files of runs that nothing was kept of may be read, newest runs first;
+            None reads all of them.
+
     Raises:
         RunNotFoundError: The directory does not exist or cannot be listed.
     """
-    runs = [RunPaths(path) for path in run_folders(log_dir)]
-    entries = [_kept_entry(run) for run in runs]
-    return sorted(entries, key=_order)
+    entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
+    until_s = math.inf if limit_s is None else time.monotonic() + limit_s
+    counted = [
+        entry if entry.is_counted or time.monotonic() > until_s else _count(entry)
+        for entry in reversed(entries)
+    ]
+    return counted[::-1]
 
 
 def _order(entry: RunEntry) -> tuple[int, str]:
@@ -107,6 +120,12 @@ class RunTable:
         for run in self._runs:
             if run.problem:
                 yield from _line(f"{run.name}: {run.problem}", dim)
+        uncounted = sum(not run.is_counted for run in self._runs)
+        if uncounted:
+            runs = "run" if uncounted == 1 else "runs"
+            yield from _line(
+                f"steps of {uncounted} {runs} not counted yet: haiprof list --all", dim
+            )
 
 
 _GAP = 2
@@ -153,11 +172,15 @@ def _kept_entry(run: RunPaths) -> RunEntry:
     kept = _earlier_entry(run)
     if kept is not None and kept.state == ENDED:
         return kept  # its run.json is among what the kept entry is valid for
-    entry, is_whole = _entry_without_steps(run)
-    if is_whole:
-        return entry
+    entry = _entry_without_steps(run)
     if kept is not None and entry.state == KILLED:  # by now; its time of death is read again
         return replace(entry, **{name: getattr(kept, name) for name in _COMPUTED})
+    return entry
+
+
+def _count(entry: RunEntry) -> RunEntry:
+    """The entry with what takes reading the ranks' files; kept in the run once that is over."""
+    run = RunPaths(Path(entry.path))
     stamp = None if entry.state == RUNNING else fingerprint(run, of=_SOURCES)
     entry = _with_steps(run, entry)
     if stamp:
@@ -176,8 +199,8 @@ def _earlier_entry(run: RunPaths) -> RunEntry | None:
     return RunEntry(**kept)
 
 
-def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:
-    """What the manifest tells of a run, and whether its verdict told the rest."""
+def _entry_without_steps(run: RunPaths) -> RunEntry:
+    """What the manifest tells of a run, and its verdict where one was saved at the end."""
     problem = manifest = None
     try:
         manifest = manifest_or_none(run)
@@ -198,8 +221,9 @@ def _entry_without_steps(run: RunPaths) -> tuple[RunEntry, bool]:
         died_of=None,
         died_rank=None,
         problem=problem,
+        is_counted=False,
     )
-    return (entry, False) if judged is None else (replace(entry, **judged), True)
+    return entry if judged is None else replace(entry, **judged, is_counted=True)
 
 
 def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | None:
@@ -234,6 +258,7 @@ def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
     """The entry with the steps of the rank that has most, and why the job died."""
     from haiprof.run_analysis.run_frames import RunFrames
 
+    entry = replace(entry, is_counted=True)
     try:
         frames = RunFrames(run.root)
         death = next((death for death in frames.deaths() if death.final), None)

@@ -31,7 +31,7 @@ def value_text(value: float | None, unit: str) -> str:
     if value is None:
         return MISSING
     if value == 0 and unit == "ns":
-        return "0 ns"
+        return "0 s"
     if unit in _TEXTS:
         return _TEXTS[unit](value)
     if unit == "count" and value == int(value):

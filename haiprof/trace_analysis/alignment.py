@@ -9,6 +9,7 @@ from statistics import median
 
 import polars as pl
 
+from haiprof.base.units import duration_text
 from haiprof.trace_analysis.clocks import CLOCKS_AGREE_NS, SURE_FACTOR, clock_offsets, is_sure
 from haiprof.trace_analysis.collectives import KERNELS_SCHEMA, ON_CPU, collective_kernels
 from haiprof.trace_analysis.matching import match_collectives
@@ -100,8 +101,8 @@ def clock_notes(inputs: Mapping[int, TraceInput], clocks: Sequence[RankClock]) -
     """Notes on the clocks, for people."""
     found = [f"rank {each.rank}: {each.method}" for each in clocks if each.method in _WITHOUT]
     found += [
-        f"rank {each.rank}: its clock was ahead by {each.moved_ns} ns, by {each.collective_count} "
-        "collectives; its times are moved back"
+        f"rank {each.rank}: its clock was ahead by {duration_text(each.moved_ns)}, by "
+        f"{each.collective_count} collectives; its times are moved back"
         for each in clocks
         if each.method == MOVED
     ]

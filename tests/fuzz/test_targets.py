@@ -48,6 +48,8 @@ _OWN = {
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
     "trace_format/kineto/cache.py": "the owner's cache, whose parts have checksums",
     "run_format/kept_answers.py": "answers of this user in this user's run, bound to its inodes",
+    "trace_analysis/patterns/cached.py": "the user's own cache, whose entries have checksums",
+    "run_analysis/remote_runs.py": "run.json at an address: each error becomes one of haiprof's",
     "in_job/worker_stacks.py": "the report of the rank that made the worker, cut and checked",
     "linux/process_exit.py": "the kernel's answer about a process",
     "trace_analysis/efficiency/tensors.py": "arguments of a trace that was loaded",

@@ -127,9 +127,9 @@ def test_a_rogue_controller_learns_nothing_and_asks_for_nothing(
     assert len(said) == 2 * HELLO_BYTES  # and not one byte of an own proof
     assert not uplink.requests
     assert not uplink.send({"member": {"name": "0"}})
-    within(30, lambda: "does not hold the same token" in str(uplink.error))
+    within(30, lambda: "does not have the same token" in str(uplink.error))
     told = capsys.readouterr().err
-    assert "does not hold the same token" in told
+    assert "does not have the same token" in told
     assert told.count("\n") == 1
 
 
@@ -227,7 +227,7 @@ def test_a_port_taken_before_the_launcher_starts_gets_nothing(
         def warned() -> bool:
             nonlocal told
             told += capsys.readouterr().err
-            return "does not hold the same token" in told
+            return "does not have the same token" in told
 
         within(30, warned)
         assert "Traceback" not in told

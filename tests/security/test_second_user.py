@@ -275,7 +275,7 @@ def exchange_the_run_directory_to_make_requests(place: Place) -> None:
 def exchange_the_run_directory_before_it_is_attached_to(place: Place) -> None:
     run = place.record()
     place.shared.chmod(0o777)
-    with pytest.raises(UsageError, match="everybody may rename"):
+    with pytest.raises(UsageError, match="every user can rename"):
         write_payload(run)
 
 

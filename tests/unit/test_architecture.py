@@ -40,12 +40,12 @@ ALLOWED: dict[str, set[str]] = {
             "trace_format", "launch", "agent", "linux", "run_format", "base"},
 }  # fmt: skip
 THIRD_PARTY: dict[str, set[str]] = {
-    "base": {"numpy", "tomli"},
+    "base": {"fsspec", "numpy", "tomli"},
     "trace_format": {"msgspec", "numpy", "polars"},
     "in_job": {"torch"},
     "agent": {"prometheus_client", "pynvml"},
     "launch": {"submitit", "yaml"},
-    "run_analysis": {"numpy", "polars"},
+    "run_analysis": {"fsspec", "numpy", "polars"},
     "trace_analysis": {"dask_jobqueue", "distributed", "numpy", "polars"},
     "live": {"polars"},
     "diagnosis": {"numpy", "polars"},

@@ -71,6 +71,8 @@ def test_commands_are_frozen() -> None:
         "snapshot",
         "trace-now",
         "kineto-agent",
+        "put",
+        "fetch",
         "submit",
     ]
 
@@ -97,6 +99,7 @@ def test_launch_options_are_frozen() -> None:
         ("trace-limit", "HAIPROF_TRACE_LIMIT"),
         ("recorder", "HAIPROF_RECORDERS"),
         ("log-dir", "HAIPROF_LOG_DIR"),
+        ("local-dir", "HAIPROF_LOCAL_DIR"),
         ("name", "HAIPROF_NAME"),
         ("share", "HAIPROF_SHARE"),
         ("run-id", "HAIPROF_RUN_ID"),

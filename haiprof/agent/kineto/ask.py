@@ -37,7 +37,7 @@ def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
             message = decode(ours.recv(_ANSWER_LIMIT_BYTES))
         except TimeoutError:
             raise NoAgentError(
-                f"{shown}: who listens there is not haiprof's agent",
+                f"{shown}: what listens there is not haiprof's agent",
                 hint="a dynolog daemon is driven with --backend dynolog",
             ) from None
         except OSError as error:

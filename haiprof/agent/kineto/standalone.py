@@ -33,7 +33,7 @@ def own_address(environ: Mapping[str, str], folder: Path | None) -> str:
         raise UsageError(f"{place}: no such folder", hint=f"mkdir -m 700 {place}")
     if place.stat().st_uid != os.getuid() or place.stat().st_mode & 0o077:
         raise UsageError(
-            f"{place}: others may enter it: they could stand in for the agent, or end your jobs",
+            f"{place}: other users may enter it: they could pose as the agent, or end your jobs",
             hint=f"chmod 700 {place}",
         )
     if len(os.fsencode(address)) > _PATH_LIMIT_BYTES:
@@ -56,7 +56,7 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
     """
     if is_alive(address):
         raise UsageError(
-            f"{shown_address(address)}: somebody listens there already",
+            f"{shown_address(address)}: another process listens there already",
             hint="a dynolog daemon is driven with haiprof trace-now PID --backend dynolog",
         )
     remove_socket(address)  # of a killed agent: nobody listens

@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         if len(self._buffer) < PROOF_BYTES:
             return False
         if not handshake.is_proof(AGENT, bytes(self._buffer[:PROOF_BYTES])):
-            raise ValueError("the token is another one")
+            raise ValueError("the tokens differ")
         del self._buffer[:PROOF_BYTES]
         self._incoming, self._outgoing = handshake.signer(AGENT), handshake.signer(CONTROLLER)
         self._events.proven(self)

@@ -158,7 +158,7 @@ def _prove(connection: socket.socket, key: bytes) -> _Line:
         raise ConnectionError("the controller has closed the connection")
     handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
     if not handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:]):
-        raise NotProvenError("who listens there does not hold the same token")
+        raise NotProvenError("what listens there does not have the same token")
     connection.sendall(handshake.proof(AGENT))
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

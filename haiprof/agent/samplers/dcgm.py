@@ -107,7 +107,7 @@ class DcgmSampler(TableSampler):
         indices, has_gpm = _gpus_of_driver(self._nvml)
         if has_gpm and not self._asked_for:
             asks = f"{ENV_DCGM_URL}={mask_text(self.url)} asks for it"
-            reason = f"not needed: NVML GPM tells the same; {asks}"
+            reason = f"not needed: NVML GPM measures the same; {asks}"
             raise Unavailable(reason)
         page = parse_page(fetch(self.url))
         numbered = [

@@ -167,7 +167,7 @@ class FilesystemSampler(TableSampler):
 
         def read() -> Sequence[Value]:
             lustre_stats(self._root, seen.mount)
-            raise Unavailable("the client's stats have just come up")
+            raise Unavailable("the client's statistics have just appeared")
 
         origin = "/sys/kernel/debug/lustre/llite/*/stats"
         return Reading(columns=LUSTRE_COLUMNS, origin=origin, read=read)

@@ -244,7 +244,7 @@ def _ptrace(root: Path, caps: _Capabilities) -> Permission:
     reasons = {
         1: "only descendants may be attached to",
         2: "only processes with CAP_SYS_PTRACE may attach",
-        3: "nobody may attach until the next boot",
+        3: "no process may attach until the next boot",
     }
     return Permission(
         name="ptrace",

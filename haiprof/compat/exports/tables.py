@@ -34,7 +34,7 @@ def write_tables(tables: Mapping[str, pl.DataFrame], folder: Path, *, force: boo
     paths = {name: folder / f"{name}.csv" for name in tables}
     for path in paths.values():  # before anything is written
         if path.exists() and not force:
-            raise UsageError(f"{path}: is there already", hint="--force replaces it")
+            raise UsageError(f"{path}: already exists", hint="--force replaces it")
     for name, path in paths.items():
         with output_file(path, force=force, below=folder) as file:
             write_csv(tables[name], file)

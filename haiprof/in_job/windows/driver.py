@@ -25,7 +25,7 @@ from haiprof.in_job.windows.step_times import OTHER_WORK, StepTimes
 from haiprof.run_format.control import TOO_LATE
 from haiprof.run_format.schema import KIND_NAMES, OPTIMIZER
 
-_TRAINS = "the process has begun to train, and counts its steps anew"
+_TRAINS = "the process has started training, and counts its steps from 0"
 _now = time.perf_counter_ns
 
 

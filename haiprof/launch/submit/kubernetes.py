@@ -115,7 +115,9 @@ def _pod(spec: JobSpec, *, head: str, env: list[dict[str, Any]]) -> dict[str, An
     if spec.claim is not None:
         folder = spec.options["log-dir"]
         if not folder.startswith("/"):
-            raise UsageError(f"--claim is mounted at --log-dir, and {folder} is no whole path")
+            raise UsageError(
+                f"--claim is mounted at --log-dir, and {folder} is not an absolute path"
+            )
         container["volumeMounts"] = [{"name": "logs", "mountPath": folder}]
         claim = {"claimName": spec.claim}
         pod["volumes"] = [{"name": "logs", "persistentVolumeClaim": claim}]

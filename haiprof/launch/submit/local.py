@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_ACTIVE, is_enabled, safe_name
 from haiprof.base.safe_files import create_file, make_named_folder
 from haiprof.launch.submit.node import haiprof_words, node_words, own_torchrun
@@ -61,7 +62,8 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
     log_dir = log_dir.absolute()
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"
     identity = safe_name(spec.options.get("run-id", identity))
-    spec = replace(spec, options={**spec.options, "log-dir": str(log_dir), "run-id": identity})
+    folder = "local-dir" if is_address(spec.options.get("log-dir", "")) else "log-dir"
+    spec = replace(spec, options={**spec.options, folder: str(log_dir), "run-id": identity})
     run = log_dir / f"{safe_name(spec.name)}-{identity}"
     log = run.with_name(f"{run.name}.log")
     job = LocalJob(id=run.name, run=run, log=log, process=_start(spec, environ, log))

@@ -37,7 +37,7 @@ def resolve_options(
 
     Returns:
         The options' texts by name, among them the job's name and its log directory, and the
-        latter as a path.
+        folder of this machine that runs are recorded into.
 
     Raises:
         UsageError: One that is not known or does not fit.
@@ -54,7 +54,7 @@ def resolve_options(
         dict(parse_value(name, text, origin=f"--{name}") for name, text in texts.items()),
     )
     name = options.name or Path(program).name.removesuffix(".py")
-    texts |= {"name": safe_name(name), "log-dir": str(options.log_dir)}
+    texts |= {"name": safe_name(name), "log-dir": options.address or str(options.log_dir)}
     return texts, options.log_dir
 
 

@@ -58,7 +58,7 @@ def call(endpoint: tuple[str, int], request: Mapping[str, Any]) -> dict[str, Any
     except TimeoutError:
         raise DynologError(
             f"{shown}: no answer for {TIMEOUT_S:.0f} s",
-            hint="another client may hold the daemon up: it serves one after the other",
+            hint="another client may block the daemon: it serves one at a time",
         ) from None
     except OSError as error:
         raise DynologError(

@@ -236,7 +236,7 @@ def _wait(asked: _Asked, limit_s: float, progress: Callable[[str], None]) -> Non
         done = len(asked.processes) - len(asked.refused) - len(waiting)
         if done > told:
             told, limit = done, min(limit, now + GRACE_S) if told == 0 else limit
-            progress(f"{done} of {len(asked.processes)} traces are there")
+            progress(f"{done} of {len(asked.processes)} traces are complete")
         if now > limit or not any(Path(f"/proc/{p.pid}").exists() for p in waiting):
             return
         if asked.endpoint is None and now > look:

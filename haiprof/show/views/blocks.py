@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,9 @@ from haiprof.show.sparkline import Sparkline
 from haiprof.show.text import moment_text, printable, value_text
 
 INDENT = 2
+_GAP = 2
+_LAST_COLUMN = 24
+"""Columns of the terminal that a table's last column needs at least."""
 _COLORS = {**PHASE_COLORS, "step time": ""}
 
 
@@ -61,6 +65,53 @@ def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return table
+
+
+class FittingTable:
+    """A table without lines that leaves out columns where its last one has too little room.
+
+    Args:
+        columns: Titles; the last column takes what is left, and is cut there.
+        rows: The cells.
+        left: Columns that begin at the left.
+        first_to_go: Columns that may be left out, the least important one first.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str | Text]],
+        *,
+        left: Sequence[str],
+        first_to_go: Sequence[str],
+    ) -> None:
+        self._columns, self._rows = columns, rows
+        self._left, self._first_to_go = left, first_to_go
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table with the columns that fit."""
+        widths = {
+            name: max(_width(name), *(_width(row[place]) for row in self._rows))
+            for place, name in enumerate(self._columns[:-1])
+        }
+        shown = list(self._columns)
+        for name in self._first_to_go:
+            if sum(widths[n] + _GAP for n in shown[:-1]) + _LAST_COLUMN <= options.max_width:
+                break
+            shown.remove(name)
+        places = [self._columns.index(name) for name in shown]
+        table = plain_table(*shown, left=self._left, gap=_GAP)
+        for column in table.columns[:-1]:
+            column.min_width = widths[str(column.header)]
+        taken = sum(widths[name] + _GAP for name in shown[:-1])
+        table.columns[-1].max_width = max(1, options.max_width - taken)
+        for row in self._rows:
+            table.add_row(*(row[place] for place in places))
+        yield table
+
+
+def _width(cell: str | Text) -> int:
+    return cell.cell_len if isinstance(cell, Text) else cell_len(cell)
 
 
 def series_block(

@@ -11,7 +11,7 @@ from haiprof.base.units import MISSING, duration_text, ranks_text, ratio_text
 from haiprof.live.progress import JobProgress
 from haiprof.show.figures.style import PHASE_COLORS
 from haiprof.show.text import printable
-from haiprof.show.views.blocks import one_line, plain_table
+from haiprof.show.views.blocks import FittingTable, one_line
 
 _STALL_STEPS = 5
 """A warning is shown after this multiple of the usual step without a step."""
@@ -24,11 +24,8 @@ def jobs_view(jobs: Sequence[JobProgress]) -> RenderableType:
             Text("no job runs under haiprof here"), Text("start one: haiprof train.py", style="dim")
         )
     names = ("pid", "for", "ranks", "step", "each", "split", "cpu", "gpu", "id")
-    table = plain_table(*names, left=("split", "id"))
-    for column in table.columns[:-1]:
-        column.min_width = 4
-    for job in jobs:
-        table.add_row(
+    rows = [
+        (
             str(job.pid),
             duration_text(job.elapsed_ns),
             _ranks(job),
@@ -39,6 +36,11 @@ def jobs_view(jobs: Sequence[JobProgress]) -> RenderableType:
             ratio_text(job.gpu_ratio),
             one_line(job.id),
         )
+        for job in jobs
+    ]
+    table = FittingTable(
+        names, rows, left=("split", "id"), first_to_go=("cpu", "ranks", "gpu", "for", "split")
+    )
     words = [
         Text(f"{printable(j.name)}: {printable(j.problem)}", style="dim") for j in jobs if j.problem
     ]

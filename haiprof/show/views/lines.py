@@ -11,7 +11,7 @@ from rich.text import Text
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.show.text import count_text
-from haiprof.show.views.blocks import bullets, one_line, plain_table, section
+from haiprof.show.views.blocks import FittingTable, bullets, one_line, section
 
 _LINES = 8
 _MOST_GROUPS = 40
@@ -57,16 +57,18 @@ def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
 
 
 def _table(found: pl.DataFrame) -> RenderableType:
-    table = plain_table("itself", "with what it calls", "samples", "time", "line", left=["line"])
-    for row in found.head(_LINES).iter_rows(named=True):
-        total = row["sample_count"]
-        table.add_row(
-            ratio_text(row["self_count"] / total),
-            ratio_text(row["inclusive_count"] / total),
-            f"{row['self_count']} of {total}",
+    rows = [
+        (
+            ratio_text(row["self_count"] / row["sample_count"]),
+            ratio_text(row["inclusive_count"] / row["sample_count"]),
+            f"{row['self_count']} of {row['sample_count']}",
             duration_text(row["time_ns"]) if row["time_ns"] else "",
             one_line(f"{row['file'].rpartition('/')[2]}:{row['line']} {row['function']}"),
         )
+        for row in found.head(_LINES).iter_rows(named=True)
+    ]
+    names = ("itself", "with what it calls", "samples", "time", "line")
+    table = FittingTable(names, rows, left=["line"], first_to_go=("samples", "time"))
     more = found.height - _LINES
     text = Text(f"and {more} more, in --json", style="dim") if more > 0 else Text()
     return Group(table, *([text] if more > 0 else []))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
+from haiprof.base.units import duration_text
 from haiprof.trace_analysis.critical.device import DeviceEvents, causes, device_events
 from haiprof.trace_analysis.critical.host import HostEvents
 from haiprof.trace_analysis.critical.segments import (
@@ -210,30 +211,32 @@ def _caveats(
         found.append(f"{path.assumed} of {path.jumps} dependencies on the path are assumed")
     if end_ns > window.host_end_ns:
         found.append(
-            f"the GPU worked {end_ns - window.host_end_ns} ns longer than the window on the host"
+            f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
+            "on the host"
         )
     slack = _slack_ns(gpu, window)
     if slack is not None and slack < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
         found.append(
-            f"the GPU was done only {slack} ns before the host: its work is almost as critical"
+            f"the GPU was done only {duration_text(slack)} before the host: its work is almost as "
+            "critical"
         )
     early = _before_window(gpu, window, rows)
     if early:
-        found.append(f"{early} ns are GPU work that was launched before the window")
+        found.append(f"{duration_text(early)} are GPU work that was launched before the window")
     skewed = gpu.launched > gpu.starts
     if skewed.any():
         most = int((gpu.launched - gpu.starts).max())
         found.append(
-            f"{int(skewed.sum())} GPU events began up to {most} ns before their launch: the "
-            "clocks of host and GPU differ"
+            f"{int(skewed.sum())} GPU events began up to {duration_text(most)} before their "
+            "launch: the clocks of host and GPU differ"
         )
     by_cause = dict(rows.group_by("bound_by").agg(pl.col("duration_ns").sum()).iter_rows())
     if by_cause.get(TALK):
         found.append("communication includes waiting for other ranks; one rank's trace cannot tell")
     if by_cause.get(UNEXPLAINED):
         found.append(
-            f"{by_cause[UNEXPLAINED]} ns passed before GPU events that were launched and whose "
-            "stream was free: they waited for something that is not in the trace"
+            f"{duration_text(by_cause[UNEXPLAINED])} passed before GPU events that were launched "
+            "and whose stream was free: they waited for something that is not in the trace"
         )
     return found
 

@@ -93,11 +93,15 @@ class RankQuestions(RankTraces):
             `functions`, `totals` (a row per rank) and `signs`; `haiprof.diagnosis.workers` makes
             PerfTracker's five reports of them.
         """
+        from haiprof.trace_analysis.patterns.cached import cached_patterns
         from haiprof.trace_analysis.patterns.gather import gather_patterns
         from haiprof.trace_analysis.patterns.worker import worker_pattern
 
         paths = [file.path for file in self.files.values()]
-        answers = self._ask(worker_pattern, paths, {"steps": steps}, progress)
+        options = {"steps": steps}
+        answers = cached_patterns(
+            paths, options, lambda left: self._ask(worker_pattern, left, options, progress)
+        )
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 
     def function_patterns(self, steps: Steps = None) -> pl.DataFrame:

@@ -98,4 +98,4 @@ def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{path}: it is a folder", hint=f"-o {path / 'merged.json.gz'}")
     if os.path.lexists(path) and not force:
-        raise UsageError(f"{path}: it is there already", hint="--force replaces it")
+        raise UsageError(f"{path}: it already exists", hint="--force replaces it")

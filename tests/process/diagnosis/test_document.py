@@ -59,7 +59,7 @@ def test_verdict_still_works(slow: Path) -> None:
     [
         (["no-such-job"], "no running job 'no-such-job'"),
         (["no-such-job", "--collect"], "no running job 'no-such-job'"),
-        (["--save-traces"], "--save-traces goes with --collect"),
+        (["--save-traces"], "--save-traces needs --collect"),
         (["--collect", "--time", "0"], "expected more than 0 seconds"),
     ],
 )

@@ -35,7 +35,7 @@ def test_first_line_says_what_was_taken(tmp_path: Path) -> None:
     assert done.stdout == "hi --lr 1\n"
     first = done.stderr.splitlines()[0]
     assert "for 7 s" in first
-    assert "taken from the command line: --time 7" in first
+    assert "the script does not get --time 7: put -- before what is its own" in first
 
 
 def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
         (["prog", "--emit", "slurm"], "prog"),
         (["train.py", "--emit", "jobset"], "--image"),
         (["train.py", "--emit", "trainjob", "--image", "i", "--claim", "c"], "--claim"),
-        (["train.py", "--emit", "jobset", "--image", "i", "--claim", "c"], "no whole path"),
+        (["train.py", "--emit", "jobset", "--image", "i", "--claim", "c"], "not an absolute path"),
         (["train.py", "--emit", "skypilot", "--gpus-per-node", "8"], "--gpu-type"),
         (["train.py", "--on", "slurm", "--sbatch", "array=0-3"], "--emit slurm"),
         (["train.py", "--options", "time=1"], "profile.NAME=VALUE"),

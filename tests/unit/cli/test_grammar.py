@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from haiprof.__main__ import is_mistyped
 from haiprof.__main__ import main as haiprof
 from haiprof.cli import main
 from haiprof.cli.app import command_function
@@ -127,6 +128,7 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tiem", "5", "train.py"], "--time"),
         (["verdict", "--jsn"], "--json"),
         (["trian.py"], "haiprof train.py"),
+        (["torchrn"], "haiprof torchrun"),
     ],
 )
 def test_mistyped_word_is_told_and_starts_nothing(
@@ -136,6 +138,30 @@ def test_mistyped_word_is_told_and_starts_nothing(
     assert haiprof(words) in (2, 127)
     assert meant in capsys.readouterr().err
     assert not (logs.parent / "haiprof-logs").exists()
+
+
+def test_program_of_an_environment_that_is_not_activated_is_no_mistyped_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `/env/bin/haiprof torchrun`: the program stands beside Python, and not on PATH."""
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert is_mistyped("torchrun")
+    (tmp_path / "torchrun").write_text("")
+    assert not is_mistyped("torchrun")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for words in (["--help"], ["verdict", "--help"], ["submit", "--help"], ["put", "--help"]):
+        assert haiprof(words) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= width
+        assert "<bool>" not in text
+        assert "haiprof" in text
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -144,6 +144,22 @@ def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
     assert copy.step_count == STEPS
 
 
+def test_long_list_counts_the_newest_runs_and_the_others_when_asked(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_dir = run.root.parent
+    other = ended_run(log_dir / "job-2")
+    assert [entry.is_counted for entry in run_list(log_dir, limit_s=0)] == [False, False]
+    assert not run.answers.exists()
+    assert not other.answers.exists()
+    assert [entry.step_count for entry in run_list(log_dir)] == [STEPS, STEPS]
+    (log_dir / "job-2" / "ranks" / "0" / "more").write_text("")
+    first, second = run_list(log_dir, limit_s=0)
+    assert (first.step_count, second.step_count) == (STEPS, None)
+    assert main(["list", str(log_dir), "--all"]) == 0
+    assert "not counted" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "change",
     [{"end_wall_ns": 5}, {"end_wall_ns": None}, {"most_steps": "7"}, {"most_steps": None},

@@ -87,7 +87,7 @@ def test_report_as_csv_is_one_file_per_table(
     assert pl.read_csv(folder / "temporal.csv")["compute_ns"].to_list() == [80_000]
     assert f"tables to {folder}" in err
     status, _, err = run(capsys, "trace-report", ranks, "--csv", folder)
-    assert (status, "is there already" in err) == (2, True)
+    assert (status, "already exists" in err) == (2, True)
     assert pl.read_csv(folder / "temporal.csv").height == 1
     assert run(capsys, "trace-report", ranks, "--csv", folder, "--force")[0] == 0
     assert pl.read_csv(folder / "temporal.csv").height == 2

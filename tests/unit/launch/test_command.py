@@ -88,12 +88,26 @@ def test_dotted_option_value_may_hold_equals_signs() -> None:
         (["--options", "profile.nothing=1", "train.py"], "nothing"),
         (["--interval.gpux", "1", "train.py"], "gpux"),
         (["-m"], "module"),
-        (["--log-dir", "s3://bucket/runs", "train.py"], "copy the run there"),
+        (["--local-dir", "s3://bucket/runs", "train.py"], "an address, where a folder"),
     ],
 )
 def test_bad_command_line_is_one_clear_error(words: list[str], part: str) -> None:
     with pytest.raises(UsageError, match=part):
         merge_options(parse_command_line(words).options)
+
+
+def test_run_for_an_address_is_recorded_into_a_folder_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    site = {"log_dir": Path("/logs")}
+    words = parse_command_line(["train.py", "--log-dir", "s3://bucket/runs"]).options
+    remote = merge_options(site, words)
+    assert (remote.address, remote.log_dir) == ("s3://bucket/runs", Path("/state/haiprof/runs"))
+    chosen = merge_options(words, {"local_dir": Path("/scratch")})
+    assert (chosen.address, chosen.log_dir) == ("s3://bucket/runs", Path("/scratch"))
+    local = merge_options(words, site, {"local_dir": Path("/scratch")})
+    assert (local.address, local.log_dir) == ("", Path("/logs"))
 
 
 def test_value_of_the_scripts_own_option_gets_a_hint() -> None:

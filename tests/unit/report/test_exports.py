@@ -319,7 +319,7 @@ def write(run: RunPaths, path: Path, *, force: bool = False) -> None:
 def test_file_that_is_there_stays_unless_forced(run: RunPaths, tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     path.write_text("mine")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write(run, path)
     assert path.read_text() == "mine"
     write(run, path, force=True)

@@ -365,7 +365,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
         check_target(tmp_path, [source], force=True)
     there = tmp_path / "there.json"
     there.write_text("mine")
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="already exists"):
         check_target(there, [source], force=False)
     check_target(there, [source], force=True)
 

@@ -214,7 +214,7 @@ def test_work_from_before_the_window_counts_from_its_start(tmp_path: Path) -> No
     path = critical_path(trace, annotation="window")
     check_covers(path)
     assert names(path) == ["before", "within", "within"]
-    assert any("30000 ns are GPU work" in caveat for caveat in path.caveats)
+    assert any("30.0 µs are GPU work" in caveat for caveat in path.caveats)
 
 
 def test_kernel_before_its_launch_is_reported(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_kernels_without_a_launch_are_on_the_path() -> None:
 def test_near_tie_of_host_and_gpu_is_told() -> None:
     trace = Trace(traces("hta_diff_control_a100_r3of8") / REAL[1][1])
     path = critical_path(trace, annotation="ProfilerStep", instance=1)
-    assert "the GPU was done only 14000 ns before the host: its work is almost as critical" in (
+    assert "the GPU was done only 14.0 µs before the host: its work is almost as critical" in (
         path.caveats
     )
 

@@ -1,0 +1,67 @@
+"""Patterns that are cached: a second verdict computes none, and reads what the first one did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from haiprof import TraceAnalysis
+from haiprof.trace_analysis.patterns.cached import as_answers, cached_patterns, from_answers
+from haiprof.trace_analysis.patterns.worker import WorkerPattern, worker_pattern
+from haiprof.trace_analysis.report_cache import pack_answers, unpack_answers
+from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit.analysis.trace.shared import REAL_TRACES, traces
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, pl.DataFrame):
+        assert_frame_equal(found, expected, check_exact=True)
+    elif is_dataclass(expected):
+        assert type(found) is type(expected)
+        for field in fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", REAL_TRACES)
+def test_pattern_is_the_same_after_it_was_packed(name: str) -> None:
+    path = next(iter(TraceAnalysis(traces(name)).files.values())).path
+    pattern = worker_pattern(Trace(path))
+    packed = pack_answers(as_answers(pattern))
+    assert_same(from_answers(unpack_answers(packed, path)), pattern)
+
+
+def test_only_traces_that_are_new_are_computed(empty_cache: Path) -> None:
+    paths = [file.path for file in TraceAnalysis(traces(REAL_TRACES[0])).files.values()]
+    computed: list[Path] = []
+
+    def compute(left: Sequence[Path]) -> list[WorkerPattern]:
+        computed.extend(left)
+        return [worker_pattern(Trace(path)) for path in left]
+
+    first = cached_patterns(paths, {"steps": None}, compute)
+    assert computed == paths
+    for found, expected in zip(
+        cached_patterns(paths, {"steps": None}, compute), first, strict=True
+    ):
+        assert_same(found, expected)
+    assert computed == paths
+    cached_patterns(paths, {"steps": (0, 1)}, compute)
+    assert computed == [*paths, *paths], "of other steps"
+    for entry in empty_cache.rglob("*.answers"):
+        entry.write_bytes(entry.read_bytes()[:-1])
+    cached_patterns(paths, {"steps": None}, compute)
+    assert computed == [*paths, *paths, *paths], "a damaged entry is computed again"
