@@ -75,6 +75,9 @@ MODEL_OWN_RATIO = 0.50
 """
 FORWARD_STEP_RATIO = 0.30
 """Forward's share of the step from which it is worth a finding. Own choice."""
+FROZEN_RATIO = 0.50
+"""Of the parameters, without gradients: with most of them frozen backward has less to do than
+forward, and their ratio says nothing. Own choice."""
 
 GPU_IDLE_RATIO = 0.50
 """Below it the GPU waits for most of the time. TraceML calls 30-70 % moderate; the published case
