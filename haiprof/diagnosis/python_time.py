@@ -26,11 +26,12 @@ class PythonTime:
     and calls that wait let through."""
 
 
-def python_time(samples: CodeSamples, phase: str) -> PythonTime | None:
+def python_time(samples: CodeSamples, phase: str, *, core_wait: float = 0.0) -> PythonTime | None:
     """How a phase of the training threads is shared; None with too few samples.
 
     Samples of torch come late too where the sampler itself waits for a core: by so much fewer of
-    the others count.
+    the others count, or by the share of time in which the training thread waited for a core
+    (`core_wait`), where that is larger: a phase may have few samples of torch.
     """
     chosen = (samples.phase == CODE_PHASES.index(phase)) & (samples.worker < 0)
     if int(chosen.sum()) < MIN_COUNT:
@@ -40,6 +41,7 @@ def python_time(samples: CodeSamples, phase: str) -> PythonTime | None:
     leaf, weight = tree.place[samples.stack[chosen]], samples.weight_ns[chosen]
     own, late = ~of_torch[leaf], samples.late_ns[chosen] > LATE_NS
     usual = float(late[~own].mean()) if (~own).any() else 0.0
+    usual = max(usual, core_wait)
     held = max(float(late[own].mean()) - usual, 0.0) if own.any() else 0.0
     share = float(weight[own].sum()) / max(float(weight.sum()), 1.0)
     return PythonTime(own_ratio=share, held_ratio=share * held)

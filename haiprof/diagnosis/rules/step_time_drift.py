@@ -10,10 +10,12 @@ import polars as pl
 
 from haiprof.base.statistics.change_point import Rise, rise
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
+    COMPARE_SHARED_CORE_RATIO,
     DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
     DRIFT_P_VALUE,
@@ -22,7 +24,9 @@ from haiprof.diagnosis.thresholds import (
     EXPLAINED_RATIO,
     HARDWARE_DIFFERENCE_RATIO,
     MOST_RATIO,
+    NOTE_SURE,
     PHASE_BEYOND_RATIO,
+    STARVING_CORES,
 )
 from haiprof.diagnosis.work_per_step import MOST_POWER, grew_like_work, work_growth
 from haiprof.run_analysis.step_frame import STEP_PHASES
@@ -72,6 +76,8 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
     finding = _finding(series, found, phase if named else None, grown[phase], changed)
     finding = _per_work(finding, series, found, work=work, expected=expected)
+    if not named:
+        finding = _beside_others(finding, inputs, found.growth)
     if named and phase == "backward" and len(inputs.world) > 1:
         return _as_wait(finding)
     return finding
@@ -122,6 +128,23 @@ def _per_work(
         lost_ratio=_lost_ratio(series, usual),
         missing=tuple(lack for lack in finding.missing if lack != _WORK_UNKNOWN),
     )
+
+
+def _beside_others(finding: Finding, inputs: RuleInputs, growth: float) -> Finding:
+    """A note where others use cores of a rank's node, and all phases grew alike.
+
+    They need not take cores away for that: what runs on the other half of a physical core, or on
+    the same caches, makes work up to half again as long (COMPARE_SHARED_CORE_RATIO), and nobody
+    counts it.
+    """
+    hosts = hosts_of(inputs)
+    used = [used_by_others(inputs, host, hosts) for host in set(hosts.values())]
+    most = max((cores for cores in used if cores is not None), default=0.0)
+    if most < STARVING_CORES or growth > COMPARE_SHARED_CORE_RATIO:
+        return finding
+    others = Evidence(name="cores used by others on its node", value=most, unit="cores")
+    unsure = min(finding.confidence, NOTE_SURE)
+    return replace(finding, evidence=(*finding.evidence, others), confidence=unsure)
 
 
 def _more_work(growth: float, work: float | None) -> str:
