@@ -94,7 +94,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "late_rank": CodeQuestion(phases=_STEP, against="other_ranks"),
     "data_imbalance": CodeQuestion(phases=_STEP, against="other_ranks"),
 }
-"""By rule, or by rule and cause; what is not here is no question of the job's own code, or not yet."""
+"""By rule, or rule and cause; what is not here is no question of the job's own code, or not yet."""
 
 
 class CodeAnswers:

@@ -80,7 +80,7 @@ def backward_bound(inputs: RuleInputs) -> Judgement:
         return Abstention(rule=RULE, why="forward or backward is not measured")
     if measured.own_ns is None:
         return Abstention(rule=RULE, why=_WAITS)
-    share, clock = measured.busy_ns / max(measured.step_ns, 1.0), measured.clock
+    share = measured.busy_ns / max(measured.step_ns, 1.0)
     code = None if inputs.uses_gpu else inputs.python_time("backward")
     part = measured.backward_ns / max(measured.step_ns, 1.0)
     held = min(code.held_ratio * part, share) if code else 0.0
