@@ -54,3 +54,10 @@ def test_few_samples_tell_nothing() -> None:
     few = MIN_COUNT - 1
     assert python_time(samples([OWN] * few, [True] * few), "forward") is None
     assert python_time(samples([OWN] * 40, [True] * 40), "backward") is None
+
+
+def test_samples_are_late_as_often_as_the_thread_waits_for_a_core() -> None:
+    """Beside neighbours: six of ten are late by the wait alone, however few of torch there are."""
+    found = python_time(samples([OWN] * 40, [True] * 24 + [False] * 16), "forward", core_wait=0.6)
+    assert found is not None
+    assert found.held_ratio == 0
