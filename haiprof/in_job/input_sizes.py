@@ -38,7 +38,7 @@ class InputSizes:
     def becomes_due(self) -> bool:
         """Whether the next call is to be looked at; asked about once a second."""
         pause_ns = _OFTEN_NS if self._look_count < _OFTEN_COUNT else _SELDOM_NS
-        if _now() - self._looked_ns >= pause_ns // 2:  # who asks is not exactly on time
+        if _now() - self._looked_ns >= pause_ns - _OFTEN_NS // 2:  # who asks is not exactly on time
             self.is_due = True
         return self.is_due
 
