@@ -87,12 +87,12 @@ def _is_frozen(inputs: RuleInputs) -> bool:
 def _idle_ratio(inputs: RuleInputs) -> float:
     """Of the time, in which the typical rank's process neither ran nor waited for a core.
 
-    Without the time in which it waited for batches; 0 where its CPU use is not known.
+    Without the time in which it waited for batches; 0 where either is not known.
     """
     rank = typical_rank(inputs)
-    if rank not in inputs.main_cores:
+    if rank not in inputs.main_cores or rank not in inputs.core_waits:
         return 0.0
-    busy = inputs.main_cores[rank] + inputs.core_waits.get(rank, 0.0)
+    busy = inputs.main_cores[rank] + inputs.core_waits[rank]
     return max(1.0 - busy - (usual_share(inputs, "dataloader") or 0.0), 0.0)
 
 

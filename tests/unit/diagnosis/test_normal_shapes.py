@@ -59,7 +59,8 @@ def test_forward_of_a_frozen_backbone_is_silent(
     root = story(tmp_path, lambda *_: (0.2, 25.0, 0.5, 0.5), at_frozen, steps=200)
     told(root, model={"trainable_count": trainable})
     counters(root, lambda t: {"cpu_ns": int(cores * (t + 2) * NS_PER_S),
-                              "cpu_main_ns": int(cores * (t + 2) * NS_PER_S)})  # fmt: skip
+                              "cpu_main_ns": int(cores * (t + 2) * NS_PER_S),
+                              "run_queue_wait_ns": 0})  # fmt: skip
     assert ("forward_bound" in findings(root)) is fires
 
 
