@@ -93,26 +93,29 @@ def _loader(rank: RankFiles) -> Loader | None:
 
 
 def _compilations(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
-    offset = _wall_offset(rank.report.get("clock"))
     rows = []
     for line in rank.of_type("compile"):
-        found = [integer(line.get(name)) for name in ("time_ns", "count", "spent_ns")]
-        time, count, spent = found
-        if offset is not None and time is not None and count is not None and spent is not None:
-            rows.append((number, time + offset, count, spent))
+        time, count = _unix_ns(rank, line), integer(line.get("count"))
+        spent = integer(line.get("spent_ns"))
+        if time is not None and count is not None and spent is not None:
+            rows.append((number, time, count, spent))
     return rows
 
 
 def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
-    offset = _wall_offset(rank.report.get("clock"))
     rows = []
     for line in rank.of_type("input_size"):
-        root, time, count = (
-            integer(line.get(name)) for name in ("root", "time_ns", "number_count")
-        )
-        if offset is not None and root is not None and time is not None and count:
-            rows.append((number, root, time + offset, count))
+        time, root = _unix_ns(rank, line), integer(line.get("root"))
+        count = integer(line.get("number_count"))
+        if root is not None and time is not None and count is not None and count > 0:
+            rows.append((number, root, time, count))
     return rows
+
+
+def _unix_ns(rank: RankFiles, line: Mapping[str, Any]) -> int | None:
+    """When a line was written; None where that is not known, or is no time."""
+    offset, time = _wall_offset(rank.report.get("clock")), integer(line.get("time_ns"))
+    return None if offset is None or time is None else integer(time + offset)
 
 
 def _wall_offset(clock: object) -> int | None:

@@ -30,7 +30,7 @@ def work_growth(inputs: RuleInputs) -> float | None:
     steps = inputs.of_rank(rank).select("start_ns", "micro_step_count").sort("start_ns")
     known = steps.join_asof(own, left_on="start_ns", right_on="time_ns")
     size = known["number_count"].fill_null(int(own["number_count"][0]))
-    first, last = _thirds(size * known["micro_step_count"])
+    first, last = _thirds(size.cast(pl.Float64) * known["micro_step_count"])
     return last / first if first else None
 
 

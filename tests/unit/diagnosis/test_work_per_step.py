@@ -141,3 +141,14 @@ def test_phases_that_grow_alike_beside_neighbours_are_a_note(
     (finding,) = [f for f in verdict.findings if f.rule == RULE]
     assert finding.severity == severity
     assert finding.cause == "sudden_all_phases"
+
+
+def test_sizes_and_times_that_cannot_be_are_left_out(root: Path) -> None:
+    write_story(root, stages(grow=3.0), steps=STEPS)
+    line = {"type": "input_size", "time_ns": START_NS, "root": 1, "number_count": 1000}
+    beyond = (1 << 63) - 1
+    for wrong in ({"time_ns": beyond}, {"number_count": -5}, {"root": "x"}, {"number_count": None}):
+        note(root, 0, {**line, **wrong})
+    note(root, 0, {"type": "compile", "time_ns": beyond, "count": 1, "spent_ns": 1})
+    note(root, 0, {**line, "number_count": beyond})
+    assert "step_time_drift" in rules(judged(root))
