@@ -83,6 +83,7 @@ class Installer:
         )
         self._sizes = InputSizes(recorder.lines)
         self._watches_memory = False
+        self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
@@ -141,6 +142,7 @@ class Installer:
     def _restart(self) -> None:
         """In a forked child, which names its own modules and optimizers."""
         self.state.restart()
+        self._memory_inputs = None
         self._settings.restart()
         self._sizes.restart()
         self.roots.clear()
@@ -159,11 +161,11 @@ class Installer:
         state, sizes = self.state, self._sizes
         if state.is_closed or not sizes.becomes_due():
             return
-        if state.inputs is None:
+        if state.inputs is None and not self._watches_memory:  # which looks by itself
             state.inputs, state.slow = self._look_once, True
 
     def _look_once(self, tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.state.inputs = None
+        self.state.inputs = self._memory_inputs  # CUDA may have started since this was put in
         self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
 
     # -- the parts ----------------------------------------------------------------------------
@@ -437,11 +439,12 @@ class Installer:
             try:
                 begin_step(steps(), args, kwargs)
             except Exception as error:
-                state.inputs = None
+                state.inputs = self._memory_inputs = None
                 self._lose_memory(error)
 
         _skip_frame(inputs, below=True)
-        state.inputs, state.slow = inputs, True
+        self._memory_inputs = state.inputs = inputs
+        state.slow = True
         OutOfMemory(
             torch,
             recorder.run,
