@@ -5,7 +5,6 @@ from __future__ import annotations
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank, usual_phases
-from haiprof.diagnosis.rules.backward_bound import GRADIENTS
 from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
@@ -57,7 +56,7 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
         confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,
         lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held),
         missing=("which part of it is slow: a trace with --trace-stacks would say",),
-        explains=(f"backward_bound/{GRADIENTS}",),  # parameters so large that all of them is dear
+        explains=("backward_bound/gradients",),  # parameters so large that all of them is dear
     )  # fmt: skip
 
 
