@@ -56,8 +56,19 @@ def test_few_samples_tell_nothing() -> None:
     assert python_time(samples([OWN] * 40, [True] * 40), "backward") is None
 
 
-def test_samples_are_late_as_often_as_the_thread_waits_for_a_core() -> None:
-    """Beside neighbours: six of ten are late by the wait alone, however few of torch there are."""
-    found = python_time(samples([OWN] * 40, [True] * 24 + [False] * 16), "forward", core_wait=0.6)
+@pytest.mark.parametrize(
+    ("late", "wait", "held"),
+    [
+        (24, 0.6, 0.0),  # six of ten are late by the wait alone, however few of torch there are
+        (37, 0.4, 0.875),  # the interpreter is held in 0.875, and the rest late in four of ten
+        (40, 0.98, 0.04),  # next to all are late anyway: nothing is made of the last two
+    ],
+)
+def test_samples_are_late_as_often_as_the_thread_waits_for_a_core(
+    late: int, wait: float, held: float
+) -> None:
+    found = python_time(
+        samples([OWN] * 40, [True] * late + [False] * (40 - late)), "forward", core_wait=wait
+    )
     assert found is not None
-    assert found.held_ratio == 0
+    assert found.held_ratio == pytest.approx(held)
