@@ -44,6 +44,9 @@ class Kind:
     under: str = ""
     """`one_core`, or `quota`: half a core."""
     threads: int = 1
+    work: int = 1
+    """Times over that its model works on a batch, besides what work.py finds: a step of this kind
+    is so much shorter than a usual one, and its loader would have a tenth of it."""
     options: tuple[str, ...] = ()
     """Of haiprof."""
 
@@ -197,16 +200,16 @@ HEALTHY = (
     Kind(name="evaluation", styles=LOOPS, pieces={"after_step": "if step % 50 == 0:\n    evaluate(model, 3)"}),
     Kind(name="clipping and a schedule", styles=LOOPS, pieces={"before_update": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"}),
     Kind(name="varying batches", styles=PLAIN, pieces={"batch": "count = max(1, int(len(x) * (1 - 0.3 * DICE.random())))\nx, y = x[:count], y[:count]"}, ranks=(1,)),
-    Kind(name="variable lengths", styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "length = DICE.randint(x.shape[1] // 3, x.shape[1])\nx = x[:, :length]"}),
-    Kind(name="lengths in buckets", styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "x = x[:, : x.shape[1] // DICE.choice((1, 2, 4))]"}),
+    Kind(name="variable lengths", work=2, styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "length = DICE.randint(x.shape[1] // 3, x.shape[1])\nx = x[:, :length]"}),
+    Kind(name="lengths in buckets", work=2, styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "x = x[:, : x.shape[1] // DICE.choice((1, 2, 4))]"}),
     Kind(name="packed sequences", styles=PLAIN, families=("transformer",), pieces={"batch": "rows = DICE.choice((1, 2, 4))\ncount = len(x) // rows\nx, y = x[: count * rows].reshape(count, -1)[:, : x.shape[1] * rows], y[:count]"}),
-    Kind(name="curriculum", styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "stage = min(3, 1 + step // 120)\nx = x[:, : x.shape[1] * stage // 3]"}),
-    Kind(name="alternating tasks", styles=PLAIN, pieces={"batch": "if step % 2:\n    x, y = x[: len(x) // 4], y[: len(y) // 4]"}),
-    Kind(name="one large step in five", styles=PLAIN, pieces={"batch": "if step % 5:\n    x, y = x[: len(x) // 3], y[: len(y) // 3]"}),
-    Kind(name="frozen backbone", ranks=(1,), pieces={"model_init": "for part in (self.inner.first, self.inner.last):\n    for p in part.parameters():\n        p.requires_grad_(False)"}),
-    Kind(name="frozen backbone without gradients", ranks=(1,), families=("mlp", "cnn"), pieces={"model_init": "for part in (self.inner.first, self.inner.last):\n    part.requires_grad_(False)", "forward": "with torch.no_grad():\n    x = self.inner.last(self.inner.first(x))\nout = self.inner.head(x)\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}),
+    Kind(name="curriculum", work=2, styles=PLAIN, families=("transformer", "lstm"), ranks=(1,), pieces={"batch": "stage = min(3, 1 + step // 120)\nx = x[:, : x.shape[1] * stage // 3]"}),
+    Kind(name="alternating tasks", work=2, styles=PLAIN, pieces={"batch": "if step % 2:\n    x, y = x[: len(x) // 4], y[: len(y) // 4]"}),
+    Kind(name="one large step in five", work=2, styles=PLAIN, pieces={"batch": "if step % 5:\n    x, y = x[: len(x) // 3], y[: len(y) // 3]"}),
+    Kind(name="frozen backbone", work=3, ranks=(1,), pieces={"model_init": "for part in (self.inner.first, self.inner.last):\n    for p in part.parameters():\n        p.requires_grad_(False)"}),
+    Kind(name="frozen backbone without gradients", work=3, ranks=(1,), families=("mlp", "cnn"), pieces={"model_init": "for part in (self.inner.first, self.inner.last):\n    part.requires_grad_(False)", "forward": "with torch.no_grad():\n    x = self.inner.last(self.inner.first(x))\nout = self.inner.head(x)\nreturn out if labels is None else {'loss': F.cross_entropy(out, labels), 'logits': out}"}),
     Kind(name="half frozen", pieces={"model_init": "for p in self.inner.first.parameters():\n    p.requires_grad_(False)"}),
-    Kind(name="adapters", families=("mlp", "recommender", "unet"), ranks=(1,), pieces={"model_init": "for p in self.inner.parameters():\n    p.requires_grad_(False)\nself.adapter = nn.Linear(CLASSES, CLASSES)", "after_forward": "out = self.adapter(out)"}),
+    Kind(name="adapters", work=3, families=("mlp", "recommender", "unet"), ranks=(1,), pieces={"model_init": "for p in self.inner.parameters():\n    p.requires_grad_(False)\nself.adapter = nn.Linear(CLASSES, CLASSES)", "after_forward": "out = self.adapter(out)"}),
     Kind(name="teacher", **OWN, pieces=loop(MODEL + "teacher = FAMILIES[FAMILY]().eval()", "with torch.no_grad():\n    goal = teacher(x)\nloss = F.mse_loss(model(x), goal)\n" + STEP)),
     Kind(name="teacher inside", ranks=(1,), pieces={"model_init": "self.teacher = [FAMILIES[FAMILY]().eval()]", "after_forward": "with torch.no_grad():\n    goal = self.teacher[0](x)\nout = out + 0.0 * goal"}),
     Kind(name="average of weights", **OWN, pieces=loop(MODEL + "average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)", "loss = F.cross_entropy(model(x), y)\n" + STEP + "\naverage.update_parameters(model)")),

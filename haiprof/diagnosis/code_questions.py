@@ -11,6 +11,7 @@ import numpy as np
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import CodeLine, Finding, place_text
 from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.rules.backward_bound import GRADIENTS, LOSS
 from haiprof.diagnosis.rules.blocking_collectives import BETWEEN_PHASES, COLLECTIVES
 from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
 from haiprof.run_analysis.code_samples import (
@@ -60,6 +61,8 @@ class CodeQuestion:
     """Only where a function of that file is on the stack."""
     outside: str = ""
     """Of stacks with a function of that file, what is outside of it."""
+    least_ratio: float = MIN_RATIO
+    """A line with less than that share of what was asked about is not named."""
 
 
 _STEP = TRAINING_PHASES[:6]
@@ -72,6 +75,8 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     FIRST_BATCH: CodeQuestion(phases=("dataloader",), workers=True),
     "forward_bound": CodeQuestion(phases=("forward",)),
     "backward_bound": CodeQuestion(phases=("backward",)),
+    f"backward_bound/{LOSS}": CodeQuestion(phases=("other",), least_ratio=0.5),
+    f"backward_bound/{GRADIENTS}": CodeQuestion(phases=()),  # its lines are all of torch's own
     "optimizer_bound": CodeQuestion(phases=("optimizer",)),
     "host_bound": CodeQuestion(phases=_STEP),
     "gpu_waits_for_host": CodeQuestion(phases=_STEP),
@@ -89,7 +94,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "late_rank": CodeQuestion(phases=_STEP, against="other_ranks"),
     "data_imbalance": CodeQuestion(phases=_STEP, against="other_ranks"),
 }
-"""By rule; what is not here is no question of the job's own code, or not yet."""
+"""By rule, or rule and cause; what is not here is no question of the job's own code, or not yet."""
 
 
 class CodeAnswers:
@@ -107,11 +112,12 @@ class CodeAnswers:
 
     def name_lines(self, finding: Finding) -> Finding:
         """The finding with the lines of code that it is about, where they are known."""
-        question = QUESTIONS.get(finding.rule)
+        question = QUESTIONS.get(f"{finding.rule}/{finding.cause}", QUESTIONS.get(finding.rule))
         if question is None:
             return finding
         chosen, times, of, part = self._ask(finding, question)
-        sure = [time for time in times if _is_sure(time)][:LINE_LIMIT]
+        named = [time for time in times if time.ratio >= question.least_ratio]
+        sure = [time for time in named if _is_sure(time)][:LINE_LIMIT]
         if finding.remedy.startswith(_MACHINE):
             return finding
         lines = (*(_code_line(time, of, part) for time in sure), *self._other_threads(finding))

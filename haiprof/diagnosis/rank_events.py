@@ -19,6 +19,11 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles
 COMPILE_SCHEMA = {"rank": pl.Int64, "time_ns": pl.Int64, "count": pl.Int64, "spent_ns": pl.Int64}
 
 
+SIZE_SCHEMA = {
+    "rank": pl.Int64, "root": pl.Int64, "time_ns": pl.Int64, "number_count": pl.Int64
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
     """How a rank's first DataLoader was made."""
@@ -39,6 +44,9 @@ class LastAttempts:
     """Threads that torch computes one operator with on the CPU."""
     compilations: pl.DataFrame
     """`rank`, `time_ns` (Unix time), `count`, `spent_ns`: cumulative, at most one row a second."""
+    input_sizes: pl.DataFrame
+    """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
+    called with from then on, looked at once a second; only those that changed have a row."""
     compiling: Mapping[int, Intervals]
     """When torch.compile worked, in Unix ns; ranks that do not tell are left out."""
     allocator: Mapping[int, tuple[int, int, int]]
@@ -57,12 +65,14 @@ def read_last_attempts(files: RunFiles) -> LastAttempts:
         number: integer(rank.report.get("operator_threads")) for number, rank in last.items()
     }
     rows = [row for number, rank in last.items() for row in _compilations(number, rank)]
+    sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
     compiling = {number: compile_intervals(rank) for number, rank in last.items()}
     counted = {number: _allocator(rank) for number, rank in last.items()}
     return LastAttempts(
         loaders={number: loader for number, loader in loaders.items() if loader is not None},
         operator_threads={n: count for n, count in threads.items() if count is not None},
         compilations=pl.DataFrame(rows, schema=COMPILE_SCHEMA, orient="row"),
+        input_sizes=pl.DataFrame(sizes, schema=SIZE_SCHEMA, orient="row"),
         compiling={n: intervals for n, intervals in compiling.items() if intervals is not None},
         allocator={number: counts for number, counts in counted.items() if counts is not None},
         gpu_memory=gpu_memory_series(files),
@@ -83,14 +93,29 @@ def _loader(rank: RankFiles) -> Loader | None:
 
 
 def _compilations(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
-    offset = _wall_offset(rank.report.get("clock"))
     rows = []
     for line in rank.of_type("compile"):
-        found = [integer(line.get(name)) for name in ("time_ns", "count", "spent_ns")]
-        time, count, spent = found
-        if offset is not None and time is not None and count is not None and spent is not None:
-            rows.append((number, time + offset, count, spent))
+        time, count = _unix_ns(rank, line), integer(line.get("count"))
+        spent = integer(line.get("spent_ns"))
+        if time is not None and count is not None and spent is not None:
+            rows.append((number, time, count, spent))
     return rows
+
+
+def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
+    rows = []
+    for line in rank.of_type("input_size"):
+        time, root = _unix_ns(rank, line), integer(line.get("root"))
+        count = integer(line.get("number_count"))
+        if root is not None and time is not None and count is not None and count > 0:
+            rows.append((number, root, time, count))
+    return rows
+
+
+def _unix_ns(rank: RankFiles, line: Mapping[str, Any]) -> int | None:
+    """When a line was written; None where that is not known, or is no time."""
+    offset, time = _wall_offset(rank.report.get("clock")), integer(line.get("time_ns"))
+    return None if offset is None or time is None else integer(time + offset)
 
 
 def _wall_offset(clock: object) -> int | None:

@@ -22,6 +22,7 @@ from haiprof.diagnosis.thresholds import (
 )
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.collective_counts import collectives_per_s
 from haiprof.run_analysis.phases import SAVE_PHASE
 from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
@@ -115,9 +116,14 @@ class RuleInputs:
     load_samples: Callable[[int], CodeSamples]
     """Sampled stacks of a rank's training thread; read when they are asked for."""
 
+    count_collectives: Callable[[int], float | None]
+    """Collectives that a rank begins per judged step, of all groups, its gradients' with them;
+    None: not known. Read when it is asked for."""
+
     def python_time(self, phase: str) -> PythonTime | None:
         """What of a phase is Python of the job's own, on the typical rank; None: not known."""
-        return python_time(self.load_samples(typical_rank(self)), phase)
+        rank = typical_rank(self)
+        return python_time(self.load_samples(rank), phase, core_wait=self.core_waits.get(rank, 0.0))
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -200,6 +206,7 @@ def gather_inputs(
         sharded=_is_sharded(analyzer),
         marked_by=untrained_boundary(found),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
+        count_collectives=lambda rank: _collectives_per_step(analyzer, by_rank[rank]),
     )
 
 
@@ -260,6 +267,15 @@ def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples
     rows = spans.filter(pl.col("rank") == rank).select("begin", "end").rows()
     begin, end = rows[0] if rows else (0, 0)
     return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
+
+
+def _collectives_per_step(analyzer: RunFrames, steps: pl.DataFrame) -> float | None:
+    """Of one rank, by its readings while these steps ran."""
+    begin_ns, last = int(steps["start_ns"][0]), steps.row(-1, named=True)
+    end_ns = int(last["start_ns"] + last["step_ns"])
+    rank = int(last["rank"])
+    rate = collectives_per_s(analyzer.files, rank, begin_ns=begin_ns, end_ns=end_ns)
+    return None if rate is None else rate * (end_ns - begin_ns) / NS_PER_S / steps.height
 
 
 def _is_sharded(analyzer: RunFrames) -> bool:

@@ -20,6 +20,7 @@ from haiprof.in_job.dataloader_settings import describe_loader, wrap_iter
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory
 from haiprof.in_job.imports import ImportWatch
+from haiprof.in_job.input_sizes import InputSizes
 from haiprof.in_job.object_numbers import Registry, RootDescriber, describe_optimizer
 from haiprof.in_job.out_of_memory import OutOfMemory
 from haiprof.in_job.recorder import Recorder, is_foreign
@@ -80,7 +81,9 @@ class Installer:
             own_profiler=lambda: self.recorder.installed.must_stay(),
             collected=lambda: (self._pauses.asked_count, self._pauses.asked_ns),
         )
+        self._sizes = InputSizes(recorder.lines)
         self._watches_memory = False
+        self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
@@ -111,7 +114,7 @@ class Installer:
                 self.recorder.lines.append(
                     {"type": "patch_failed", "phase": name, "reason": reason}
                 )
-        for own in _OWN_WORK:
+        for own in (*_OWN_WORK, self._look_once):
             _skip_frame(own, below=True)
         with contextlib.suppress(AttributeError, ImportError):  # at once where CUDA has started
             import torch.cuda
@@ -139,12 +142,31 @@ class Installer:
     def _restart(self) -> None:
         """In a forked child, which names its own modules and optimizers."""
         self.state.restart()
+        self._memory_inputs = None
         self._settings.restart()
+        self._sizes.restart()
         self.roots.clear()
         self.optimizers.clear()
 
     def _settings_lines(self, last: bool) -> list[dict[str, Any]]:
+        if not last:
+            self._look_at_inputs()
         return self._settings.take_lines(self.state.steps_so_far(), last=last)
+
+    def _look_at_inputs(self) -> None:
+        """Where a look is due, has the training thread's next call of a root module tell its size.
+
+        That one call takes the way through Python, as all do on a GPU.
+        """
+        state, sizes = self.state, self._sizes
+        if state.is_closed or not sizes.becomes_due():
+            return
+        if state.inputs is None and not self._watches_memory:  # which looks by itself
+            state.inputs, state.slow = self._look_once, True
+
+    def _look_once(self, tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.state.inputs = self._memory_inputs  # CUDA may have started since this was put in
+        self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
 
     # -- the parts ----------------------------------------------------------------------------
 
@@ -409,17 +431,20 @@ class Installer:
 
         recorder, state = self.recorder, self.state
         memory = GpuMemory(torch, recorder.lines, history=recorder.memory_history)
-        begin_step, steps = memory.begin_step, state.steps_so_far
+        begin_step, steps, sizes = memory.begin_step, state.steps_so_far, self._sizes
 
-        def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def inputs(tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if sizes.is_due:
+                sizes.look(steps(), tag, args, kwargs)
             try:
                 begin_step(steps(), args, kwargs)
             except Exception as error:
-                state.inputs = None
+                state.inputs = self._memory_inputs = None
                 self._lose_memory(error)
 
         _skip_frame(inputs, below=True)
-        state.inputs, state.slow = inputs, True
+        self._memory_inputs = state.inputs = inputs
+        state.slow = True
         OutOfMemory(
             torch,
             recorder.run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 PART_LIMIT = 1500
@@ -61,18 +61,30 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
 def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
     """The line `root_input`: which dtypes a module was called with first, of floating tensors.
 
-    A batch in float64 makes float64 of whatever it meets, also where parameters are float32. This
-    is read on the training thread: where the job follows calls of torch (a TorchFunctionMode),
-    which reading a dtype is, nothing is read.
+    A batch in float64 makes float64 of whatever it meets, also where parameters are float32.
     """
-    found: set[str] = set()
+    dtypes = (each.dtype for each in _plain_tensors(values))
+    found = {_dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
+    return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
+
+
+def number_count(values: Iterable[Any]) -> int:
+    """Numbers in the tensors that a module is called with; 0 where none can be read."""
+    return sum(each.numel() for each in _plain_tensors(values))
+
+
+def _plain_tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Tensors among a call's arguments, also of one list, tuple or dictionary.
+
+    This is read on the training thread: where the job follows calls of torch (a TorchFunctionMode),
+    which reading a dtype or a size is, nothing is read.
+    """
     modes = getattr(sys.modules.get("torch._C"), "_len_torch_function_stack", None)
     for value in values if modes is not None and not modes() else ():
         inner = value.values() if type(value) is dict else value
         for each in inner if type(value) in (dict, list, tuple) else (value,):
-            if _is_plain(type(each)) and each.dtype.is_floating_point:
-                found.add(_dtype_name(each.dtype))
-    return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
+            if _is_plain(type(each)):
+                yield each
 
 
 def _modules_and_parameters(module: Any) -> tuple[list[Any], list[Any]]:

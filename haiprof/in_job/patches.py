@@ -105,8 +105,9 @@ class State(Gate):
         """Called at the first backward pass or optimizer step."""
         self.inside: frozenset[CodeType] = frozenset()
         """Code that runs within a span: where hooks put in late must not begin."""
-        self.inputs: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Receives the arguments of a root module in training, where GPU memory is recorded."""
+        self.inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Receives the number of a root module in training and its arguments: of all calls where
+        GPU memory is recorded, else of one a second, and None in between."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""
@@ -314,9 +315,9 @@ def wrap_module_call(
                     if codes:
                         recorder.lines.append(input_line(self, (*args, *kwargs.values())))
                 if codes and _ident() == state.owner:
-                    if state.inputs is not None and is_grad_enabled():
-                        state.inputs(args, kwargs)
                     found = codes[is_grad_enabled()][self.training]
+                    if state.inputs is not None and is_grad_enabled():
+                        state.inputs(found >> TAG_BITS, args, kwargs)
                     if state.slow:
                         mark = state.begin(found & TAG_MASK, self)
                     start = begin(found)

@@ -163,6 +163,12 @@ def test_model_and_optimizer_are_described(run: Run) -> None:
     assert (optimizer.name, optimizer.tensor_count, optimizer.foreach) == ("AdamW", 10, False)
 
 
+def test_inputs_of_one_size_have_one_line(run: Run) -> None:
+    """The job runs for some looks; each of its batches has 32 times 64 numbers."""
+    lines = rank_events(run(COSTLY), "input_size")
+    assert [line["number_count"] for line in lines] == [32 * 64]
+
+
 def test_switches_are_recorded(run: Run) -> None:
     settings = only(run(COSTLY))
     flags = settings.flags

@@ -8,7 +8,7 @@ import numpy as np
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.thresholds import COSTLY_WARNING_RATIO, MIN_STEPS
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.lines import innermost_stack
@@ -45,7 +45,9 @@ def blocking_collectives(inputs: RuleInputs) -> Judgement:
             return Abstention(rule=RULE, why=f"too few stacks of rank {rank} were sampled")
         shares.append(_share(samples, float(inputs.of_rank(rank)["step_ns"].sum())))
     lost = min(shares) * (1 - max(inputs.core_waits.values(), default=0.0))
-    return _finding(shares, lost) if lost >= COSTLY_WARNING_RATIO else None
+    if lost < COSTLY_WARNING_RATIO:
+        return None
+    return _finding(shares, lost, inputs.count_collectives(typical_rank(inputs)))
 
 
 def _share(samples: CodeSamples, whole_ns: float) -> float:
@@ -70,7 +72,7 @@ def _own_calls(tree: CodeTree) -> Bools:
     return found
 
 
-def _finding(shares: Sequence[float], lost: float) -> Finding:
+def _finding(shares: Sequence[float], lost: float, count: float | None) -> Finding:
     least = min(shares)
     return Finding(
         rule=RULE,
@@ -79,12 +81,13 @@ def _finding(shares: Sequence[float], lost: float) -> Finding:
         evidence=(
             Evidence(name="in these calls, least of all ranks", value=least, unit="ratio"),
             Evidence(name="in these calls, most of all ranks", value=max(shares), unit="ratio"),
+            Evidence(name="collectives per step, with those of gradients", value=count, unit=""),
         ),
         remedy="metrics: sum them on the rank, and reduce them once every many steps, or with "
         "async_op=True; objects: a tensor is cheaper; a barrier is seldom needed, as collectives "
         "wait by themselves; gradients: DistributedDataParallel reduces them during backward",
         confidence=0.8,
         lost_ratio=lost,
-        missing=("how many calls a step makes: they are not counted while a job trains",),
+        missing=() if count is not None else ("how many collectives a step begins",),
         supersedes=("outside_the_model",),
     )

@@ -118,6 +118,7 @@ def _finding(
             "late_rank/waits_for_cores",
             "late_rank/now_and_then",
             "data_imbalance",
+            "first_batch/cores_full",
         ),
     )
 

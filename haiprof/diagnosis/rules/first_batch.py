@@ -10,10 +10,15 @@ from haiprof.diagnosis.rule_inputs import RuleInputs, median
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FIRST_BATCH_RATIO
 
 RULE = "first_batch"
+CORES_FULL = "cores_full"
 
 
 def first_batch(inputs: RuleInputs) -> Judgement:
-    """Fires where the first wait for the loader is a tenth of the time in training steps."""
+    """Fires where the first wait for the loader is a tenth of the time in training steps.
+
+    Beside others that take the cores it lasts as much longer as all else: what would be less than a
+    tenth without that wait is theirs.
+    """
     waits = inputs.first_steps.select("rank", ns="dataloader_host_ns").drop_nulls()
     if waits.is_empty():
         return Abstention(rule=RULE, why="no torch DataLoader ran in a training step")
@@ -24,8 +29,10 @@ def first_batch(inputs: RuleInputs) -> Judgement:
     usual = median(inputs.steps["dataloader_host_ns"])
     if share < FIRST_BATCH_RATIO:
         return None
+    alone = share * (1.0 - inputs.core_waits.get(rank, 0.0))
     return Finding(
         rule=RULE,
+        cause=CORES_FULL if alone < FIRST_BATCH_RATIO else None,
         title=f"the first batch took {duration_text(first)}, {ratio_text(share)} of the time "
         "recorded",
         evidence=(

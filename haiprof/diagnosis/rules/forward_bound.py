@@ -8,11 +8,18 @@ import numpy as np
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs, own_backward_ns, usual_phases
+from haiprof.diagnosis.rule_inputs import (
+    RuleInputs,
+    own_backward_ns,
+    typical_rank,
+    usual_phases,
+    usual_share,
+)
 from haiprof.diagnosis.thresholds import (
     CPU_BUSY_CORES,
     FORWARD_BACKWARD_RATIO,
     FORWARD_STEP_RATIO,
+    FROZEN_RATIO,
     GPU_IDLE_RATIO,
     HELD_STEP_RATIO,
     MIN_STEPS,
@@ -42,7 +49,11 @@ class _Measured:
 
 
 def forward_bound(inputs: RuleInputs) -> Judgement:
-    """Fires where forward is half again as long as backward, and a good part of the step."""
+    """Fires where forward is half again as long as backward, and a good part of the step.
+
+    Where most parameters are frozen, backward has little to do and says nothing of forward: then
+    only what is no operator counts, which is Python that holds the interpreter, and waiting.
+    """
     if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     measured = _measure(inputs)
@@ -54,11 +65,35 @@ def forward_bound(inputs: RuleInputs) -> Judgement:
         return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
     if code and code.own_ratio * measured.share < MODEL_OWN_RATIO * measured.lost:
         return None  # the model's own operators: frozen layers, a teacher inside, no gradients
+    if code and _is_frozen(inputs) and _idle_ratio(inputs) < MODEL_OWN_RATIO * measured.lost:
+        held = code.held_ratio * measured.share
+        return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
     gpu = float(np.median(list(inputs.gpu_use.values()))) if inputs.gpu_use else None
     cores = float(np.median(list(inputs.main_cores.values()))) if inputs.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
         return _left_on_cpu(measured, gpu, cores)
     return _plain(measured, gpu, cores)
+
+
+def _is_frozen(inputs: RuleInputs) -> bool:
+    """Whether most parameters of the typical rank's largest model require no gradients."""
+    settings = inputs.settings.get(typical_rank(inputs))
+    models = settings.models if settings is not None else ()
+    largest = max(models, key=lambda model: model.parameter_count or 0, default=None)
+    trained = None if largest is None else largest.trainable_ratio
+    return trained is not None and trained < 1 - FROZEN_RATIO
+
+
+def _idle_ratio(inputs: RuleInputs) -> float:
+    """Of the time, in which the typical rank's process neither ran nor waited for a core.
+
+    Without the time in which it waited for batches; 0 where either is not known.
+    """
+    rank = typical_rank(inputs)
+    if rank not in inputs.main_cores or rank not in inputs.core_waits:
+        return 0.0
+    busy = inputs.main_cores[rank] + inputs.core_waits[rank]
+    return max(1.0 - busy - (usual_share(inputs, "dataloader") or 0.0), 0.0)
 
 
 def _measure(inputs: RuleInputs) -> _Measured | None:

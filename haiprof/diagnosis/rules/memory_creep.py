@@ -14,6 +14,7 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CREEP_LAST_RATIO,
+    CREEP_MIN_STEPS,
     CREEP_RATIO,
     TREND_MIN_POINTS,
     TREND_P_VALUE,
@@ -31,6 +32,7 @@ _REMEDIES = {
     "samples in each worker (copy on write)",
     GPU_METRIC: LEAK_REMEDY,
 }
+_NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,13 @@ class _Growth:
 
 
 def memory_creep(inputs: RuleInputs) -> Judgement:
-    """Fires where memory grows by a tenth, beyond chance, and still does at the end."""
+    """Fires where memory grows by a tenth, beyond chance, and still does at the end.
+
+    No line of code is named: stacks are sampled by time, and keeping something takes none; only
+    tracemalloc would say who allocated what stays, and it makes Python code slower by a multiple.
+    """
+    if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
+        return Abstention(rule=RULE, why=f"fewer than {CREEP_MIN_STEPS} steps")
     series = inputs.counted.points.filter(pl.col("metric").is_in(list(_METRICS)))
     counted = list(
         inputs.last_attempts.gpu_memory
@@ -134,4 +142,5 @@ def _finding(worst: _Growth, count: int, until_limit_ns: float | None) -> Findin
         remedy=_REMEDIES[worst.metric],
         confidence=0.8,
         rank=worst.rank,
+        missing=(_NO_LINE,),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs, usual_phases
+from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank, usual_phases
 from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
@@ -14,12 +14,18 @@ from haiprof.diagnosis.thresholds import (
 )
 
 RULE = "optimizer_bound"
+_SEARCHES = ("LBFGS",)
 _FEW_KERNELS = "let it run as few kernels: fused=True or foreach=True"
 _ONE_PASS = "fused=True reads the parameters once, where the optimizer has that for CPUs"
 
 
 def optimizer_bound(inputs: RuleInputs) -> Judgement:
-    """Fires where the optimizer takes more than the model, and a good part of the step."""
+    """Fires where the optimizer takes more than the model, and a good part of the step.
+
+    An optimizer that calls the model itself is a search, and its own algebra is the method (torch's
+    L-BFGS: two products with each of a hundred kept vectors, Nocedal 1980): only Python that holds
+    the interpreter counts there.
+    """
     if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     medians = usual_phases(inputs, "forward", "backward", "optimizer")
@@ -31,6 +37,7 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
     code = None if inputs.uses_gpu else inputs.python_time("optimizer")
     held = code.held_ratio * share if code else 0.0
     bound = ratio >= OPTIMIZER_MODEL_RATIO and share >= OPTIMIZER_STEP_RATIO
+    bound = bound and not _searches(inputs)
     if not bound and held < HELD_STEP_RATIO:
         return None
     return Finding(
@@ -49,4 +56,11 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
         confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,
         lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held),
         missing=("which part of it is slow: a trace with --trace-stacks would say",),
+        explains=("backward_bound/gradients",),  # parameters so large that all of them is dear
     )  # fmt: skip
+
+
+def _searches(inputs: RuleInputs) -> bool:
+    """Whether an optimizer of the typical rank is one that evaluates the loss by itself."""
+    settings = inputs.settings.get(typical_rank(inputs))
+    return settings is not None and any(each.name in _SEARCHES for each in settings.optimizers)

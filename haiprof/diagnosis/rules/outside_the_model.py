@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs, usual_share
+from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
     HELD_STEP_RATIO,
+    LOOP_NS,
     MIN_STEPS,
     OTHER_WARNING_RATIO,
     OWN_STEP_RATIO,
@@ -24,7 +25,13 @@ def _without_gradients(inputs: RuleInputs) -> float:
 
 
 def outside_the_model(inputs: RuleInputs) -> Judgement:
-    """Fires where a third of the step or more is in none of the four phases."""
+    """Fires where a third of the step or more is in none of the four phases.
+
+    What any loop takes there for each backward pass (LOOP_NS: the loss, zero_grad, its own lines)
+    is taken off first, and so a tiny model is left alone, most of whose step is launching. What is
+    beyond that is worth naming, be it metrics or batches that the loop makes itself: 0.3 ms a step
+    can be changed as well as 3 ms.
+    """
     share = usual_share(inputs, "other")
     if share is None or inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
@@ -35,9 +42,11 @@ def outside_the_model(inputs: RuleInputs) -> Judgement:
         )
     whole_ns = max(float(inputs.steps["step_ns"].sum()), 1.0)
     without = _without_gradients(inputs) / whole_ns
-    lost = share - without
+    step_ns = whole_ns / inputs.steps.height
+    loops = LOOP_NS * max(median(inputs.steps["micro_step_count"]) or 1.0, 1.0) / step_ns
+    lost = max(share - without - loops, 0.0)
     code = inputs.python_time("other")
-    held = code.held_ratio * share if code else 0.0
+    held = min(code.held_ratio * share, lost) if code else 0.0
     own = min(code.own_ratio * share, lost) if code else 0.0
     found = held >= HELD_STEP_RATIO or own >= OWN_STEP_RATIO
     if lost < OTHER_WARNING_RATIO and not found:
@@ -73,6 +82,6 @@ def outside_the_model(inputs: RuleInputs) -> Judgement:
         else "look between the phases: .item() and printing every step, metrics, logging, a loss "
         "outside the model, batches made by hand; haiprof rank shows the slowest steps",
         confidence=0.8 if enough else 0.5,
-        lost_ratio=max(lost, 0.0),
+        lost_ratio=lost,
         missing=("which code it is: a torch.profiler window with stacks would say",),
     )

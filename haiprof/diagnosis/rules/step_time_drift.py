@@ -10,10 +10,12 @@ import polars as pl
 
 from haiprof.base.statistics.change_point import Rise, rise
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
+    COMPARE_SHARED_CORE_RATIO,
     DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
     DRIFT_P_VALUE,
@@ -22,19 +24,28 @@ from haiprof.diagnosis.thresholds import (
     EXPLAINED_RATIO,
     HARDWARE_DIFFERENCE_RATIO,
     MOST_RATIO,
+    NOTE_SURE,
     PHASE_BEYOND_RATIO,
+    STARVING_CORES,
 )
+from haiprof.diagnosis.work_per_step import MOST_POWER, grew_like_work, work_growth
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "step_time_drift"
 SINCE_STEP = "slower since step"
 """Name of the evidence that says since when."""
+_WORK_UNKNOWN = "whether the work per step changed (sequence length, curriculum)"
 _ALL_PHASES = "_all_phases"
 _STARVED = "waiting for cores began"
 
 
 def step_time_drift(inputs: RuleInputs) -> Judgement:
-    """Fires where the last third of the steps is a fifth slower than the first, beyond chance."""
+    """Fires where the last third of the steps is a fifth slower than the first, beyond chance.
+
+    Steps that have more to do are no drift: what larger inputs or more passes may explain is taken
+    off first (`work_per_step`). Where sizes are not known (inputs of a class of their own), steps
+    whose forward and backward alone grew, and by the same factor, are left alone.
+    """
     columns = [f"{phase}_host_ns" for phase in STEP_PHASES]
     series = inputs.steps.group_by("step").agg(pl.col("step_ns", *columns).mean()).sort("step")
     if series.height < DRIFT_MIN_STEPS:
@@ -48,6 +59,12 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     lost = _steal_growth(inputs, began_ns)
     if found.growth - lost < DRIFT_RATIO:
         return Abstention(rule=RULE, why=explain_by_steal(ratio_text(found.growth), lost))
+    work = work_growth(inputs)
+    expected = max(work or 1.0, 1.0) ** MOST_POWER
+    if (1.0 + found.growth) / expected < 1.0 + DRIFT_RATIO:
+        return Abstention(rule=RULE, why=_more_work(found.growth, work))
+    if work is None and grew_like_work(series):
+        return Abstention(rule=RULE, why=_alike_work(found.growth))
     third = series.height // 3
     grown = {phase: _growth(series[f"{phase}_host_ns"], third) for phase in STEP_PHASES}
     phase = max(grown, key=lambda name: grown[name])
@@ -58,6 +75,9 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
     changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
     finding = _finding(series, found, phase if named else None, grown[phase], changed)
+    finding = _per_work(finding, series, found, work=work, expected=expected)
+    if not named:
+        finding = _beside_others(finding, inputs, found.growth)
     if named and phase == "backward" and len(inputs.world) > 1:
         return _as_wait(finding)
     return finding
@@ -88,9 +108,53 @@ def _finding(
         remedy=(_CORES_FIRST * _is_starved(changed) + _remedy(phase, grown)) if phase else _ALIKE,
         confidence=0.7 if phase else 0.4,
         lost_ratio=_lost_ratio(series, found),
-        missing=("whether the work per step changed (sequence length, curriculum)",),
+        missing=(_WORK_UNKNOWN,),
         cause=("sudden" if found.is_sudden else "gradual") + _alike(phase, changed),
         explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
+    )
+
+
+def _per_work(
+    finding: Finding, series: pl.DataFrame, found: Rise, *, work: float | None, expected: float
+) -> Finding:
+    """The same with what is known of the work per step: larger inputs cost what they cost."""
+    if work is None:
+        return finding
+    usual = replace(found, before=min(found.before * expected, found.after))
+    size = Evidence(name="work of a step (numbers in its inputs), times", value=work, unit="")
+    return replace(
+        finding,
+        evidence=(*finding.evidence, size),
+        lost_ratio=_lost_ratio(series, usual),
+        missing=tuple(lack for lack in finding.missing if lack != _WORK_UNKNOWN),
+    )
+
+
+def _beside_others(finding: Finding, inputs: RuleInputs, growth: float) -> Finding:
+    """A note where others use cores of a rank's node, and all phases grew alike.
+
+    They need not take cores away for that: what runs on the other half of a physical core, or on
+    the same caches, makes work up to half again as long (COMPARE_SHARED_CORE_RATIO), and nobody
+    counts it.
+    """
+    hosts = hosts_of(inputs)
+    used = [used_by_others(inputs, host, hosts) for host in set(hosts.values())]
+    most = max((cores for cores in used if cores is not None), default=0.0)
+    if most < STARVING_CORES or growth > COMPARE_SHARED_CORE_RATIO:
+        return finding
+    others = Evidence(name="cores used by others on its node", value=most, unit="cores")
+    unsure = min(finding.confidence, NOTE_SURE)
+    return replace(finding, evidence=(*finding.evidence, others), confidence=unsure)
+
+
+def _more_work(growth: float, work: float | None) -> str:
+    return f"steps became {ratio_text(growth)} slower as their inputs grew to {work:.2g} times"
+
+
+def _alike_work(growth: float) -> str:
+    return (
+        f"steps became {ratio_text(growth)} slower, in forward and backward by the same factor, as "
+        "with larger inputs, whose sizes are not known"
     )
 
 

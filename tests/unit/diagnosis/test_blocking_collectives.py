@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
+from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.rules.blocking_collectives import RULE
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import HEARTBEAT, NULL_I64
+from tests.unit.analysis.recorded import write_records
 from tests.unit.analysis.sampled import Stack, write_stacks
-from tests.unit.diagnosis.stories import write_story
+from tests.unit.diagnosis.stories import START_NS, write_story
 from tests.unit.diagnosis.test_code_questions import MAIN, SITE, sample
 
 SHARE = ("/home/me/train.py", 61, "share_metrics")
@@ -48,6 +51,25 @@ def test_a_barrier_in_each_step_is_named_with_its_line(tmp_path: Path) -> None:
     assert line.callees == ("torch.distributed.distributed_c10d.barrier",)
     assert finding.lost_ratio == pytest.approx(line.share, abs=0.01)
     assert finding.remedy.endswith("begin at train.py:61 share_metrics")
+
+
+def test_how_many_collectives_a_step_begins_is_told(tmp_path: Path) -> None:
+    """Three per step of the world's group and one of another, read every 20 steps of 23 ms."""
+    finding = judge(tmp_path, OWN, OWN)
+    assert finding is not None
+    assert finding.missing == ("how many collectives a step begins",)
+    step_ns = 23 * NS_PER_MS
+    for rank in range(2):
+        rows = [
+            (START_NS + step * step_ns, group, each * step, NULL_I64, NULL_I64)
+            for step in range(0, 61, 10)
+            for group, each in ((0, 3), (1, 1))
+        ]
+        write_records(RunPaths(tmp_path / "run").rank(rank).heartbeat, HEARTBEAT, rows)
+    found = {f.rule: f for f in diagnose(Analyzer(tmp_path / "run")).findings}[RULE]
+    counts = {e.name: e.value for e in found.evidence}
+    assert counts["collectives per step, with those of gradients"] == pytest.approx(4, rel=0.03)
+    assert found.missing == ()
 
 
 @pytest.mark.parametrize("other", [(MAIN, SHARE), (MAIN, DDP, LOGGED, BARRIER)])

@@ -54,3 +54,21 @@ def test_few_samples_tell_nothing() -> None:
     few = MIN_COUNT - 1
     assert python_time(samples([OWN] * few, [True] * few), "forward") is None
     assert python_time(samples([OWN] * 40, [True] * 40), "backward") is None
+
+
+@pytest.mark.parametrize(
+    ("late", "wait", "held"),
+    [
+        (24, 0.6, 0.0),  # six of ten are late by the wait alone, however few of torch there are
+        (37, 0.4, 0.875),  # the interpreter is held in 0.875, and the rest late in four of ten
+        (40, 0.98, 0.04),  # next to all are late anyway: nothing is made of the last two
+    ],
+)
+def test_samples_are_late_as_often_as_the_thread_waits_for_a_core(
+    late: int, wait: float, held: float
+) -> None:
+    found = python_time(
+        samples([OWN] * 40, [True] * late + [False] * (40 - late)), "forward", core_wait=wait
+    )
+    assert found is not None
+    assert found.held_ratio == pytest.approx(held)
