@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import (
@@ -38,6 +40,16 @@ Only = Annotated[
     Kind | None,
     typer.Option("--only", help="One report, with all its tables.", show_default=False),
 ]
+Reduce = Annotated[
+    Path | None,
+    typer.Option(
+        "--reduce",
+        metavar="DIR",
+        help="Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
+        "functions DIR then gives the same answer without the traces.",
+        show_default=False,
+    ),
+]
 
 
 def functions(
@@ -49,6 +61,7 @@ def functions(
     as_json: AsJson = False,
     csv: CsvFolder = None,
     force: Force = False,
+    reduce: Reduce = None,
 ) -> None:
     """Show what bounds the job by function, and which rank differs from the others.
 
@@ -66,6 +79,10 @@ def functions(
       haiprof functions traces/ --steps 10:13 --csv tables
 
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
+
+      haiprof functions /local/traces --reduce /shared/job    on each node; then
+
+      haiprof functions /shared/job
     """
     from haiprof.diagnosis.functions.report import FUNCTIONS
     from haiprof.diagnosis.functions.reports import function_reports
@@ -74,6 +91,18 @@ def functions(
 
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    if reduce is not None:
+        if only is not None or csv is not None or as_json:
+            raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
+        from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
+
+        with ReadProgress(quiet=False) as waiting:
+            made = reduce_patterns(
+                traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
+            )
+        output.hint(f"wrote {len(made)} files to {reduce}")
+        output.hint(f"next: haiprof functions {shlex.quote(str(reduce))}")
+        return
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, progress=waiting)

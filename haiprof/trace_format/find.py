@@ -23,6 +23,8 @@ OVERLAY_SUFFIX = "_critical_path"
 """Ends the name of a copy with its critical path drawn in."""
 SUMMARY_SUFFIX = ".summary"
 """Ends the name of a summary: a trace's answers to the standard report."""
+FUNCTIONS_SUFFIX = ".functions"
+"""Ends the name of what `haiprof functions` asks of a trace, in place of the trace."""
 MERGED_NAME = "merged"
 """Begins the default name of `haiprof merge`'s output, which holds all ranks."""
 LINKED_NAME = "linked"
@@ -40,7 +42,8 @@ def trace_files(source: str | Path) -> list[Path]:
     """The trace files that a path means, by name; of a run those of all windows.
 
     Args:
-        source: A file; a folder with one file per rank, or with their summaries alone, in which
+        source: A file; a folder with one file per rank, or with their summaries (else with what
+            `haiprof functions --reduce` made of them) alone, in which
             execution traces and a merged trace may stand, too; a run directory with its `traces`,
             in which raw ones count that nobody will compress any more.
 
@@ -59,8 +62,8 @@ def trace_files(source: str | Path) -> list[Path]:
     found = [p for p in there if p not in merged and not _EXECUTION_TRACE.match(heads[p])]
     if folder.name == "traces":
         found += raw_traces(folder, [file.name for file in found])
-    if not found:
-        found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
+    for suffix in (SUMMARY_SUFFIX, FUNCTIONS_SUFFIX):
+        found = found or sorted(folder.glob(f"[!.]*{suffix}"))
     if not found and merged:
         raise TraceFormatError(
             f"{merged[0]}: it holds several ranks (haiprof merge), for a viewer",
@@ -83,6 +86,16 @@ def window_files(source: str | Path, window: int | None = None) -> list[Path]:
         MissingDataError: There is no such window.
     """
     return one_window(trace_files(source), window)
+
+
+def is_reduced_to_functions(paths: Sequence[Path]) -> bool:
+    """Whether these are not traces, but what `haiprof functions --reduce` made of some."""
+    return paths[0].name.endswith(FUNCTIONS_SUFFIX)
+
+
+def trace_name(path: Path) -> str:
+    """The name of a trace; of what was reduced, that of the trace it was made of."""
+    return path.name.removesuffix(SUMMARY_SUFFIX).removesuffix(FUNCTIONS_SUFFIX)
 
 
 def _head(path: Path) -> bytes:

@@ -105,6 +105,8 @@ def functions_view(found: FunctionReports) -> RenderableType:
     left_out = [report for report in found.reports if report not in told]
     if left_out:
         parts.append(section("not in the traces", *bullets(_left_out(left_out))))
+    if found.notes:
+        parts.append(section("not in the reduced files", *bullets(found.notes)))
     return Group(Text(head, style="bold"), Text(legend, style="dim"), *parts)
 
 

@@ -34,10 +34,13 @@ class Patterns:
     who_is_late: str
     """The same in words, or why it is not known."""
     signs: Mapping[int, Evidence]
-    """By rank."""
+    """By rank; empty where only the functions were kept."""
     moved_clocks: tuple[int, ...]
     """Ranks whose clock was corrected although the trace names no host: a link that is slow in
     every collective would look the same."""
+
+    left_out: tuple[str, ...] = ()
+    """What files of the ranks' functions have left out, in words; empty from traces."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -82,7 +85,7 @@ def gather_patterns(workers: Mapping[int, WorkerPattern]) -> Patterns:
         else tuple(offsets.filter("corrected")["rank"].to_list()),
         lateness=lateness,
         who_is_late=who_is_late(lateness, waits),
-        signs={rank: worker.signs for rank, worker in workers.items()},
+        signs={rank: worker.signs for rank, worker in workers.items() if worker.signs},
     )
 
 

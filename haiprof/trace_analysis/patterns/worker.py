@@ -56,6 +56,18 @@ FUNCTIONS_SCHEMA = {
     "bandwidth_bytes_per_s": pl.Float64,
     "bandwidth_std_bytes_per_s": pl.Float64,
 }
+TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
+    "window_ns": pl.Int64,
+    **{f"{kind.replace('-', '_')}_ratio": pl.Float64 for kind in PRIORITY},
+    "utilization_ratio": pl.Float64,
+    "sm_efficiency_ratio": pl.Float64,
+    "occupancy_ratio": pl.Float64,
+    "overlap_ratio": pl.Float64,
+    "gpu_name": pl.String,
+    "host": pl.String,
+    "has_gpu": pl.Boolean,
+    "has_python": pl.Boolean,
+}
 _KEYS = ("type", "name")
 _RATE, _FILL = "bandwidth_bytes_per_s", "occupancy_ratio"
 NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"
@@ -68,12 +80,11 @@ class WorkerPattern:
     functions: pl.DataFrame
     """Columns of `FUNCTIONS_SCHEMA`."""
     totals: pl.DataFrame
-    """One row: `window_ns`, `<kind>_ratio` per kind, `utilization_ratio`, `sm_efficiency_ratio`,
-    `occupancy_ratio`, `overlap_ratio`, `gpu_name`, `host`, `has_gpu`, `has_python`."""
+    """One row: columns of `TOTALS_SCHEMA`."""
     collectives: pl.DataFrame
     """Columns of `collectives.KERNELS_SCHEMA`; only those that began in the window."""
-    signs: Evidence
-    """Evidence for rules beyond the functions."""
+    signs: Evidence | None
+    """Evidence for rules beyond the functions; None where only the functions were kept."""
 
 
 def worker_pattern(trace: Trace, *, steps: Steps = None) -> WorkerPattern:
@@ -231,13 +242,12 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
     own = pl.when(~(host & unknown)).then("bottleneck_ns")
     known = found.with_columns(
         bottleneck_ns=own,
-        share_ratio=pl.col("covered_ns") / whole,
-        bottleneck_ratio=own / whole,
         **{name: pl.lit(None) for name in FUNCTIONS_SCHEMA if name not in
-           (*found.columns, "share_ratio", "bottleneck_ratio")},
+           found.columns},
     )  # fmt: skip
     return (
-        known.select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
+        with_ratios(known, whole)
+        .select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
         .with_columns(
             place=pl.col("kind").replace_strict(
                 dict(zip(PRIORITY, range(len(PRIORITY)), strict=True))
@@ -245,6 +255,20 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
         )
         .sort("place", -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
         .drop("place")
+    )
+
+
+def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    """With what functions take of their window.
+
+    Args:
+        functions: `covered_ns`, `bottleneck_ns`.
+        window_ns: How long the window is.
+    """
+    # polars divides a chunk of one row otherwise than a longer one, by a last bit.
+    return functions.rechunk().with_columns(
+        share_ratio=pl.col("covered_ns") / window_ns,
+        bottleneck_ratio=pl.col("bottleneck_ns") / window_ns,
     )
 
 
@@ -281,10 +305,7 @@ def _totals(
         "has_gpu": has_events,
         "has_python": len(trace.python) > 0,
     }
-    schema: dict[str, type[pl.DataType]] = dict.fromkeys(row, pl.Float64)
-    schema |= {"window_ns": pl.Int64, "gpu_name": pl.String, "host": pl.String}
-    schema |= {"has_gpu": pl.Boolean, "has_python": pl.Boolean}
-    return pl.DataFrame([row], schema=schema)
+    return pl.DataFrame([row], schema=TOTALS_SCHEMA)
 
 
 def _overlap_ratio(

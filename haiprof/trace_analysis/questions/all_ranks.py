@@ -20,6 +20,7 @@ from haiprof.trace_analysis.skew import (
     rank_collectives,
 )
 from haiprof.trace_analysis.stragglers import stragglers
+from haiprof.trace_format.find import is_reduced_to_functions
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.patterns.gather import Patterns
@@ -94,9 +95,12 @@ class RankQuestions(RankTraces):
             PerfTracker's five reports of them.
         """
         from haiprof.trace_analysis.patterns.gather import gather_patterns
+        from haiprof.trace_analysis.patterns.pattern_file import patterns_of_files
         from haiprof.trace_analysis.patterns.worker import worker_pattern
 
         paths = [file.path for file in self.files.values()]
+        if is_reduced_to_functions(paths):
+            return patterns_of_files(paths, steps)
         answers = self._ask(worker_pattern, paths, {"steps": steps}, progress)
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 
