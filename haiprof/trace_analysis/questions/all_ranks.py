@@ -47,7 +47,8 @@ class RankQuestions(RankTraces):
 
         Returns:
             The columns of `collective_kernels` and `match_collectives`, and `late_ns`, `wait_ns`
-            until the last rank arrives, `transfer_ns` from then on, `arrived_last`, `missing`.
+            until the last rank arrives, `transfer_ns` from then on, `elsewhere_ns` in other groups
+            before it, `arrived_last`, `missing`.
         """
         return self._collective_waits(steps)
 
