@@ -16,6 +16,7 @@ from haiprof.cli.trace_arguments import (
     Cluster,
     CsvFolder,
     Force,
+    Geometry,
     ReadProgress,
     StepRange,
     Traces,
@@ -58,6 +59,7 @@ def functions(
     steps: StepRange = None,
     window: Window = None,
     cluster: Cluster = None,
+    geometry: Geometry = False,
     as_json: AsJson = False,
     csv: CsvFolder = None,
     force: Force = False,
@@ -77,6 +79,8 @@ def functions(
       haiprof functions RUN --only python
 
       haiprof functions traces/ --steps 10:13 --csv tables
+
+      haiprof functions traces/ --geometry      kernels by name, grid and block
 
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
 
@@ -98,14 +102,15 @@ def functions(
 
         with ReadProgress(quiet=False) as waiting:
             made = reduce_patterns(
-                traces, reduce, steps=chosen, window=window, pool=pool, progress=waiting
-            )
+                traces, reduce, steps=chosen, geometry=geometry, window=window, pool=pool,
+                progress=waiting,
+            )  # fmt: skip
         output.hint(f"wrote {len(made)} files to {reduce}")
         output.hint(f"next: haiprof functions {shlex.quote(str(reduce))}")
         return
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
-        patterns = analysis.patterns(chosen, progress=waiting)
+        patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
     say_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
     if csv is not None:

@@ -17,6 +17,7 @@ from haiprof.show.tables.frame_table import Columns, frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, section
 from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.launch_geometry import split_geometry
 from haiprof.trace_analysis.patterns.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -204,6 +205,9 @@ def _label(calls: Sequence[str], fork: int | None) -> str:
 
 def kernel_label(name: str) -> str:
     """A kernel's short name; of PyTorch's generic ones also what they do: `reduce_kernel [sum]`."""
+    plain, geometry = split_geometry(name)
+    if geometry:
+        return kernel_label(plain) + geometry
     short = short_kernel_name(name)
     if not short.startswith("at::native::") or not short.endswith("_kernel"):
         return short

@@ -71,6 +71,7 @@ def reduce_patterns(
     folder: Path,
     *,
     steps: Steps = None,
+    geometry: bool = False,
     window: int | None = None,
     pool: Pool | None = None,
     progress: Progress | None = None,
@@ -81,6 +82,7 @@ def reduce_patterns(
         path: A trace, a folder with one file per rank, or a run directory.
         folder: Where files are written, `NAME.functions` of each trace.
         steps: First profiler step and the one after the last; None takes all.
+        geometry: As in `RankQuestions.patterns`.
         window: Of a run with several trace windows: which, by start, from 0; None takes the last.
         pool: Where traces are read; None takes local processes where the files are large.
         progress: Called with how many files are done.
@@ -92,16 +94,19 @@ def reduce_patterns(
     """
     traces = window_files(path, window)
     pool = pool or default_pool(traces)
-    found = pool.map(file_and_pattern, traces, {"steps": steps}, progress)
+    options = {"steps": steps, "geometry": geometry}
+    found = pool.map(file_and_pattern, traces, options, progress)
     return [
         write_pattern(trace, folder, steps, file=file, pattern=pattern)
         for trace, (file, pattern) in zip(traces, found, strict=True)
     ]
 
 
-def file_and_pattern(trace: Trace, *, steps: Steps = None) -> tuple[TraceFile, WorkerPattern]:
+def file_and_pattern(
+    trace: Trace, *, steps: Steps = None, geometry: bool = False
+) -> tuple[TraceFile, WorkerPattern]:
     """What a file is, and its pattern; a question for a pool."""
-    return trace_file(trace), worker_pattern(trace, steps=steps)
+    return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
 
 
 def write_pattern(

@@ -12,6 +12,7 @@ from haiprof.base.intervals import Intervals, total
 from haiprof.trace_analysis.classify import COMPUTATION, MEMORY_CATEGORIES, with_kind
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.files import host_name
+from haiprof.trace_analysis.launch_geometry import with_geometry
 from haiprof.trace_analysis.patterns.evidence import Evidence, collect_evidence
 from haiprof.trace_analysis.patterns.host_stacks import host_calls, stack_times
 from haiprof.trace_analysis.patterns.kinds import (
@@ -87,13 +88,14 @@ class WorkerPattern:
     """Evidence for rules beyond the functions; None where only the functions were kept."""
 
 
-def worker_pattern(trace: Trace, *, steps: Steps = None) -> WorkerPattern:
+def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False) -> WorkerPattern:
     """Computes what bounds one rank; a question for a pool.
 
     Args:
         trace: One rank's.
         steps: From the beginning of the first profiler step to the end of the one before the
             second; None is everything in the file. What reaches beyond is cut there.
+        geometry: Whether a kernel of the same name with another grid or block is another function.
 
     Returns:
         Per function `bottleneck_ratio`: the share of the window in which it ran and nothing of a
@@ -108,7 +110,7 @@ def worker_pattern(trace: Trace, *, steps: Steps = None) -> WorkerPattern:
     window = pattern_window(trace, steps)
     communication = _collectives(trace, window)
     parts = {
-        **_gpu(trace),
+        **_gpu(trace, geometry=geometry),
         COMMUNICATION: _name_collectives(trace, communication),
         RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
     }
@@ -138,8 +140,9 @@ def has_gpu(trace: Trace) -> bool:
     return bool(len(trace.gpu) or len(trace.runtime) or trace.metadata.get("deviceProperties"))
 
 
-def _gpu(trace: Trace) -> dict[str, pl.DataFrame]:
+def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     gpu = with_kind(gpu_events(trace, None))
+    gpu = with_geometry(gpu) if geometry else gpu
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
     rated = gpu.with_columns(pl.coalesce(_RATE, own).alias(_RATE), type=pl.lit(""))
     is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)

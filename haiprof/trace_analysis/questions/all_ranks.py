@@ -84,11 +84,15 @@ class RankQuestions(RankTraces):
         parts = self.per_rank(communication_parts, steps=steps)
         return waits_by_part(parts, self._collective_waits(steps))
 
-    def patterns(self, steps: Steps = None, *, progress: Progress | None = None) -> Patterns:
+    def patterns(
+        self, steps: Steps = None, *, geometry: bool = False, progress: Progress | None = None
+    ) -> Patterns:
         """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.
 
         Args:
             steps: First profiler step and the one after the last; None takes all.
+            geometry: Whether a kernel of the same name with another grid or block is another
+                function; files that were reduced have what they were made with.
             progress: Called with how many files are done.
 
         Returns:
@@ -102,7 +106,7 @@ class RankQuestions(RankTraces):
         paths = [file.path for file in self.files.values()]
         if is_reduced_to_functions(paths):
             return patterns_of_files(paths, steps)
-        answers = self._ask(worker_pattern, paths, {"steps": steps}, progress)
+        answers = self._ask(worker_pattern, paths, {"steps": steps, "geometry": geometry}, progress)
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 
     def function_patterns(self, steps: Steps = None) -> pl.DataFrame:

@@ -34,6 +34,7 @@ class CauseQuestions(RankTraces):
         *,
         of: tuple[str, ...] = (KERNEL, OPERATOR),
         names: str = FULL,
+        geometry: bool = False,
         steps: Steps = None,
         other_steps: Steps = None,
         by_step: bool = True,
@@ -45,6 +46,7 @@ class CauseQuestions(RankTraces):
             of: `kernel`, `operator`, `runtime`, `annotation`.
             names: `full`; `short` without template arguments; `generic` also without what differs
                 between GPU generations.
+            geometry: Whether a kernel with another grid or block is another one.
             steps: First profiler step of these and the one after the last; None takes all.
             other_steps: The same of the others.
             by_step: False compares whole traces, however long each is.
@@ -56,7 +58,9 @@ class CauseQuestions(RankTraces):
         """
         from haiprof.trace_analysis.diff import compare_traces
 
-        asked: dict[str, Any] = {"of": of, "names": names, "by_step": by_step}
+        asked: dict[str, Any] = {
+            "of": of, "names": names, "geometry": geometry, "by_step": by_step,
+        }  # fmt: skip
         control = self.per_rank(step_samples, steps=steps, **asked)
         return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
 
