@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.layout import MANIFEST_NAME
 from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
-from haiprof.trace_format.file_ranks import MERGED_KEY
+from haiprof.trace_format.file_ranks import COPY_KEY, MERGED_KEY
 from haiprof.trace_format.run_windows import one_window, raw_traces
 
 TRACE_ENDINGS = (".json", ".json.gz")
@@ -31,6 +31,7 @@ LINKED_NAME = "linked"
 """Begins the name of `haiprof link`'s output: execution traces with times."""
 _EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
 _MERGED = f'"{MERGED_KEY}"'.encode()
+_COPY = f'"{COPY_KEY}"'.encode()
 _HEAD_BYTES = 256
 # Files beside traces with the same ending.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
@@ -56,8 +57,12 @@ def trace_files(source: str | Path) -> list[Path]:
     if not path.is_dir():
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
-    there = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
-    heads = {path: _head(path) for path in there}
+    heads = {
+        Path(entry.path): _head(Path(entry.path))
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+        if _is_trace(entry)
+    }
+    there = [path for path, head in heads.items() if _COPY not in head]
     merged = [path for path in there if _MERGED in heads[path]]
     found = [p for p in there if p not in merged and not _EXECUTION_TRACE.match(heads[p])]
     if folder.name == "traces":

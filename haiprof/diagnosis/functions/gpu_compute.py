@@ -154,7 +154,8 @@ def _meaning(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> list[str]:
         plain, geometry = split_geometry(name)
         lines.append(
             f"rank {rank}: {short_kernel_name(plain)}{geometry} takes {duration_text(own)}, "
-            f"elsewhere {duration_text(usual)}; if only this kernel is slow there, compare its shapes"
+            f"elsewhere {duration_text(usual)}; if only this kernel is slow there, compare its "
+            "shapes"
         )
     odd = ranks.filter(pl.col("is_odd"))
     for rank, use in odd.select("rank", _USE).rows():
