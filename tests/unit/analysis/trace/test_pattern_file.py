@@ -55,16 +55,16 @@ def test_nodes_reduce_their_own_ranks(tmp_path: Path) -> None:
 
 
 def large_rank(folder: Path, rank: int) -> None:
-    """4,000 kernels of different names and 3,000 collectives: more than 30 KB hold."""
-    events = [step(1, 0, 900_000)]
+    """4,000 kernels of different names and 6,000 collectives: more than 30 KB hold."""
+    events = [step(1, 0, 950_000)]
     for number in range(4_000):
         length = 100 - number % 97 + number / 4_000
         events.append(kernel(f"kernel{number * 7919 % 10_007}", number * 200 + 1, length))
     said = {"Collective name": "allreduce", "Group size": 2, "Process Group Name": "0",
             "Process Group Ranks": "[0, 1]"}  # fmt: skip
-    for number in range(3_000):
-        start = 250 * number + (number * 31 % 17 if rank else 0)
-        events.append(kernel("ncclDevKernel_AllReduce", start, 100 + number % 13, stream=9,
+    for number in range(6_000):
+        start = 150 * number + (number * number * 31 % 37 if rank else 0)
+        events.append(kernel("ncclDevKernel_AllReduce", start, 100 + number * number % 13, stream=9,
                              Seq=number, **said))  # fmt: skip
     rank_file(folder, rank, events)
 
@@ -82,7 +82,7 @@ def test_what_a_large_rank_leaves_out_is_said(
     assert whole["notes"] == []
     assert [note[:7] for note in found["notes"]] == ["rank 0:", "rank 0:", "rank 1:", "rank 1:"]
     assert "functions that ran for at most 0." in found["notes"][0]
-    assert "of 3000 collectives" in found["notes"][1]
+    assert "of 6000 collectives" in found["notes"][1]
     one, other = (each["reports"]["gpu-compute"] for each in (found, whole))
     assert one["utilization"] == other["utilization"]
     assert one["functions"][:50] == other["functions"][:50]
