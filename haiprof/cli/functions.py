@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
 from haiprof.cli.trace_arguments import (
     Cluster,
     CsvFolder,
@@ -41,6 +43,13 @@ Only = Annotated[
     Kind | None,
     typer.Option("--only", help="One report, with all its tables.", show_default=False),
 ]
+Hardware = Annotated[
+    bool,
+    typer.Option(
+        "--hardware",
+        help="Of a run: also what its counters and bursts were while functions ran.",
+    ),
+]
 Reduce = Annotated[
     Path | None,
     typer.Option(
@@ -60,6 +69,7 @@ def functions(
     window: Window = None,
     cluster: Cluster = None,
     geometry: Geometry = False,
+    hardware: Hardware = False,
     as_json: AsJson = False,
     csv: CsvFolder = None,
     force: Force = False,
@@ -82,12 +92,15 @@ def functions(
 
       haiprof functions traces/ --geometry      kernels by name, grid and block
 
+      haiprof functions RUN --hardware          with SM, DRAM, NVLink and PCIe while they ran
+
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
 
       haiprof functions /local/traces --reduce /shared/job    on each node; then
 
       haiprof functions /shared/job
     """
+    from haiprof.diagnosis.functions.hardware import hardware_by_function
     from haiprof.diagnosis.functions.report import FUNCTIONS
     from haiprof.diagnosis.functions.reports import function_reports
     from haiprof.show.views.functions import functions_view
@@ -96,7 +109,7 @@ def functions(
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
     if reduce is not None:
-        if only is not None or csv is not None or as_json:
+        if only is not None or csv is not None or as_json or hardware:
             raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
         from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
 
@@ -113,11 +126,18 @@ def functions(
         patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
     say_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
+    if hardware:
+        joined = hardware_by_function(
+            analysis, open_target(traces), steps=chosen, geometry=geometry
+        )
+        found = replace(found, hardware=joined)
     if csv is not None:
         from haiprof.compat.exports.tables import write_tables
 
         tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
         tables["functions_by_rank"] = found.functions
+        if found.hardware is not None:
+            tables["functions_hardware"] = found.hardware
         written = write_tables(tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
     output.show(lambda _: functions_view(found), found.as_json())

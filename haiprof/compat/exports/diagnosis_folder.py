@@ -13,7 +13,9 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.compat.exports.tables import write_tables
+from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
+from haiprof.run_analysis.link_traffic import link_traffic
 from haiprof.run_format.writer import write_json
 from haiprof.show.card import MAX_WIDTH, verdict_card
 from haiprof.show.export import view_text
@@ -35,6 +37,8 @@ _CONTENT = {
     "verdict.txt": "the cause, the numbers that prove it, what to change",
     "diagnosis.json": "the same for scripts (docs/diagnosis.md)",
     "tables/counters.csv": "hardware samples by rank and GPU over the judged time",
+    "tables/links.csv": "NVLink, PCIe and network by direction, and the share of what they carry",
+    "tables/functions_hardware.csv": "hardware samples while each function ran",
     "functions.txt": "PerfTracker's five reports: GPU compute, memory, communication, runtime, "
     "Python",
     "functions.json": "the same for scripts",
@@ -54,6 +58,8 @@ class _Traced:
 
     functions: FunctionReports
     report: TraceReport
+    hardware: pl.DataFrame
+    """Counters while functions ran."""
 
 
 def write_diagnosis_folder(
@@ -85,7 +91,12 @@ def write_diagnosis_folder(
     _write(folder / "verdict.txt", view_text(card, width=MAX_WIDTH))
     _write_json(folder / "diagnosis.json", document)
     write_report(page_content(analyzer), folder / "report.html")
-    tables = {"counters": counter_summary(analyzer.counters(), since_ns)}
+    tables = {
+        "counters": counter_summary(analyzer.counters(), since_ns),
+        "links": link_traffic(
+            _judged(analyzer.counters(), since_ns), _judged(bursts_of(analyzer), since_ns)
+        ),
+    }
     traced = _read_traces(folder, analyzer, since_ns)
     if isinstance(traced, _Traced):
         _write_traced(folder, traced)
@@ -107,13 +118,17 @@ def counter_summary(counters: pl.DataFrame, since_ns: int | None) -> pl.DataFram
         One row per `host`, `source`, `entity`, `rank`, `gpu`, `metric`, `unit`: `sample_count`,
         `mean`, `std`, `min`, `median`, `max`. Samples that are missing do not count.
     """
-    judged = counters if since_ns is None else counters.filter(pl.col("time_ns") >= since_ns)
+    judged = _judged(counters, since_ns)
     value = pl.col("value")
     found = judged.drop_nulls("value").group_by(_COUNTER_KEYS, maintain_order=True).agg(
         sample_count=pl.len().cast(pl.Int64), mean=value.mean(), std=value.std(),
         min=value.min(), median=value.median(), max=value.max(),
     )  # fmt: skip
     return found.sort(_COUNTER_KEYS, nulls_last=True)
+
+
+def _judged(samples: pl.DataFrame, since_ns: int | None) -> pl.DataFrame:
+    return samples if since_ns is None else samples.filter(pl.col("time_ns") >= since_ns)
 
 
 def _read_traces(folder: Path, analyzer: RunFrames, since_ns: int | None) -> _Traced | str:
@@ -127,6 +142,7 @@ def _read_traces(folder: Path, analyzer: RunFrames, since_ns: int | None) -> _Tr
         reduce_patterns(analyzer.run.root, functions)
         reduce_traces(analyzer.run.root, summaries)
         return _Traced(
+            hardware=hardware_by_function(TraceQuestions(analyzer.run.root), analyzer),
             functions=function_reports(TraceQuestions(functions).patterns()),
             report=standard_report(summaries),
         )
@@ -149,6 +165,7 @@ def _tables(traced: _Traced) -> dict[str, pl.DataFrame]:
         for name, table in report.tables.items()
     }
     reports["functions_by_rank"] = traced.functions.functions
+    reports["functions_hardware"] = traced.hardware
     return reports | {f"trace_{name}": table for name, table in traced.report.tables.items()}
 
 

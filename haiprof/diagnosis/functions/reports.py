@@ -47,6 +47,8 @@ class FunctionReports:
     """Every function of every rank, the columns of `Patterns.functions`."""
     notes: tuple[str, ...] = ()
     """What files of the ranks' functions have left out."""
+    hardware: pl.DataFrame | None = None
+    """From `hardware_by_function`; None where it was not asked for."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
@@ -59,6 +61,7 @@ class FunctionReports:
             },
             "notes": list(self.notes),
             "reports": {report.kind: report.as_json() for report in self.reports},
+            **({} if self.hardware is None else {"hardware": self.hardware.to_dicts()}),
             "example": {"rank": self.ranks[0], "functions": _of_rank(self)},
         }
 

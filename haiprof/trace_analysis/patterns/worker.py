@@ -108,12 +108,7 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
         Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
     """
     window = pattern_window(trace, steps)
-    communication = _collectives(trace, window)
-    parts = {
-        **_gpu(trace, geometry=geometry),
-        COMMUNICATION: _name_collectives(trace, communication),
-        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
-    }
+    parts, communication = function_events(trace, window, geometry=geometry)
     unknown = trace.gpu.is_empty() and has_gpu(trace)
     tables: list[pl.DataFrame] = []
     ratios: dict[str, int | None] = {}
@@ -138,6 +133,23 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
 def has_gpu(trace: Trace) -> bool:
     """Whether the traced process had a GPU: it called the runtime, or the profiler saw devices."""
     return bool(len(trace.gpu) or len(trace.runtime) or trace.metadata.get("deviceProperties"))
+
+
+def function_events(
+    trace: Trace, window: PatternWindow, *, geometry: bool = False
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
+    """The calls of each function by kind but Python, and the collectives that began in a window.
+
+    Returns:
+        By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
+    """
+    communication = _collectives(trace, window)
+    parts = {
+        **_gpu(trace, geometry=geometry),
+        COMMUNICATION: _name_collectives(trace, communication),
+        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
+    }
+    return parts, communication
 
 
 def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:

@@ -10,7 +10,9 @@ import polars as pl
 import pytest
 
 from haiprof.cli import main
-from tests.unit.diagnosis.stories import write_story
+from tests.unit.analysis.recorded import WALL_OFFSET_NS
+from tests.unit.analysis.trace.shared import kernel, write_trace
+from tests.unit.diagnosis.stories import START_NS, write_story
 from tests.unit.diagnosis.trace_stories import Story, write_ranks
 
 LOADER = (30.0, 5.0, 10.0, 2.0)
@@ -81,3 +83,25 @@ def test_folder_with_files_is_left_alone(
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     assert main(["diagnose", str(run), "--folder", str(tmp_path / "o"), "--last", "5"]) == 2
+
+
+def test_functions_of_a_run_have_its_hardware_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_story(tmp_path / "run", lambda *_: LOADER, ranks=2, gpu=0.5)
+    (run / "traces").mkdir()
+    for rank in (0, 1):
+        metadata = {"distributedInfo": {"rank": rank, "world_size": 2},
+                    "baseTimeNanoseconds": START_NS + WALL_OFFSET_NS}  # fmt: skip
+        events = [kernel("gemm", 0, 1_000_000), kernel("relu", 1_000_001, 100)]
+        write_trace(run / "traces" / f"rank{rank}.json", events, metadata)
+    content = json.loads(shown(capsys, "functions", str(run), "--hardware", "--json"))
+    found = {(row["rank"], row["name"], row["metric"]): row for row in content["hardware"]}
+    assert found[1, "gemm", "utilization_ratio"]["mean"] == pytest.approx(0.5)
+    assert found[0, None, "power_watts"]["mean"] == pytest.approx(90)
+    assert not [key for key in found if key[1] == "relu"]
+    text = shown(capsys, "functions", str(run), "--hardware")
+    assert "any gpu-compute" in text
+    assert "utilization_ratio" in text
+    assert main(["functions", str(run / "traces"), "--hardware"]) != 0
+    assert "run" in capsys.readouterr().err
