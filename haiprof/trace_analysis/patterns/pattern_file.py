@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
 
-from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.base.units import ratio_text
 from haiprof.run_format.unpack import read_text
@@ -35,10 +35,11 @@ from haiprof.trace_format.find import FUNCTIONS_SUFFIX, by_rank, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 VERSION = 1
-"""1: gzip of a line of JSON (`haiprof_functions`, the version; `steps`; `left_out`, what is not in
-the file, in words), then four answers as `report_cache` packs them, their frames as plain Arrow:
-`file`; `functions`, without the two ratios that follow from it; `totals`; `collectives`, whose
-`event` and `start_ns` are differences to the row above, and `end_ns` to `start_ns`."""
+"""1: gzip of a line of JSON (`haiprof_functions`, the version; `steps`; `geometry`; `left_out`,
+what is not in the file, in words), then four answers as `report_cache` packs them, their frames as
+plain Arrow: `file`; `functions`, without the two ratios that follow from it; `totals`;
+`collectives`, whose `event` and `start_ns` are differences to the row above, and `end_ns` to
+`start_ns`."""
 SIZE_LIMIT_BYTES = 30_000
 """Source: EROICA (arXiv 2506.08528), some 30 KB per worker of 3 GB."""
 _TEXT_LIMIT_BYTES = 64 << 20
@@ -56,6 +57,8 @@ class PatternFile:
     path: Path
     steps: Steps
     """First profiler step and the one after the last; None: all that was recorded."""
+    geometry: bool
+    """Whether kernels are told apart by grid and block."""
     file: TraceFile
     """The trace that it was made of."""
     pattern: WorkerPattern
@@ -99,7 +102,7 @@ def reduce_patterns(
     options = {"steps": steps, "geometry": geometry}
     found = pool.map(file_and_pattern, traces, options, progress)
     return [
-        write_pattern(trace, folder, steps, file=file, pattern=pattern)
+        write_pattern(trace, folder, pack_pattern(steps, file, pattern, geometry=geometry))
         for trace, (file, pattern) in zip(traces, found, strict=True)
     ]
 
@@ -111,9 +114,7 @@ def file_and_pattern(
     return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
 
 
-def write_pattern(
-    trace: Path, folder: Path, steps: Steps, *, file: TraceFile, pattern: WorkerPattern
-) -> Path:
+def write_pattern(trace: Path, folder: Path, data: bytes) -> Path:
     """Writes a trace's pattern under its name, replacing an existing file.
 
     Raises:
@@ -122,7 +123,7 @@ def write_pattern(
     target = folder / f"{trace.name}{FUNCTIONS_SUFFIX}"
     try:
         make_named_folder(folder)
-        write_file(target, pack_pattern(steps, file, pattern), below=folder)
+        write_file(target, data, below=folder)
     except OSError as error:
         raise UsageError(f"--reduce {folder}: {error.strerror}") from None
     return target
@@ -146,8 +147,8 @@ def read_pattern(path: Path) -> PatternFile:
         if not isinstance(file, TraceFile):
             raise TypeError("no trace file")
         return PatternFile(
-            path=path, steps=steps, file=file, pattern=_pattern(answers),
-            left_out=tuple(map(str, head["left_out"])),
+            path=path, steps=steps, geometry=bool(head["geometry"]), file=file,
+            pattern=_pattern(answers), left_out=tuple(map(str, head["left_out"])),
         )  # fmt: skip
     except UNFIT as error:
         raise TraceFormatError(
@@ -156,27 +157,36 @@ def read_pattern(path: Path) -> PatternFile:
         ) from None
 
 
-def patterns_of_files(paths: Sequence[Path], asked: Steps) -> Patterns:
+def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = False) -> Patterns:
     """The patterns of all ranks, as from their traces but for what each file has left out.
 
     Args:
         paths: Pattern files, one per rank.
         asked: The steps that are asked for; None takes those of the files.
+        geometry: Whether kernels must be told apart by grid and block.
 
     Raises:
         TraceFormatError: One cannot be read, or two are of one rank.
         HaiprofError: They are of different steps.
-        MissingDataError: Other steps were asked for.
+        MissingDataError: Other steps were asked for, or a geometry that only some files have.
     """
     read = [read_pattern(path) for path in paths]
     common_steps(read, asked, command="functions")
+    known = [each.geometry for each in read]
+    if not all(known) and (geometry or any(known)):
+        raise MissingDataError(
+            f"{paths[known.index(False)]}: kernels by name alone, without grid and block",
+            hint="haiprof functions TRACES --geometry --reduce DIR",
+        )
     ranks = by_rank(read)
     found = gather_patterns({rank: each.pattern for rank, each in ranks.items()})
     lacks = [f"rank {rank}: {text}" for rank, each in ranks.items() for text in each.left_out]
     return replace(found, left_out=tuple(lacks))
 
 
-def pack_pattern(steps: Steps, file: TraceFile, pattern: WorkerPattern) -> bytes:
+def pack_pattern(
+    steps: Steps, file: TraceFile, pattern: WorkerPattern, *, geometry: bool = False
+) -> bytes:
     """The bytes of a file; where they are too many, without what weighs least.
 
     Functions are left out by the time in which they ran, the least first; of collectives the
@@ -185,7 +195,9 @@ def pack_pattern(steps: Steps, file: TraceFile, pattern: WorkerPattern) -> bytes
     functions, collectives = pattern.functions, pattern.collectives
     while True:
         content = replace(pattern, functions=functions, collectives=collectives)
-        data = _pack(steps, file, content, left_out=_left_out(pattern, content))
+        head = {"haiprof_functions": VERSION, "steps": steps, "geometry": geometry,
+                "left_out": _left_out(pattern, content)}  # fmt: skip
+        data = _pack(head, file, content)
         if len(data) <= SIZE_LIMIT_BYTES or not (len(functions) or len(collectives)):
             return data
         excess = len(data) - SIZE_LIMIT_BYTES
@@ -196,10 +208,7 @@ def pack_pattern(steps: Steps, file: TraceFile, pattern: WorkerPattern) -> bytes
             collectives = collectives.head(_fewer(collectives, excess / of_collectives))
 
 
-def _pack(
-    steps: Steps, file: TraceFile, pattern: WorkerPattern, *, left_out: Sequence[str]
-) -> bytes:
-    head = {"haiprof_functions": VERSION, "steps": steps, "left_out": left_out}
+def _pack(head: Mapping[str, object], file: TraceFile, pattern: WorkerPattern) -> bytes:
     answers: dict[str, Answer] = {
         "file": file,
         "functions": pattern.functions.select(list(_STORED)),

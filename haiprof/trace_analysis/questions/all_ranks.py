@@ -92,7 +92,7 @@ class RankQuestions(RankTraces):
         Args:
             steps: First profiler step and the one after the last; None takes all.
             geometry: Whether a kernel of the same name with another grid or block is another
-                function; files that were reduced have what they were made with.
+                function; reduced files must have been made so.
             progress: Called with how many files are done.
 
         Returns:
@@ -105,7 +105,7 @@ class RankQuestions(RankTraces):
 
         paths = [file.path for file in self.files.values()]
         if is_reduced_to_functions(paths):
-            return patterns_of_files(paths, steps)
+            return patterns_of_files(paths, steps, geometry=geometry)
         answers = self._ask(worker_pattern, paths, {"steps": steps, "geometry": geometry}, progress)
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
+from haiprof.base.errors import MissingDataError
 from haiprof.cli import main
 from haiprof.diagnosis.functions.reports import function_reports
 from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
@@ -55,7 +56,10 @@ def test_another_geometry_is_another_function(tmp_path: Path) -> None:
     expected = {f"{GEMM} <<<{grid}, 256>>>" for grid in ("8x4", "16x4", "64")}
     assert kernels_of(folder, geometry=True) == expected
     reduce_patterns(folder, tmp_path / "out", geometry=True)
-    assert kernels_of(tmp_path / "out", geometry=False) == expected
+    assert kernels_of(tmp_path / "out", geometry=True) == expected
+    reduce_patterns(folder / "rank0.json", tmp_path / "out")
+    with pytest.raises(MissingDataError, match=r"rank0.*kernels by name alone"):
+        kernels_of(tmp_path / "out", geometry=False)
 
 
 def test_rank_with_other_shapes_is_not_slow_by_geometry(tmp_path: Path) -> None:
