@@ -120,7 +120,7 @@ def functions_view(found: FunctionReports) -> RenderableType:
 def _hardware(samples: pl.DataFrame) -> Sequence[RenderableType]:
     """Counters while functions ran, kinds as a whole first; means over the ranks."""
     if samples.is_empty():
-        return bullets((_NO_SAMPLES,))
+        return list(bullets((_NO_SAMPLES,)))
     summed = samples.group_by("kind", "type", "name", "source", "metric", "unit").agg(
         pl.col("rank").n_unique().alias("rank_count"),
         pl.col("sample_count").sum(),

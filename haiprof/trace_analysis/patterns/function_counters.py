@@ -80,8 +80,8 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
         times = np.unique(series["time_ns"].to_numpy())
         if len(times) < 2 or events.is_empty():
             continue
-        for type_, name, own in functions:
-            ran = covered_lengths(own, times[:-1], times[1:])
+        for type_, name, spans in functions:
+            ran = covered_lengths(spans, times[:-1], times[1:])
             if not (ran >= MAJORITY_RATIO * np.diff(times)).any():
                 continue
             found = _statistics(series, times, ran)
