@@ -144,7 +144,7 @@ def verdict(
         write_text(exit_report, death_block.exit_report(found, header))
         output.hint(f"wrote {exit_report}")
     if folder is not None:
-        from haiprof.compat.exports.diagnosis_folder import write_diagnosis_folder
+        from haiprof.api.diagnosis_folder import write_diagnosis_folder
 
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")

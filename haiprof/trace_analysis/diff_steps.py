@@ -125,11 +125,11 @@ def _step_rows(windows: list[_StepWindow]) -> pl.DataFrame:
 
 
 def _keeping_geometry(rename: Callable[[str], str]) -> Callable[[str], str]:
-    def renamed(name: str) -> str:
+    def rename_kernel(name: str) -> str:
         plain, geometry = split_geometry(name)
         return rename(plain) + geometry
 
-    return renamed
+    return rename_kernel
 
 
 def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> pl.DataFrame:

@@ -24,8 +24,8 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     """
     triple = ("name", "grid", "block")
     kinds = gpu.select(triple).unique()
-    named = [_named(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
-    table = kinds.with_columns(pl.Series("launched", named, dtype=pl.Enum(sorted(set(named)))))
+    names = [_launch_name(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
+    table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
     found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
     return found.with_columns(name="launched").select(gpu.columns)
 
@@ -36,7 +36,7 @@ def split_geometry(name: str) -> tuple[str, str]:
     return plain, sign + rest
 
 
-def _named(name: str, grid: str, block: str) -> str:
+def _launch_name(name: str, grid: str, block: str) -> str:
     sizes = _size_text(grid), _size_text(block)
     return f"{name}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name
 

@@ -283,15 +283,15 @@ def run_tables(analyzer: RunFrames) -> list[SqlTable]:
         "windows": analyzer.windows,
         "reactions": analyzer.reactions,
     }
-    return _described(_RUN_TABLES, frames)
+    return _make_tables(_RUN_TABLES, frames)
 
 
 def function_tables(analysis: TraceQuestions) -> list[SqlTable]:
     """What `haiprof functions` says of traces, or of what they were reduced to."""
-    return _described(FUNCTION_TABLES, function_frames(analysis.patterns))
+    return _make_tables(FUNCTION_TABLES, function_frames(analysis.patterns))
 
 
-def _described(
+def _make_tables(
     tables: Mapping[str, tuple[str, _Schema, dict[str, str]]],
     frames: Mapping[str, Callable[[], pl.DataFrame]],
 ) -> list[SqlTable]:

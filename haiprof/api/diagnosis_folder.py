@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from haiprof.compat.exports.tables import write_tables
 from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
 from haiprof.run_analysis.link_traffic import link_traffic
-from haiprof.run_format.writer import write_json
 from haiprof.show.card import MAX_WIDTH, verdict_card
 from haiprof.show.export import view_text
 from haiprof.show.page.content import page_content
@@ -94,7 +94,8 @@ def write_diagnosis_folder(
     tables = {
         "counters": counter_summary(analyzer.counters(), since_ns),
         "links": link_traffic(
-            _judged(analyzer.counters(), since_ns), _judged(bursts_of(analyzer), since_ns)
+            _select_since(analyzer.counters(), since_ns),
+            _select_since(bursts_of(analyzer), since_ns),
         ),
     }
     traced = _read_traces(folder, analyzer, since_ns)
@@ -118,16 +119,16 @@ def counter_summary(counters: pl.DataFrame, since_ns: int | None) -> pl.DataFram
         One row per `host`, `source`, `entity`, `rank`, `gpu`, `metric`, `unit`: `sample_count`,
         `mean`, `std`, `min`, `median`, `max`. Samples that are missing do not count.
     """
-    judged = _judged(counters, since_ns)
+    samples = _select_since(counters, since_ns)
     value = pl.col("value")
-    found = judged.drop_nulls("value").group_by(_COUNTER_KEYS, maintain_order=True).agg(
+    found = samples.drop_nulls("value").group_by(_COUNTER_KEYS, maintain_order=True).agg(
         sample_count=pl.len().cast(pl.Int64), mean=value.mean(), std=value.std(),
         min=value.min(), median=value.median(), max=value.max(),
     )  # fmt: skip
     return found.sort(_COUNTER_KEYS, nulls_last=True)
 
 
-def _judged(samples: pl.DataFrame, since_ns: int | None) -> pl.DataFrame:
+def _select_since(samples: pl.DataFrame, since_ns: int | None) -> pl.DataFrame:
     return samples if since_ns is None else samples.filter(pl.col("time_ns") >= since_ns)
 
 
@@ -199,7 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with _errors_as_usage(path):
-        write_json(path, content, below=path.parent)
+        write_file(path, (json.dumps(content, indent=1) + "\n").encode(), below=path.parent)
 
 
 @contextmanager
