@@ -32,7 +32,8 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     second = starts.list.get(-2, null_on_oob=True)
     behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
     known = with_passed_on(known.with_columns(behind=behind))
-    own = pl.col("behind") - pl.min_horizontal("behind", "passed_on")
+    passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
+    own = pl.col("behind") - passed
     keys = ["rank", "step"] if by_step else ["rank"]
     rows = (
         known.with_columns(behind=own)

@@ -202,7 +202,9 @@ def test_slow_rank_is_late_and_its_group_only_passes_that_on(
     # Of the first step's four collectives the first of the group does not count.
     assert first["late_ns"] == round((LAYERS * STEPS - 1) * SLOW_US * 1000 / STEPS)
     assert "more ranks are late" not in first["said"]
-    held = dict(analysis.stragglers().select("rank", "held_up_ns").iter_rows())
+    stragglers = analysis.stragglers()
+    assert stragglers["held_up_ns"].dtype == pl.Int64
+    held = dict(stragglers.select("rank", "held_up_ns").iter_rows())
     assert held.pop(5) > 0
     assert set(held.values()) == {0}
     waits = analysis.communication_parts().filter(pl.col("wait_ns") > 0)
