@@ -23,7 +23,7 @@ from haiprof.trace_analysis.patterns.gather import Patterns, gather_patterns
 from haiprof.trace_analysis.patterns.worker import (
     FUNCTIONS_SCHEMA,
     TOTALS_SCHEMA,
-    WorkerPattern,
+    RankFunctions,
     with_ratios,
     worker_pattern,
 )
@@ -61,7 +61,7 @@ class PatternFile:
     """Whether kernels are told apart by grid and block."""
     file: TraceFile
     """The trace that it was made of."""
-    pattern: WorkerPattern
+    pattern: RankFunctions
     left_out: tuple[str, ...]
     """What its size left no room for, in words."""
 
@@ -109,7 +109,7 @@ def reduce_patterns(
 
 def file_and_pattern(
     trace: Trace, *, steps: Steps = None, geometry: bool = False
-) -> tuple[TraceFile, WorkerPattern]:
+) -> tuple[TraceFile, RankFunctions]:
     """What a file is, and its pattern; a question for a pool."""
     return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
 
@@ -185,7 +185,7 @@ def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = F
 
 
 def pack_pattern(
-    steps: Steps, file: TraceFile, pattern: WorkerPattern, *, geometry: bool = False
+    steps: Steps, file: TraceFile, pattern: RankFunctions, *, geometry: bool = False
 ) -> bytes:
     """The bytes of a file; where they are too many, without what weighs least.
 
@@ -208,7 +208,7 @@ def pack_pattern(
             collectives = collectives.head(_fewer(collectives, excess / of_collectives))
 
 
-def _pack(head: Mapping[str, object], file: TraceFile, pattern: WorkerPattern) -> bytes:
+def _pack(head: Mapping[str, object], file: TraceFile, pattern: RankFunctions) -> bytes:
     answers: dict[str, Answer] = {
         "file": file,
         "functions": pattern.functions.select(list(_STORED)),
@@ -219,7 +219,7 @@ def _pack(head: Mapping[str, object], file: TraceFile, pattern: WorkerPattern) -
     return gzip.compress(text, _LEVEL, mtime=0)
 
 
-def _left_out(whole: WorkerPattern, kept: WorkerPattern) -> list[str]:
+def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
     lacks = []
     count = len(whole.functions) - len(kept.functions)
     if count:
@@ -256,19 +256,18 @@ def _differences(collectives: pl.DataFrame) -> pl.DataFrame:
     return collectives.with_columns(*first, end_ns=pl.col("end_ns") - pl.col("start_ns"))
 
 
-def _pattern(answers: dict[str, Answer]) -> WorkerPattern:
+def _pattern(answers: dict[str, Answer]) -> RankFunctions:
     totals = _frame(answers["totals"], TOTALS_SCHEMA)
     functions = _frame(answers["functions"], _STORED)
     collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
     window_ns = int(totals["window_ns"].item())
     times = (pl.col("event").cum_sum(), pl.col("start_ns").cum_sum())
-    return WorkerPattern(
+    return RankFunctions(
         functions=with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
         totals=totals,
         collectives=collectives.with_columns(*times).with_columns(
             end_ns=pl.col("start_ns") + pl.col("end_ns")
         ),
-        signs=None,
     )
 
 

@@ -75,8 +75,8 @@ NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's fun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPattern:
-    """One rank's pattern; small enough to be sent between processes."""
+class RankFunctions:
+    """What the functions of one rank did, and its collectives."""
 
     functions: pl.DataFrame
     """Columns of `FUNCTIONS_SCHEMA`."""
@@ -84,8 +84,14 @@ class WorkerPattern:
     """One row: columns of `TOTALS_SCHEMA`."""
     collectives: pl.DataFrame
     """Columns of `collectives.KERNELS_SCHEMA`; only those that began in the window."""
-    signs: Evidence | None
-    """Evidence for rules beyond the functions; None where only the functions were kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPattern(RankFunctions):
+    """One rank's pattern; small enough to be sent between processes."""
+
+    signs: Evidence
+    """Evidence for rules beyond the functions."""
 
 
 def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False) -> WorkerPattern:
