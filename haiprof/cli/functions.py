@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
 from haiprof.cli.trace_arguments import (
     Cluster,
     CsvFolder,
     Force,
+    Geometry,
     ReadProgress,
     StepRange,
     Traces,
@@ -38,6 +43,23 @@ Only = Annotated[
     Kind | None,
     typer.Option("--only", help="One report, with all its tables.", show_default=False),
 ]
+Hardware = Annotated[
+    bool,
+    typer.Option(
+        "--hardware",
+        help="Of a run: also what its counters and bursts were while functions ran.",
+    ),
+]
+Reduce = Annotated[
+    Path | None,
+    typer.Option(
+        "--reduce",
+        metavar="DIR",
+        help="Show nothing: write each rank's functions into this folder, at most 30 KB per rank. "
+        "functions DIR then gives the same answer without the traces.",
+        show_default=False,
+    ),
+]
 
 
 def functions(
@@ -46,9 +68,12 @@ def functions(
     steps: StepRange = None,
     window: Window = None,
     cluster: Cluster = None,
+    geometry: Geometry = False,
+    hardware: Hardware = False,
     as_json: AsJson = False,
     csv: CsvFolder = None,
     force: Force = False,
+    reduce: Reduce = None,
 ) -> None:
     """Show what bounds the job by function, and which rank differs from the others.
 
@@ -65,8 +90,17 @@ def functions(
 
       haiprof functions traces/ --steps 10:13 --csv tables
 
+      haiprof functions traces/ --geometry      kernels by name, grid and block
+
+      haiprof functions RUN --hardware          with SM, DRAM, NVLink and PCIe while they ran
+
       haiprof functions traces/ --json | jq '.reports["gpu-compute"].slow'
+
+      haiprof functions /local/traces --reduce /shared/job    on each node; then
+
+      haiprof functions /shared/job
     """
+    from haiprof.diagnosis.functions.hardware import hardware_by_function
     from haiprof.diagnosis.functions.report import FUNCTIONS
     from haiprof.diagnosis.functions.reports import function_reports
     from haiprof.show.views.functions import functions_view
@@ -74,16 +108,36 @@ def functions(
 
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
+    if reduce is not None:
+        if only is not None or csv is not None or as_json or hardware:
+            raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
+        from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
+
+        with ReadProgress(quiet=False) as waiting:
+            made = reduce_patterns(
+                traces, reduce, steps=chosen, geometry=geometry, window=window, pool=pool,
+                progress=waiting,
+            )  # fmt: skip
+        output.hint(f"wrote {len(made)} files to {reduce}")
+        output.hint(f"next: haiprof functions {shlex.quote(str(reduce))}")
+        return
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
-        patterns = analysis.patterns(chosen, progress=waiting)
+        patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
     say_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
+    if hardware:
+        joined = hardware_by_function(
+            analysis, open_target(traces), steps=chosen, geometry=geometry
+        )
+        found = replace(found, hardware=joined)
     if csv is not None:
         from haiprof.compat.exports.tables import write_tables
 
         tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
         tables["functions_by_rank"] = found.functions
+        if found.hardware is not None:
+            tables["functions_hardware"] = found.hardware
         written = write_tables(tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
     output.show(lambda _: functions_view(found), found.as_json())

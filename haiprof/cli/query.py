@@ -41,8 +41,9 @@ def query(
     """Ask traces or a run in SQL; nothing is changed and no other file is read.
 
     Traces have the tables gpu, runtime, ops, annotations, python, memory, sync,
-    links and profiler_steps, all with a column rank; a run has steps, phases,
-    counters, ranks, windows and reactions. Times are in ns. The dialect is polars': joins,
+    links and profiler_steps, all with a column rank, and what `haiprof functions` says:
+    functions, rank_totals and lateness; a run has steps, phases, counters, ranks, windows
+    and reactions. Times are in ns. The dialect is polars': joins,
     group by, window functions, with.
 
     For example:

@@ -74,6 +74,14 @@ Cluster = Annotated[
         show_default=False,
     ),
 ]
+Geometry = Annotated[
+    bool,
+    typer.Option(
+        "--geometry",
+        help="A kernel of the same name with another grid or block is another kernel, where the "
+        "traces have them.",
+    ),
+]
 _QUIET_S = 2.0
 _EVERY_S = 10.0
 

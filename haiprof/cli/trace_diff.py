@@ -11,7 +11,13 @@ from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.target import trace_target
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, Window, parse_steps
+from haiprof.cli.trace_arguments import (
+    Geometry,
+    ReadProgress,
+    StepRange,
+    Window,
+    parse_steps,
+)
 from haiprof.cli.trace_check import say_faults
 
 SLOWER = 10
@@ -65,6 +71,7 @@ def trace_diff(
     test_steps: TestSteps = None,
     window: Window = None,
     short_names: Short = False,
+    geometry: Geometry = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare traces from before and after, step by step and name by name.
@@ -96,6 +103,7 @@ def trace_diff(
         found = before.diff(
             after,
             names=SHORT if short_names else FULL,
+            geometry=geometry,
             steps=chosen,
             other_steps=parse_steps(test_steps) or chosen,
         )

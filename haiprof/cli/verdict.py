@@ -38,6 +38,16 @@ SaveTraces = Annotated[
     bool,
     typer.Option("--save-traces", help="With --collect: also trace some steps of all ranks."),
 ]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        help="Write everything into a new folder that opens anywhere: card, page, tables, and the "
+        "five reports of traced steps (with --collect some are traced).",
+        show_default=False,
+    ),
+]
 Save = Annotated[
     bool, typer.Option("--save", help="Also write report/verdict.json and .txt into the run.")
 ]
@@ -72,13 +82,16 @@ ExitReport = Annotated[
 def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
-    save_traces: SaveTraces = False, exit_report: ExitReport = None, everything: Everything = False,
+    save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
+    everything: Everything = False,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
     With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
-    in its run directory (docs/diagnosis.md). `haiprof diagnose` is the same command.
+    in its run directory (docs/diagnosis.md). `haiprof diagnose` is the same command. With --folder
+    all of it is written into a folder that opens anywhere, without the run: card, page, tables,
+    hardware samples, and PerfTracker's five reports where steps were traced.
 
     For example:
 
@@ -90,6 +103,8 @@ def verdict(
 
       haiprof verdict train.py --collect --save-traces --time 60
 
+      haiprof diagnose train.py --collect --folder diagnosis     traces some steps, too
+
       haiprof verdict --last 60                   of the run's last minute alone
 
       haiprof verdict --svg card.svg              the card as a picture
@@ -99,10 +114,12 @@ def verdict(
       haiprof verdict --json | jq '.findings[0].remedy'
     """
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
+    if folder is not None and last is not None:
+        raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
     since = None
     if collect:
         run = the_job(target, None).run
-        since = _watch(run, seconds, traces=save_traces)
+        since = _watch(run, seconds, traces=save_traces or folder is not None)
         analyzer = open_target(run.root)
     else:
         analyzer = _open_run_or_job(target)
@@ -126,6 +143,11 @@ def verdict(
     if exit_report is not None:
         write_text(exit_report, death_block.exit_report(found, header))
         output.hint(f"wrote {exit_report}")
+    if folder is not None:
+        from haiprof.api.diagnosis_folder import write_diagnosis_folder
+
+        names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
+        output.hint(f"wrote {folder}: {', '.join(names)}")
     output.show(
         lambda width: verdict_card(found, header, width=width, everything=everything), content
     )

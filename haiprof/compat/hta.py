@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from haiprof.base.errors import MissingDataError
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.show.show import display_figure, in_notebook
 from haiprof.trace_analysis.annotations import GPU_CATEGORY, with_annotation
+from haiprof.trace_analysis.counter_trace import COUNTERS
 from haiprof.trace_analysis.critical.segments import DATA_LOADING
 from haiprof.trace_analysis.idle import UNKNOWN
 from haiprof.trace_analysis.kernel_names import short_kernel_name
@@ -435,6 +436,7 @@ class HtaMethods:
         profiler_steps: Sequence[int] | None = None,
         num_candidates: int = 2,
         visualize: bool | None = None,
+        straggler_identification_impl: object = None,
     ) -> list[int]:
         """The ranks that hold the others up most at collectives; fewer where fewer do.
 
@@ -444,6 +446,7 @@ class HtaMethods:
             profiler_steps: Only these.
             num_candidates: At most so many.
             visualize: As in all methods: see the module.
+            straggler_identification_impl: Does nothing: it is a function of HTA's own frames.
         """
         found = self._analysis.stragglers(self._steps, by_step=True)
         if profiler_steps is not None:
@@ -465,12 +468,18 @@ class HtaMethods:
         """Writes traces anew with counter tracks: `TraceAnalysis.write_counter_traces`.
 
         Args:
-            time_series: Both series are written; HTA's flag would leave one out.
+            time_series: HTA's flag, or its value: 1 is queue length, 2 bandwidth of copies; None
+                takes both.
             ranks: Only these; None takes all, where HTA takes rank 0.
-            output_suffix: Another is not taken: files end in `_with_counters.json.gz`.
+            output_suffix: What the files' names end in before `.json.gz`; None or an empty one is
+                `_with_counters`.
             folder: Where; None is beside each trace.
         """
-        return self._of(ranks, self._analysis.write_counter_traces(folder, ranks=ranks))
+        written = self._analysis.write_counter_traces(
+            folder, ranks=ranks, counters=_wanted_counters(time_series),
+            suffix=output_suffix or None,
+        )  # fmt: skip
+        return self._of(ranks, written)
 
     def critical_path_analysis(
         self,
@@ -507,11 +516,19 @@ class HtaMethods:
     ) -> str:
         """Writes the trace anew with its path drawn in; returns the file.
 
-        All events stay, and the path's own dependencies are drawn: HTA's last two arguments are
-        taken and change nothing.
+        Args:
+            rank: Whose.
+            critical_path_graph: From `critical_path_analysis` of the same rank.
+            output_dir: Where; None is beside the trace.
+            only_show_critical_events: Events that are not on the path are left out (HTA's own
+                default; here all stay unless it is asked for).
+            show_all_edges: Does nothing: the path's own dependencies are drawn. A path here keeps
+                no graph of the others.
         """
         overlay = self._analysis.overlay_critical_path
-        return str(overlay(critical_path_graph, rank, folder=output_dir))
+        return str(overlay(
+            critical_path_graph, rank, folder=output_dir, only_path=only_show_critical_events
+        ))  # fmt: skip
 
     def _of(self, ranks: Sequence[int] | None, found: pl.DataFrame) -> pl.DataFrame:
         """The rows of some ranks.
@@ -526,6 +543,20 @@ class HtaMethods:
                 f"{self._analysis.path}: no trace of rank {absent[0]}", hint=f"it has rank {known}"
             )
         return found if ranks is None else found.filter(pl.col("rank").is_in(list(ranks)))
+
+
+def _wanted_counters(time_series: object) -> tuple[str, ...] | None:
+    """HTA's TimeSeriesTypes as names; None for both.
+
+    Raises:
+        UsageError: It is no such flag.
+    """
+    if time_series is None:
+        return None
+    value = getattr(time_series, "value", time_series)
+    if value not in (1, 2, 3):
+        raise UsageError(f"time_series={time_series!r}: expected HTA's TimeSeriesTypes")
+    return tuple(name for bit, name in enumerate(COUNTERS) if value & 1 << bit)
 
 
 def _draw(

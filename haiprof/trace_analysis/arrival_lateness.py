@@ -11,6 +11,7 @@ from haiprof.base.statistics.bootstrap import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.clocks import MAD_TO_SIGMA
 from haiprof.trace_analysis.group_parts import WHOLE_JOB
+from haiprof.trace_analysis.other_groups import above_others, with_passed_on
 
 CONFIDENCE = 0.95
 MIN_FREEDOM = 3
@@ -18,6 +19,9 @@ MIN_FREEDOM = 3
 than three standard errors of one value, and the quantile itself is not exact."""
 UNEQUAL_START_RATIO = 3
 """Ranks came apart to the window where the first collective's spread is this many others'."""
+NEAR_RATIO = 0.25
+"""Lateness in two groups that differs by no more is one and the same: a rank that is late a little
+at each collective of the smaller is late by their sum in the larger. Own choice."""
 
 _GROUP = ("process_group", "group_ranks")
 LATENESS_SCHEMA = {
@@ -44,12 +48,16 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         offsets: From `clocks.clock_offsets`, by which the waits were brought to one clock.
 
     Returns:
-        One row per rank (in the group where it is latest), the latest first: `late_ns` per step,
+        One row per rank (in the smallest of the groups where it is about as late as in the worst:
+        what is late among few is late among all), the latest first: `late_ns` per step,
         the sum over its collectives of its arrival less the median arrival of the other ranks
-        (negative: it is earlier), as a mean over steps; `low_ns` and `high_ns`, the interval that
-        holds it for all ranks together with 95 %, null with less than `MIN_FREEDOM`; `clock_ns`,
-        the part of it that is the clocks'; `step_count`; `collective_count`; `is_late`: the whole
-        interval is above 0; `said`: the answer for people, the same in all rows.
+        (negative: it is earlier), as a mean over steps, and of a late arrival less what it was
+        longer than the others in collectives of its other groups since the last one of this: a
+        rank that only waited elsewhere for a slow one is not late itself; `low_ns` and `high_ns`,
+        the interval that holds it for all ranks together with 95 %, null with less than
+        `MIN_FREEDOM`; `clock_ns`, the part of it that is the clocks'; `step_count`;
+        `collective_count`; `is_late`: the whole interval is above 0; `said`: the answer for
+        people, the same in all rows.
 
         Kernels of one group follow each other on a stream, so no time is counted twice. The
         interval is Student's t over the steps, by the rank's own deviation or that of all ranks of
@@ -65,7 +73,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
         pl.len().cast(pl.Int64).alias("step_count"),
-        pl.col("part").first(),
+        pl.col("part", "group_size").first(),
         pl.col("late").mean().alias("mean"),
         pl.col("late").var().alias("variance"),
         pl.col("count").sum().cast(pl.Int64).alias("collective_count"),
@@ -80,8 +88,9 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
         high_ns=_ns(pl.col("mean") + pl.col("half")),
         clock_ns=_ns("clock"),
     ).with_columns(is_late=(pl.col("low_ns") > 0).fill_null(value=False))
-    best = rows.sort(["is_late", "mean", "rank"], descending=[True, True, False])
-    one = best.unique("rank", keep="first", maintain_order=True)
+    one = _nearest_groups(rows).sort(
+        ["is_late", "mean", "rank"], descending=[True, True, False], maintain_order=True
+    )
     said = pl.lit("; ".join([_verdict(one), *_unequal_starts(waits)]))
     return one.with_columns(said=said).select(
         pl.col(name).cast(dtype) for name, dtype in LATENESS_SCHEMA.items()
@@ -100,6 +109,16 @@ def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
     why = waits["missing"].drop_nulls().mode().sort().to_list()
     first = f" ({why[0]})" if why else ""
     return f"who is late is not known: arrivals at fewer than two collectives compare{first}"
+
+
+def _nearest_groups(rows: pl.DataFrame) -> pl.DataFrame:
+    """One row per rank: of the groups where it is about as late the smallest."""
+    most = pl.col("mean").max().over("rank", "is_late")
+    near = pl.col("mean") >= most - NEAR_RATIO * most.abs()
+    order = ["is_late", "near", "group_size", "mean", "rank", *_GROUP]
+    falling = [True, True, False, True, False, False, False]
+    ordered = rows.with_columns(near=near).sort(order, descending=falling)
+    return ordered.unique("rank", keep="first", maintain_order=True)
 
 
 def _ns(value: str | pl.Expr) -> pl.Expr:
@@ -122,20 +141,12 @@ def _without_first(waits: pl.DataFrame) -> pl.DataFrame:
 
 def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
     """`late`, arrivals less the median of the others' in sum, and `count`, by rank and step."""
-    starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
-    place = pl.col("start_ns").rank("ordinal").over("collective").cast(pl.Int64) - 1
-    others = pl.len().over("collective").cast(pl.Int64) - 1
-    at = pl.col("at")
-    placed = arrivals.with_columns(starts=starts, place=place, others=others)
-    ends = []
-    for name, middle in (("lower", (pl.col("others") - 1) // 2), ("upper", pl.col("others") // 2)):
-        placed = placed.with_columns(at=middle)
-        kept = at + (pl.col("place") <= at).cast(pl.Int64)  # its own place is left out
-        placed = placed.with_columns(pl.col("starts").list.get(kept).alias(name))
-        ends.append(pl.col("start_ns") - pl.col(name))
-    late = (ends[0] + ends[1]) / 2
-    return placed.group_by("rank", *_GROUP, "step").agg(
-        pl.col("part").first(), late.sum().alias("late"), pl.len().alias("count")
+    apart = with_passed_on(above_others(arrivals, "start_ns", "late"))
+    passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
+    return apart.group_by("rank", *_GROUP, "step").agg(
+        pl.col("part", "group_size").first(),
+        (pl.col("late") - passed).sum().alias("late"),
+        pl.len().alias("count"),
     )
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import polars as pl
 
-from haiprof.base.errors import HaiprofError
+from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.bandwidth import memory_bandwidth
 from haiprof.trace_analysis.queue import queue_length
+from haiprof.trace_format.file_ranks import COPY_KEY
 from haiprof.trace_format.find import COUNTER_SUFFIX
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -31,6 +32,7 @@ def write_counter_trace(
     *,
     folder: Path | None = None,
     counters: tuple[str, ...] = COUNTERS,
+    suffix: str = COUNTER_SUFFIX,
 ) -> pl.DataFrame:
     """Writes `<name>_with_counters.json.gz`, for Perfetto or chrome://tracing.
 
@@ -41,6 +43,7 @@ def write_counter_trace(
         trace: One rank's.
         folder: Where; None is beside the trace.
         counters: Which of `COUNTERS`.
+        suffix: What the name ends in before `.json.gz`.
 
     Returns:
         One row: `path`; `counter_event_count`.
@@ -48,19 +51,22 @@ def write_counter_trace(
         Source: HTA generate_trace_with_counters, which holds the whole trace in memory.
 
     Raises:
+        UsageError: The suffix is no part of a file's name.
         HaiprofError: The file cannot be written.
     """
     unknown = set(counters) - set(COUNTERS)
     if unknown:
         raise ValueError(f"no counters {sorted(unknown)}: they are {', '.join(COUNTERS)}")
-    path = (folder or trace.path.parent) / f"{_stem(trace.path.name)}{COUNTER_SUFFIX}.json.gz"
+    if not suffix or "/" in suffix:
+        raise UsageError(f"suffix {suffix!r}: expected part of a file's name")
+    path = (folder or trace.path.parent) / f"{_stem(trace.path.name)}{suffix}.json.gz"
     events = pl.concat([_events(trace, counter) for counter in counters])
     try:
         with (
             whole_file(path, below=path.parent) as packed,
             gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
         ):
-            for text in _text(trace.path, events):
+            for text in _text(trace.path, events, named=COUNTER_SUFFIX in suffix):
                 file.write(text)
     except OSError as error:
         raise HaiprofError(
@@ -73,10 +79,14 @@ def _stem(name: str) -> str:
     return name.removesuffix(".gz").removesuffix(".json")
 
 
-def _text(path: Path, events: pl.Series) -> Iterator[bytes]:
-    """Yields the new file's text; the metadata follows the events."""
+def _text(path: Path, events: pl.Series, *, named: bool) -> Iterator[bytes]:
+    """Yields the new file's text; the metadata follows the events.
+
+    Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
+    """
     text = TraceText(path)
-    separator = b'{"traceEvents": [\n'
+    mark = "" if named else f'"{COPY_KEY}": 1, '
+    separator = f'{{{mark}"traceEvents": [\n'.encode()
     for piece in event_texts(text):
         yield separator
         yield piece

@@ -14,6 +14,7 @@ from haiprof.base.intervals import union
 from haiprof.trace_analysis.call_stacks import uncovered_starts
 from haiprof.trace_analysis.call_tree import nest
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer
+from haiprof.trace_analysis.launch_geometry import split_geometry, with_geometry
 from haiprof.trace_analysis.temporal import Steps, step_window, with_launch
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 
@@ -46,6 +47,7 @@ def step_samples(
     *,
     of: tuple[str, ...] = (KERNEL, OPERATOR),
     names: str = FULL,
+    geometry: bool = False,
     steps: Steps = None,
     by_step: bool = True,
 ) -> pl.DataFrame:
@@ -55,6 +57,7 @@ def step_samples(
         trace: One rank's.
         of: Which events: `kernel` (all that ran on the GPU), `operator`, `runtime`, `annotation`.
         names: `full`, `short` or `generic`: `haiprof.trace_analysis.kernel_names`.
+        geometry: Whether a kernel with another grid or block has another name (`launch_geometry`).
         steps: First step and the one after the last.
         by_step: Without it, and in a trace without steps, the whole trace is one window.
 
@@ -81,8 +84,11 @@ def step_samples(
     windows = _windows(trace, steps, by_step=by_step)
     parts = [_step_rows(windows)]
     for kind in of:
-        events = _events(trace, kind, by_launch=windows[0].step is not None)
-        events = _compared_names(events, name_normalizer(names, is_kernel=kind == KERNEL))
+        is_kernel = kind == KERNEL
+        gpu = with_geometry(trace.gpu) if is_kernel and geometry else trace.gpu
+        events = _events(trace, kind, gpu, by_launch=windows[0].step is not None)
+        rename = name_normalizer(names, is_kernel=is_kernel)
+        events = _compared_names(events, _keeping_geometry(rename) if geometry else rename)
         if kind == KERNEL:
             parts.append(_without_launch(events))
         parts.append(_per_window(events, windows, kind))
@@ -118,11 +124,19 @@ def _step_rows(windows: list[_StepWindow]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=SAMPLE_SCHEMA, orient="row")
 
 
-def _events(trace: Trace, kind: str, *, by_launch: bool) -> pl.DataFrame:
+def _keeping_geometry(rename: Callable[[str], str]) -> Callable[[str], str]:
+    def rename_kernel(name: str) -> str:
+        plain, geometry = split_geometry(name)
+        return rename(plain) + geometry
+
+    return rename_kernel
+
+
+def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> pl.DataFrame:
     """`name`, `pid`, `tid`, `ts_ns`, `dur_ns`, and `when_ns`, which decides on the step."""
     columns = ["name", "pid", "tid", "ts_ns", "dur_ns"]
     if kind == KERNEL:
-        known = with_launch(trace.gpu, trace.runtime)
+        known = with_launch(gpu, trace.runtime)
         no_launches = known["launch_ns"].null_count() == len(known)
         own = not by_launch or no_launches
         when = pl.coalesce("launch_ns", "ts_ns") if own else pl.col("launch_ns")

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from haiprof.trace_format.checks.finding import Finding
-from haiprof.trace_format.find import SUMMARY_SUFFIX
+from haiprof.trace_format.find import trace_name
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.tables import TABLES
@@ -112,7 +112,7 @@ def _row(file: TraceFile) -> dict[str, object]:
     }
     row |= {name: getattr(report, name, None) for name in LOAD_SCHEMA if name not in row}
     row |= {f"{table}_count": count for table, count in report.kept.items()}
-    row["file"] = file.path.name.removesuffix(SUMMARY_SUFFIX)
+    row["file"] = trace_name(file.path)
     faults = [finding for finding in file.findings if finding.is_fault]
     row["fault_count"] = sum(finding.count for finding in faults)
     row["faults"] = ", ".join(f"{each.count} {each.check}" for each in faults) or None

@@ -70,16 +70,20 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
 
 
 def with_part(collectives: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Collectives with the `part` of their `process_group`.
+    """Collectives with the `part` of their `process_group`, and its ranks where only that has them.
 
     Args:
-        collectives: Of one rank, with `process_group`.
+        collectives: Of one rank, with `process_group`, `group_ranks` and `group_size`.
         groups: From `process_group_table` of the same rank.
     """
-    return collectives.join(
-        groups.select("process_group", "part"), on="process_group", how="left",
-        maintain_order="left",
-    )  # fmt: skip
+    listed = groups.select(
+        "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
+    )
+    found = collectives.join(listed, on="process_group", how="left", maintain_order="left")
+    return found.with_columns(
+        group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
+        group_size=pl.coalesce("group_size", "listed_size"),
+    ).drop("listed_ranks", "listed_size")
 
 
 def has_several_groups(groups: pl.DataFrame) -> bool:

@@ -102,18 +102,23 @@ def store_answers(entry: CacheEntry, answers: Mapping[str, Answer]) -> None:
         file.write(data)
 
 
-def pack_answers(answers: Mapping[str, Answer]) -> bytes:
-    """A checksum, a line of JSON with the sizes, and the answers one after the other."""
-    data = {name: _encode(answer) for name, answer in answers.items()}
+def pack_answers(answers: Mapping[str, Answer], *, plain: bool = False) -> bytes:
+    """A checksum, a line of JSON with the sizes, and the answers one after the other.
+
+    Args:
+        answers: By name.
+        plain: Frames are not compressed, for whoever compresses the whole.
+    """
+    data = {name: _encode(answer, plain=plain) for name, answer in answers.items()}
     index = [[name, kind, len(part)] for name, (kind, part) in data.items()]
     body = json.dumps(index).encode() + b"\n" + b"".join(part for _, part in data.values())
     return b"%08x" % zlib.crc32(body) + body
 
 
-def _encode(answer: Answer) -> tuple[str, bytes]:
+def _encode(answer: Answer, *, plain: bool) -> tuple[str, bytes]:
     if isinstance(answer, pl.DataFrame):
         buffer = io.BytesIO()
-        answer.write_ipc_stream(buffer, compression="lz4")
+        answer.write_ipc_stream(buffer, compression="uncompressed" if plain else "lz4")
         return "frame", buffer.getvalue()
     if isinstance(answer, MissingDataError):
         return "missing", json.dumps([str(answer), answer.hint]).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from haiprof.trace_analysis.collectives import SYNCHRONISING
+from haiprof.trace_analysis.other_groups import with_time_elsewhere
 
 # Bus bandwidth over algorithm bandwidth, for n ranks. Source: nccl-tests, doc/PERFORMANCE.md.
 _BUS_FACTOR = {
@@ -29,11 +30,12 @@ def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
         The same, matched ones only, with `group_size` (recorded; else the world's size where all
         ranks take part; else null), `rank_count` of those traced; `late_ns`, start less the first
         start; `wait_ns` until the last rank has started; `transfer_ns` from then to its own end;
+        `elsewhere_ns` in collectives of other groups before it (`other_groups`);
         `arrived_last` (nobody where two tie); `missing`, the reason why the last three are null:
         a rank of the group without trace (the last one may be it), a kind that a rank may leave
         before others enter, or times that contradict each other.
     """
-    inside = kernels.filter(pl.col("collective").is_not_null())
+    inside = with_time_elsewhere(kernels).filter(pl.col("collective").is_not_null())
     count = pl.col("rank").n_unique().over("collective").cast(pl.Int64)
     world = pl.when(count == pl.col("world_size")).then("world_size")
     known = inside.with_columns(

@@ -18,10 +18,11 @@ from haiprof.run_analysis.step_frame import STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.classify import with_kind
+from haiprof.trace_analysis.patterns.function_tables import FUNCTION_TABLES, function_frames
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.temporal import gpu_events
 from haiprof.trace_analysis.trace_questions import TraceQuestions
-from haiprof.trace_format.find import trace_files
+from haiprof.trace_format.find import is_reduced_to_functions, trace_files, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.tables import GPU, TABLES
 
@@ -245,7 +246,13 @@ def _has_traces(path: Path) -> bool:
 
 
 def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
-    """The tables of traces: `trace_format.kineto.tables` with the rank, and texts as strings."""
+    """The tables of traces: `trace_format.kineto.tables` with the rank, and texts as strings.
+
+    With `function_tables`; of traces that were reduced to their functions these alone.
+    """
+    functions = function_tables(analysis)
+    if is_reduced_to_functions(window_files(analysis.path)):
+        return functions
     found = []
     for name, meaning in _TRACE_TABLES.items():
         columns = [_column("rank", "Int64", "of the trace")]
@@ -261,7 +268,8 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
         _column("dur_ns", "Int64", "end less start"),
         _column("tid", "Int64", "thread"),
     ]
-    return [*found, _table(STEPS, "profiler steps of the traces", steps, _rows_of(analysis, STEPS))]
+    marks = _table(STEPS, "profiler steps of the traces", steps, _rows_of(analysis, STEPS))
+    return [*found, marks, *functions]
 
 
 def run_tables(analyzer: RunFrames) -> list[SqlTable]:
@@ -275,8 +283,20 @@ def run_tables(analyzer: RunFrames) -> list[SqlTable]:
         "windows": analyzer.windows,
         "reactions": analyzer.reactions,
     }
+    return _make_tables(_RUN_TABLES, frames)
+
+
+def function_tables(analysis: TraceQuestions) -> list[SqlTable]:
+    """What `haiprof functions` says of traces, or of what they were reduced to."""
+    return _make_tables(FUNCTION_TABLES, function_frames(analysis.patterns))
+
+
+def _make_tables(
+    tables: Mapping[str, tuple[str, _Schema, dict[str, str]]],
+    frames: Mapping[str, Callable[[], pl.DataFrame]],
+) -> list[SqlTable]:
     found = []
-    for name, (meaning, schema, meanings) in _RUN_TABLES.items():
+    for name, (meaning, schema, meanings) in tables.items():
         columns = [
             _column(column, str(pl.Schema({column: dtype})[column]), meanings[column])
             for column, dtype in schema.items()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from haiprof.trace_analysis.other_groups import with_passed_on
+
 
 def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     """Who arrives last.
@@ -15,7 +17,8 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     Returns:
         `rank` (and `step`), by `held_up_ns` falling: `collective_count` with known times;
         `last_count` and `last_ratio`, those where it alone arrived last; `held_up_ns`, how much it
-        then came behind the second last, in sum: what the others lost to this rank alone;
+        then came behind the second last, in sum, less what it was longer than the others in
+        collectives of its other groups before: what the others lost to this rank alone;
         `waited_ns`, its own waiting for later ranks; `collective_ns`, time in collective kernels,
         which is shortest on the slow rank; `step_count`, and `held_up_ns_per_step` and
         `waited_ns_per_step`, null without profiler steps.
@@ -28,9 +31,12 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
     second = starts.list.get(-2, null_on_oob=True)
     behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
+    known = with_passed_on(known.with_columns(behind=behind))
+    passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
+    own = pl.col("behind") - passed
     keys = ["rank", "step"] if by_step else ["rank"]
     rows = (
-        known.with_columns(behind=behind)
+        known.with_columns(behind=own)
         .group_by(keys)
         .agg(
             collective_count=pl.len().cast(pl.Int64),

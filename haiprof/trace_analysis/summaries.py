@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError, UsageError
 from haiprof.base.safe_files import make_named_folder, write_file
@@ -77,8 +78,24 @@ def read_summary(path: Path, questions: Collection[str]) -> Summary:
     return Summary(path=path, steps=steps, answers=answers)
 
 
-def common_steps(summaries: Sequence[Summary], asked: Steps) -> Steps:
+class _OfSteps(Protocol):
+    """What was made of some steps of a trace."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def steps(self) -> Steps: ...
+
+
+def common_steps(
+    summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace-report"
+) -> Steps:
     """The steps that all summaries share.
+
+    Args:
+        summaries: Of one command.
+        asked: The steps that are asked for; None takes theirs.
+        command: The command whose `--reduce` wrote them.
 
     Raises:
         HaiprofError: They have different steps.
@@ -93,7 +110,7 @@ def common_steps(summaries: Sequence[Summary], asked: Steps) -> Steps:
     if asked not in (None, first.steps):
         raise MissingDataError(
             f"{first.path}: a summary of {_range(first.steps)}",
-            hint="haiprof trace-report TRACES --reduce DIR --steps A:B makes one of others",
+            hint=f"haiprof {command} TRACES --reduce DIR --steps A:B makes one of others",
         )
     return first.steps
 

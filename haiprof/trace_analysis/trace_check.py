@@ -8,7 +8,7 @@ import polars as pl
 
 from haiprof.trace_analysis.files import TraceFile
 from haiprof.trace_format.checks.finding import ALL_RANKS, Finding, count_text, milliseconds
-from haiprof.trace_format.find import SUMMARY_SUFFIX
+from haiprof.trace_format.find import trace_name
 
 CHECK_SCHEMA = {
     "rank": pl.Int64,
@@ -37,7 +37,7 @@ def check_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
     """
     rows = [_row(None, None, finding) for finding in rank_findings(files)]
     rows += [
-        _row(rank, file.path.name.removesuffix(SUMMARY_SUFFIX), finding)
+        _row(rank, trace_name(file.path), finding)
         for rank, file in files.items()
         for finding in file.findings
     ]

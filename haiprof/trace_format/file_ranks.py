@@ -20,6 +20,8 @@ _RANK_IN_NAME = re.compile(
 )
 _NUMBER = re.compile(r"\d+")
 MERGED_KEY = "haiprof_merge"
+COPY_KEY = "haiprof_copy"
+"""Begins a trace that haiprof wrote anew with more or less in it: it is not another rank."""
 """Metadata of a trace that `haiprof merge` wrote: all ranks in one."""
 
 _NUMBERS = ("pid", "rank")

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.layout import MANIFEST_NAME
 from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
-from haiprof.trace_format.file_ranks import MERGED_KEY
+from haiprof.trace_format.file_ranks import COPY_KEY, MERGED_KEY
 from haiprof.trace_format.run_windows import one_window, raw_traces
 
 TRACE_ENDINGS = (".json", ".json.gz")
@@ -23,12 +23,15 @@ OVERLAY_SUFFIX = "_critical_path"
 """Ends the name of a copy with its critical path drawn in."""
 SUMMARY_SUFFIX = ".summary"
 """Ends the name of a summary: a trace's answers to the standard report."""
+FUNCTIONS_SUFFIX = ".functions"
+"""Ends the name of what `haiprof functions` asks of a trace, in place of the trace."""
 MERGED_NAME = "merged"
 """Begins the default name of `haiprof merge`'s output, which holds all ranks."""
 LINKED_NAME = "linked"
 """Begins the name of `haiprof link`'s output: execution traces with times."""
 _EXECUTION_TRACE = re.compile(rb'\s*\{\s*"schema"\s*:')  # a profiler's begins with schemaVersion
 _MERGED = f'"{MERGED_KEY}"'.encode()
+_COPY = f'"{COPY_KEY}"'.encode()
 _HEAD_BYTES = 256
 # Files beside traces with the same ending.
 _OTHERS = ("run.json", "rank.json", "agent.json", "verdict.json", "config.json", "failures.log")
@@ -40,7 +43,8 @@ def trace_files(source: str | Path) -> list[Path]:
     """The trace files that a path means, by name; of a run those of all windows.
 
     Args:
-        source: A file; a folder with one file per rank, or with their summaries alone, in which
+        source: A file; a folder with one file per rank, or with their summaries (else with what
+            `haiprof functions --reduce` made of them) alone, in which
             execution traces and a merged trace may stand, too; a run directory with its `traces`,
             in which raw ones count that nobody will compress any more.
 
@@ -53,14 +57,18 @@ def trace_files(source: str | Path) -> list[Path]:
     if not path.is_dir():
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
-    there = sorted(Path(entry.path) for entry in os.scandir(folder) if _is_trace(entry))
-    heads = {path: _head(path) for path in there}
+    heads = {
+        Path(entry.path): _head(Path(entry.path))
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+        if _is_trace(entry)
+    }
+    there = [path for path, head in heads.items() if _COPY not in head]
     merged = [path for path in there if _MERGED in heads[path]]
     found = [p for p in there if p not in merged and not _EXECUTION_TRACE.match(heads[p])]
     if folder.name == "traces":
         found += raw_traces(folder, [file.name for file in found])
-    if not found:
-        found = sorted(folder.glob(f"[!.]*{SUMMARY_SUFFIX}"))
+    for suffix in (SUMMARY_SUFFIX, FUNCTIONS_SUFFIX):
+        found = found or sorted(folder.glob(f"[!.]*{suffix}"))
     if not found and merged:
         raise TraceFormatError(
             f"{merged[0]}: it holds several ranks (haiprof merge), for a viewer",
@@ -83,6 +91,16 @@ def window_files(source: str | Path, window: int | None = None) -> list[Path]:
         MissingDataError: There is no such window.
     """
     return one_window(trace_files(source), window)
+
+
+def is_reduced_to_functions(paths: Sequence[Path]) -> bool:
+    """Whether these are not traces, but what `haiprof functions --reduce` made of some."""
+    return paths[0].name.endswith(FUNCTIONS_SUFFIX)
+
+
+def trace_name(path: Path) -> str:
+    """The name of a trace; of what was reduced, that of the trace it was made of."""
+    return path.name.removesuffix(SUMMARY_SUFFIX).removesuffix(FUNCTIONS_SUFFIX)
 
 
 def _head(path: Path) -> bytes:

@@ -54,6 +54,8 @@ TARGETS = (
            run=trace_readers.read_snapshot, seeds=trace_readers.snapshot_seeds),
     Target(name="answers", reads="a summary: kept answers (Arrow IPC)",
            run=trace_readers.read_answers, seeds=trace_readers.answer_seeds),
+    Target(name="functions", reads="a rank's functions: what its trace was reduced to",
+           run=trace_readers.read_functions, seeds=trace_readers.function_seeds),
     Target(name="operations", reads="a table of operations (Parquet), replayed",
            run=trace_readers.replay_operations, seeds=trace_readers.operation_seeds),
     Target(name="sql", reads="a question of haiprof query",

@@ -53,6 +53,7 @@ _OWN = {
     "in_job/worker_stacks.py": "the report of the rank that made the worker, cut and checked",
     "linux/process_exit.py": "the kernel's answer about a process",
     "trace_analysis/efficiency/tensors.py": "arguments of a trace that was loaded",
+    "trace_analysis/launch_geometry.py": "arguments of a trace that was loaded",
     "trace_format/kineto/kept_findings.py": "the user's own cache, whose entries have checksums",
     "trace_format/kineto/concrete_values.py": "events of a trace that was loaded",
     "run_format/schema.py": "no bytes: it makes the struct",

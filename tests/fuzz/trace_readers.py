@@ -18,9 +18,11 @@ import polars as pl
 from benchmarks.gpu.simulated_allocator import MIB, Allocator
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
+from haiprof.diagnosis.functions.reports import function_reports
 from haiprof.trace_analysis import report_cache
 from haiprof.trace_analysis.execution.chakra import chakra_graph, write_chakra
 from haiprof.trace_analysis.memory_file import memory_by_category
+from haiprof.trace_analysis.patterns.pattern_file import patterns_of_files, reduce_patterns
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
 from haiprof.trace_analysis.summaries import read_summary, write_summary
@@ -292,6 +294,30 @@ def answer_seeds() -> list[bytes]:
     found = [write_summary(told / "rank0.json", told, (1, 2), each).read_bytes() for each in sets]
     assert report_cache.unpack_answers(found[0].partition(b"\n")[2], folder())
     return found
+
+
+def read_functions(data: bytes) -> object:
+    """A rank's functions with a right checksum; packed here, so that mutations reach it."""
+    head, _, body = data.partition(b"\n")
+    body = b"%08x" % zlib.crc32(body[8:]) + body[8:]
+    path = put("rank0.functions", gzip.compress(head + b"\n" + body, 1))
+    found = patterns_of_files([path], None)
+    reports = function_reports(found).reports
+    return [bool(report.meaning) for report in reports], found.functions.height > 0
+
+
+@cache
+def function_seeds() -> list[bytes]:
+    """A rank with a kernel and a collective, and one whose file was too small for all."""
+    traces = folder() / "reduced"
+    traces.mkdir()
+    said = {"Collective name": "allreduce", "Group size": 2, "Process Group Name": "0", "Seq": 1}
+    rank_file(traces, 0, [step(3, 0, 100), launch(7, 5), kernel("gemm", 10, 10, correlation=7),
+                          kernel("ncclDevKernel_AllReduce", 30, 9, **said)])  # fmt: skip
+    (path,) = reduce_patterns(traces, traces / "out")
+    text = gzip.decompress(path.read_bytes())
+    lacking = b'"left_out": ["1 functions"]'
+    return [text, text.replace(b'"left_out": []', lacking)]
 
 
 def replay_operations(data: bytes) -> object:

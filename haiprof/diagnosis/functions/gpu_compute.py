@@ -19,6 +19,7 @@ from haiprof.diagnosis.functions.report import (
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, SAME_COUNT_RATIO
 from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.launch_geometry import split_geometry
 from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
 
 if TYPE_CHECKING:
@@ -150,9 +151,11 @@ def _meaning(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> list[str]:
         .select("rank", "name", "median_ns", "others_median_ns")
         .rows()[:3]
     ):
+        plain, geometry = split_geometry(name)
         lines.append(
-            f"rank {rank}: {short_kernel_name(name)} takes {duration_text(own)}, elsewhere "
-            f"{duration_text(usual)}; if only this kernel is slow there, compare its shapes"
+            f"rank {rank}: {short_kernel_name(plain)}{geometry} takes {duration_text(own)}, "
+            f"elsewhere {duration_text(usual)}; if only this kernel is slow there, compare its "
+            "shapes"
         )
     odd = ranks.filter(pl.col("is_odd"))
     for rank, use in odd.select("rank", _USE).rows():

@@ -45,6 +45,10 @@ class FunctionReports:
     reports: tuple[FunctionReport, ...]
     functions: pl.DataFrame
     """Every function of every rank, the columns of `Patterns.functions`."""
+    notes: tuple[str, ...] = ()
+    """What files of the ranks' functions have left out."""
+    hardware: pl.DataFrame | None = None
+    """From `hardware_by_function`; None where it was not asked for."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
@@ -55,7 +59,9 @@ class FunctionReports:
                 "mad_factor": FAR_MAD_FACTOR,
                 "min_ranks": FAR_MIN_RANKS,
             },
+            "notes": list(self.notes),
             "reports": {report.kind: report.as_json() for report in self.reports},
+            **({} if self.hardware is None else {"hardware": self.hardware.to_dicts()}),
             "example": {"rank": self.ranks[0], "functions": _of_rank(self)},
         }
 
@@ -82,6 +88,7 @@ def function_reports(patterns: Patterns, only: str | None = None) -> FunctionRep
         ranks=patterns.ranks,
         reports=tuple(_report(kind, patterns) for kind in kinds),
         functions=patterns.functions.filter(pl.col("kind").is_in(kinds)),
+        notes=patterns.left_out,
     )
 
 

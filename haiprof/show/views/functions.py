@@ -14,9 +14,10 @@ from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, RANKS, Funct
 from haiprof.diagnosis.functions.reports import FunctionReports
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.tables.frame_table import Columns, frame_table
-from haiprof.show.text import count_text
+from haiprof.show.text import count_text, value_text
 from haiprof.show.views.blocks import bullets, section
 from haiprof.trace_analysis.kernel_names import short_kernel_name
+from haiprof.trace_analysis.launch_geometry import split_geometry
 from haiprof.trace_analysis.patterns.kinds import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -85,6 +86,10 @@ _COLUMNS: dict[str, dict[str, Columns]] = {
     RUNTIME: _HOST,
     PYTHON: _HOST,
 }  # fmt: skip
+_NO_SAMPLES = (
+    "no sample is one function's: they lie further apart than functions last; `--burst` samples "
+    "every 100 µs"
+)
 _STACK_END = 3
 _PATH = re.compile(r"^[^<(]*/(?=[^/]+\.py\()")
 _DOES = re.compile(r"(\w+?)_?(?:kernel_cuda|cuda_kernel|cuda|[Ff]unctor)\b")
@@ -105,7 +110,33 @@ def functions_view(found: FunctionReports) -> RenderableType:
     left_out = [report for report in found.reports if report not in told]
     if left_out:
         parts.append(section("not in the traces", *bullets(_left_out(left_out))))
+    if found.hardware is not None:
+        parts.append(section("hardware while they ran", *_hardware(found.hardware)))
+    if found.notes:
+        parts.append(section("not in the reduced files", *bullets(found.notes)))
     return Group(Text(head, style="bold"), Text(legend, style="dim"), *parts)
+
+
+def _hardware(samples: pl.DataFrame) -> Sequence[RenderableType]:
+    """Counters while functions ran, kinds as a whole first; means over the ranks."""
+    if samples.is_empty():
+        return list(bullets((_NO_SAMPLES,)))
+    summed = samples.group_by("kind", "type", "name", "source", "metric", "unit").agg(
+        pl.col("rank").n_unique().alias("rank_count"),
+        pl.col("sample_count").sum(),
+        pl.col("mean", "interval_ns").mean(),
+    )
+    texts = [value_text(*row) for row in summed.select("mean", "unit").iter_rows()]
+    named = summed.with_columns(
+        pl.Series("value", texts, dtype=pl.String),
+        whole=pl.col("name").is_null(),
+        name=pl.coalesce("name", pl.format("any {}", "kind")),
+    ).sort("whole", "sample_count", "name", "metric", descending=[True, True, False, False])
+    plain = {name: kernel_label(name) for name in named["name"].unique()}
+    shown = named.with_columns(pl.col("name").replace_strict(plain, return_dtype=pl.String))
+    columns = (("metric", "counter"), ("value", "mean"), ("rank_count", "ranks"),
+               ("sample_count", "samples"), ("name", "while it ran"))  # fmt: skip
+    return list(frame_table(shown, columns, limit=4 * _LIMIT, where="--json and --csv"))
 
 
 def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator[RenderableType]:
@@ -202,6 +233,9 @@ def _label(calls: Sequence[str], fork: int | None) -> str:
 
 def kernel_label(name: str) -> str:
     """A kernel's short name; of PyTorch's generic ones also what they do: `reduce_kernel [sum]`."""
+    plain, geometry = split_geometry(name)
+    if geometry:
+        return kernel_label(plain) + geometry
     short = short_kernel_name(name)
     if not short.startswith("at::native::") or not short.endswith("_kernel"):
         return short

@@ -24,7 +24,9 @@ _GZIP_LEVEL = 1
 _ROWS = 20_000
 
 
-def write_overlay(trace: Trace, path: CriticalPath, *, folder: Path | None = None) -> Path:
+def write_overlay(
+    trace: Trace, path: CriticalPath, *, folder: Path | None = None, only_path: bool = False
+) -> Path:
     """Writes `<name>_critical_path.json.gz`, for Perfetto or chrome://tracing.
 
     The trace's text is passed through piece by piece, whatever its size. Events on the path get
@@ -36,6 +38,8 @@ def write_overlay(trace: Trace, path: CriticalPath, *, folder: Path | None = Non
         trace: One rank's.
         path: Its critical path.
         folder: Where; None is beside the trace.
+        only_path: Whether events that are not on it are left out; names of processes and threads
+            stay.
 
     Returns:
         The new file.
@@ -57,7 +61,7 @@ def write_overlay(trace: Trace, path: CriticalPath, *, folder: Path | None = Non
             whole_file(target, below=target.parent) as packed,
             gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
         ):
-            for text in _text(trace.path, path):
+            for text in _text(trace.path, path, only_path=only_path):
                 file.write(text)
     except OSError as error:
         raise HaiprofError(
@@ -66,13 +70,13 @@ def write_overlay(trace: Trace, path: CriticalPath, *, folder: Path | None = Non
     return target
 
 
-def _text(source: Path, path: CriticalPath) -> Iterator[bytes]:
+def _text(source: Path, path: CriticalPath, *, only_path: bool) -> Iterator[bytes]:
     """Yields the new file's text; the metadata follows the events."""
     running = path.rows.filter(pl.col("kind") != "delay")["event"].drop_nulls()
     events = np.unique(running.to_numpy())
     text = TraceText(source)
     separator = b'{"traceEvents": [\n'
-    for piece in add_marks(text, events, MARK):
+    for piece in add_marks(text, events, MARK, only_marked=only_path):
         yield separator
         yield piece
         separator = b",\n"

@@ -13,7 +13,7 @@ from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.patterns.evidence import Evidence
 from haiprof.trace_analysis.patterns.kinds import COMMUNICATION
 from haiprof.trace_analysis.patterns.transfer_types import transfer_type
-from haiprof.trace_analysis.patterns.worker import WorkerPattern
+from haiprof.trace_analysis.patterns.worker import RankFunctions, WorkerPattern
 from haiprof.trace_analysis.skew import collective_waits, collectives
 
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
@@ -34,10 +34,13 @@ class Patterns:
     who_is_late: str
     """The same in words, or why it is not known."""
     signs: Mapping[int, Evidence]
-    """By rank."""
+    """By rank; empty where only the functions were kept."""
     moved_clocks: tuple[int, ...]
     """Ranks whose clock was corrected although the trace names no host: a link that is slow in
     every collective would look the same."""
+
+    left_out: tuple[str, ...] = ()
+    """What files of the ranks' functions have left out, in words; empty from traces."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -45,7 +48,7 @@ class Patterns:
         return tuple(self.totals["rank"].to_list())
 
 
-def gather_patterns(workers: Mapping[int, WorkerPattern]) -> Patterns:
+def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     """Puts the patterns of all ranks together.
 
     Args:
@@ -82,7 +85,11 @@ def gather_patterns(workers: Mapping[int, WorkerPattern]) -> Patterns:
         else tuple(offsets.filter("corrected")["rank"].to_list()),
         lateness=lateness,
         who_is_late=who_is_late(lateness, waits),
-        signs={rank: worker.signs for rank, worker in workers.items()},
+        signs={
+            rank: worker.signs
+            for rank, worker in workers.items()
+            if isinstance(worker, WorkerPattern)
+        },
     )
 
 

@@ -12,6 +12,7 @@ from haiprof.base.intervals import Intervals, total
 from haiprof.trace_analysis.classify import COMPUTATION, MEMORY_CATEGORIES, with_kind
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.files import host_name
+from haiprof.trace_analysis.launch_geometry import with_geometry
 from haiprof.trace_analysis.patterns.evidence import Evidence, collect_evidence
 from haiprof.trace_analysis.patterns.host_stacks import host_calls, stack_times
 from haiprof.trace_analysis.patterns.kinds import (
@@ -56,33 +57,51 @@ FUNCTIONS_SCHEMA = {
     "bandwidth_bytes_per_s": pl.Float64,
     "bandwidth_std_bytes_per_s": pl.Float64,
 }
+TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
+    "window_ns": pl.Int64,
+    **{f"{kind.replace('-', '_')}_ratio": pl.Float64 for kind in PRIORITY},
+    "utilization_ratio": pl.Float64,
+    "sm_efficiency_ratio": pl.Float64,
+    "occupancy_ratio": pl.Float64,
+    "overlap_ratio": pl.Float64,
+    "gpu_name": pl.String,
+    "host": pl.String,
+    "has_gpu": pl.Boolean,
+    "has_python": pl.Boolean,
+}
 _KEYS = ("type", "name")
 _RATE, _FILL = "bandwidth_bytes_per_s", "occupancy_ratio"
 NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPattern:
-    """One rank's pattern; small enough to be sent between processes."""
+class RankFunctions:
+    """What the functions of one rank did, and its collectives."""
 
     functions: pl.DataFrame
     """Columns of `FUNCTIONS_SCHEMA`."""
     totals: pl.DataFrame
-    """One row: `window_ns`, `<kind>_ratio` per kind, `utilization_ratio`, `sm_efficiency_ratio`,
-    `occupancy_ratio`, `overlap_ratio`, `gpu_name`, `host`, `has_gpu`, `has_python`."""
+    """One row: columns of `TOTALS_SCHEMA`."""
     collectives: pl.DataFrame
     """Columns of `collectives.KERNELS_SCHEMA`; only those that began in the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPattern(RankFunctions):
+    """One rank's pattern; small enough to be sent between processes."""
+
     signs: Evidence
     """Evidence for rules beyond the functions."""
 
 
-def worker_pattern(trace: Trace, *, steps: Steps = None) -> WorkerPattern:
+def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False) -> WorkerPattern:
     """Computes what bounds one rank; a question for a pool.
 
     Args:
         trace: One rank's.
         steps: From the beginning of the first profiler step to the end of the one before the
             second; None is everything in the file. What reaches beyond is cut there.
+        geometry: Whether a kernel of the same name with another grid or block is another function.
 
     Returns:
         Per function `bottleneck_ratio`: the share of the window in which it ran and nothing of a
@@ -95,12 +114,7 @@ def worker_pattern(trace: Trace, *, steps: Steps = None) -> WorkerPattern:
         Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
     """
     window = pattern_window(trace, steps)
-    communication = _collectives(trace, window)
-    parts = {
-        **_gpu(trace),
-        COMMUNICATION: _name_collectives(trace, communication),
-        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
-    }
+    parts, communication = function_events(trace, window, geometry=geometry)
     unknown = trace.gpu.is_empty() and has_gpu(trace)
     tables: list[pl.DataFrame] = []
     ratios: dict[str, int | None] = {}
@@ -127,8 +141,26 @@ def has_gpu(trace: Trace) -> bool:
     return bool(len(trace.gpu) or len(trace.runtime) or trace.metadata.get("deviceProperties"))
 
 
-def _gpu(trace: Trace) -> dict[str, pl.DataFrame]:
+def function_events(
+    trace: Trace, window: PatternWindow, *, geometry: bool = False
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
+    """The calls of each function by kind but Python, and the collectives that began in a window.
+
+    Returns:
+        By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
+    """
+    communication = _collectives(trace, window)
+    parts = {
+        **_gpu(trace, geometry=geometry),
+        COMMUNICATION: _name_collectives(trace, communication),
+        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
+    }
+    return parts, communication
+
+
+def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     gpu = with_kind(gpu_events(trace, None))
+    gpu = with_geometry(gpu) if geometry else gpu
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
     rated = gpu.with_columns(pl.coalesce(_RATE, own).alias(_RATE), type=pl.lit(""))
     is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
@@ -231,13 +263,12 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
     own = pl.when(~(host & unknown)).then("bottleneck_ns")
     known = found.with_columns(
         bottleneck_ns=own,
-        share_ratio=pl.col("covered_ns") / whole,
-        bottleneck_ratio=own / whole,
         **{name: pl.lit(None) for name in FUNCTIONS_SCHEMA if name not in
-           (*found.columns, "share_ratio", "bottleneck_ratio")},
+           found.columns},
     )  # fmt: skip
     return (
-        known.select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
+        with_ratios(known, whole)
+        .select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
         .with_columns(
             place=pl.col("kind").replace_strict(
                 dict(zip(PRIORITY, range(len(PRIORITY)), strict=True))
@@ -245,6 +276,20 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
         )
         .sort("place", -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
         .drop("place")
+    )
+
+
+def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    """With what functions take of their window.
+
+    Args:
+        functions: `covered_ns`, `bottleneck_ns`.
+        window_ns: How long the window is.
+    """
+    # polars divides a chunk of one row otherwise than a longer one, by a last bit.
+    return functions.rechunk().with_columns(
+        share_ratio=pl.col("covered_ns") / window_ns,
+        bottleneck_ratio=pl.col("bottleneck_ns") / window_ns,
     )
 
 
@@ -281,10 +326,7 @@ def _totals(
         "has_gpu": has_events,
         "has_python": len(trace.python) > 0,
     }
-    schema: dict[str, type[pl.DataType]] = dict.fromkeys(row, pl.Float64)
-    schema |= {"window_ns": pl.Int64, "gpu_name": pl.String, "host": pl.String}
-    schema |= {"has_gpu": pl.Boolean, "has_python": pl.Boolean}
-    return pl.DataFrame([row], schema=schema)
+    return pl.DataFrame([row], schema=TOTALS_SCHEMA)
 
 
 def _overlap_ratio(

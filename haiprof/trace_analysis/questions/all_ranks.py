@@ -20,6 +20,7 @@ from haiprof.trace_analysis.skew import (
     rank_collectives,
 )
 from haiprof.trace_analysis.stragglers import stragglers
+from haiprof.trace_format.find import is_reduced_to_functions
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.patterns.gather import Patterns
@@ -46,7 +47,8 @@ class RankQuestions(RankTraces):
 
         Returns:
             The columns of `collective_kernels` and `match_collectives`, and `late_ns`, `wait_ns`
-            until the last rank arrives, `transfer_ns` from then on, `arrived_last`, `missing`.
+            until the last rank arrives, `transfer_ns` from then on, `elsewhere_ns` in other groups
+            before it, `arrived_last`, `missing`.
         """
         return self._collective_waits(steps)
 
@@ -82,11 +84,15 @@ class RankQuestions(RankTraces):
         parts = self.per_rank(communication_parts, steps=steps)
         return waits_by_part(parts, self._collective_waits(steps))
 
-    def patterns(self, steps: Steps = None, *, progress: Progress | None = None) -> Patterns:
+    def patterns(
+        self, steps: Steps = None, *, geometry: bool = False, progress: Progress | None = None
+    ) -> Patterns:
         """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.
 
         Args:
             steps: First profiler step and the one after the last; None takes all.
+            geometry: Whether a kernel of the same name with another grid or block is another
+                function; reduced files must have been made so.
             progress: Called with how many files are done.
 
         Returns:
@@ -95,10 +101,13 @@ class RankQuestions(RankTraces):
         """
         from haiprof.trace_analysis.patterns.cached import cached_patterns
         from haiprof.trace_analysis.patterns.gather import gather_patterns
+        from haiprof.trace_analysis.patterns.pattern_file import patterns_of_files
         from haiprof.trace_analysis.patterns.worker import worker_pattern
 
         paths = [file.path for file in self.files.values()]
-        options = {"steps": steps}
+        if is_reduced_to_functions(paths):
+            return patterns_of_files(paths, steps, geometry=geometry)
+        options = {"steps": steps, "geometry": geometry}
         answers = cached_patterns(
             paths, options, lambda left: self._ask(worker_pattern, left, options, progress)
         )

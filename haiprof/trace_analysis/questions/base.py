@@ -18,7 +18,7 @@ from haiprof.trace_analysis.matching import match_collectives
 from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
 from haiprof.trace_analysis.skew import collective_waits
 from haiprof.trace_analysis.trace_check import check_frame
-from haiprof.trace_format.find import by_rank, window_files
+from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 Steps = tuple[int, int] | None
@@ -68,6 +68,10 @@ class RankTraces:
             TraceFormatError: There is none, one cannot be read, or two are of one rank.
         """
         paths = window_files(self.path, self._window)
+        if is_reduced_to_functions(paths):
+            from haiprof.trace_analysis.patterns.pattern_file import read_pattern
+
+            return by_rank(read_pattern(path).file for path in paths)
         found = self._ask(trace_file, paths, {})
         return by_rank(replace(f, path=path) for f, path in zip(found, paths, strict=True))
 

@@ -34,6 +34,7 @@ class CauseQuestions(RankTraces):
         *,
         of: tuple[str, ...] = (KERNEL, OPERATOR),
         names: str = FULL,
+        geometry: bool = False,
         steps: Steps = None,
         other_steps: Steps = None,
         by_step: bool = True,
@@ -45,6 +46,7 @@ class CauseQuestions(RankTraces):
             of: `kernel`, `operator`, `runtime`, `annotation`.
             names: `full`; `short` without template arguments; `generic` also without what differs
                 between GPU generations.
+            geometry: Whether a kernel with another grid or block is another one.
             steps: First profiler step of these and the one after the last; None takes all.
             other_steps: The same of the others.
             by_step: False compares whole traces, however long each is.
@@ -56,7 +58,9 @@ class CauseQuestions(RankTraces):
         """
         from haiprof.trace_analysis.diff import compare_traces
 
-        asked: dict[str, Any] = {"of": of, "names": names, "by_step": by_step}
+        asked: dict[str, Any] = {
+            "of": of, "names": names, "geometry": geometry, "by_step": by_step,
+        }  # fmt: skip
         control = self.per_rank(step_samples, steps=steps, **asked)
         return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
 
@@ -87,20 +91,29 @@ class CauseQuestions(RankTraces):
         return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)
 
     def write_counter_traces(
-        self, folder: str | Path | None = None, *, ranks: Sequence[int] | None = None
+        self,
+        folder: str | Path | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        counters: tuple[str, ...] | None = None,
+        suffix: str | None = None,
     ) -> pl.DataFrame:
         """Writes each trace anew with counter tracks: `haiprof.trace_analysis.counter_trace`.
 
         Args:
             folder: Where; None is beside each trace.
             ranks: Only these; None takes all.
+            counters: `queue_length` or `memory_bandwidth`; None takes both.
+            suffix: What the files' names end in; None is `_with_counters`.
 
         Returns:
             One row per rank: `rank`, `path`, `counter_event_count`.
         """
         from haiprof.trace_analysis.counter_trace import write_counter_trace
 
-        return self.per_rank(write_counter_trace, ranks=ranks, folder=folder and Path(folder))
+        asked = {"folder": folder and Path(folder), "counters": counters, "suffix": suffix}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return self.per_rank(write_counter_trace, ranks=ranks, **given)
 
     def critical_path(
         self,
@@ -138,7 +151,12 @@ class CauseQuestions(RankTraces):
         )
 
     def overlay_critical_path(
-        self, path: CriticalPath, rank: int | None = None, *, folder: str | Path | None = None
+        self,
+        path: CriticalPath,
+        rank: int | None = None,
+        *,
+        folder: str | Path | None = None,
+        only_path: bool = False,
     ) -> Path:
         """Writes the trace anew with its path drawn in: `haiprof.trace_analysis.critical.overlay`.
 
@@ -146,13 +164,15 @@ class CauseQuestions(RankTraces):
             path: From `critical_path()` of the same rank.
             rank: Whose; None is the lowest.
             folder: Where; None is beside the trace.
+            only_path: Events that are not on the path are left out.
 
         Returns:
             The new file.
         """
         from haiprof.trace_analysis.critical.overlay import write_overlay
 
-        return write_overlay(self._trace_of(rank), path, folder=Path(folder) if folder else None)
+        target = Path(folder) if folder else None
+        return write_overlay(self._trace_of(rank), path, folder=target, only_path=only_path)
 
     def _trace_of(self, rank: int | None) -> Trace:
         chosen = min(self.traces) if rank is None else rank

@@ -18,13 +18,16 @@ _ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decode
 )
 
 
-def add_marks(text: TraceText, events: npt.NDArray[np.int64], mark: str) -> Iterator[bytes]:
+def add_marks(
+    text: TraceText, events: npt.NDArray[np.int64], mark: str, *, only_marked: bool = False
+) -> Iterator[bytes]:
     """Yields the text of all events as written, some of them with one more argument.
 
     Args:
         text: Of a trace, from its beginning.
         events: Indices of the events to mark, from 0, each once, in order.
         mark: The argument; its value is 1.
+        only_marked: Whether all other events are left out but metadata (names of threads).
 
     Returns:
         Events separated by commas; no piece is empty. Numbers keep all their digits.
@@ -34,13 +37,22 @@ def add_marks(text: TraceText, events: npt.NDArray[np.int64], mark: str) -> Iter
         texts = TEXTS.decode(b"[" + piece + b"]")
         chosen = events[slice(*np.searchsorted(events, [first, first + len(texts)]))] - first
         first += len(texts)
-        if not len(chosen):
+        if not len(chosen) and not only_marked:
             yield piece
             continue
         whole = [bytes(one) for one in texts]
-        for place in chosen.tolist():
+        marked = chosen.tolist()
+        for place in marked:
             whole[place] = _mark_event(whole[place], mark)
-        yield b",\n".join(whole)
+        if only_marked:
+            kept = set(marked)
+            whole = [one for at, one in enumerate(whole) if at in kept or _is_metadata(one)]
+        if whole:
+            yield b",\n".join(whole)
+
+
+def _is_metadata(event: bytes) -> bool:
+    return bool(_FIELDS.decode(event).get("ph") == msgspec.Raw(b'"M"'))
 
 
 def _mark_event(event: bytes, mark: str) -> bytes:

@@ -20,7 +20,7 @@ from haiprof.trace_format.checks.checked_events import (
 )
 from haiprof.trace_format.checks.finding import Finding
 from haiprof.trace_format.file_ranks import rank_of
-from haiprof.trace_format.find import SUMMARY_SUFFIX
+from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX
 from haiprof.trace_format.kineto.cache import TraceColumns, open_columns
 from haiprof.trace_format.kineto.kept_findings import (
     KeptFindings,
@@ -79,6 +79,11 @@ class Trace:
         if self.path.name.endswith(SUMMARY_SUFFIX):
             raise TraceFormatError(
                 f"{self.path}: it is the summary of a trace", hint="trace-report can read it"
+            )
+        if self.path.name.endswith(FUNCTIONS_SUFFIX):
+            raise TraceFormatError(
+                f"{self.path}: it holds the functions of a trace alone",
+                hint="haiprof functions can read it",
             )
         return self._given or open_columns(self.path)
 

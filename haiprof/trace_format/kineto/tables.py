@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRACE_VERSION = 5  # of the tables below; a cache of another version is built again
+TRACE_VERSION = 6  # of the tables below; a cache of another version is built again
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
@@ -103,6 +103,8 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
             "graph_node", "i64", "graph node id", "node of the CUDA graph that launched it"
         ),
         *_COLLECTIVE,
+        TraceColumn("grid", "str", "grid", "blocks of a kernel's launch, as JSON", is_json=True),
+        TraceColumn("block", "str", "block", "threads of a block, as JSON", is_json=True),
     ),
     RUNTIME: (*COMMON, _CORRELATION, _EXTERNAL),
     OPS: (

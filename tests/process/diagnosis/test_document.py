@@ -106,11 +106,15 @@ def test_next_seconds_of_a_running_job_are_judged(tmp_path: Path) -> None:
     process = subprocess.Popen(whole, env=environment, stdout=subprocess.DEVNULL)
     try:
         run = _reported(tmp_path / "logs", process)
-        done = run_haiprof("diagnose", str(run), "--collect", "--time", "6", "--json")
+        folder = tmp_path / "diagnosis"
+        words = ("--collect", "--time", "6", "--json", "--folder", str(folder))
+        done = run_haiprof("diagnose", str(run), *words)
         content = json.loads(done.stdout)
         assert "forward_bound" in [finding["slug"] for finding in content["findings"]]
         assert content["since_ns"] > 0
         assert content["step_count"] > 0
+        assert json.loads((folder / "diagnosis.json").read_text()) == content
+        assert "Python functions by call stack" in (folder / "functions.txt").read_text()
         assert process.poll() is None
     finally:
         process.terminate()

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.group_parts import part_of
-from tests.unit.analysis.trace.shared import Event, kernel, traces
+from tests.unit.analysis.trace.shared import Event, kernel, step, traces
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND_RECEIVE = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -135,3 +136,83 @@ def test_gloo_collectives_of_one_among_several_groups_have_no_group(tmp_path: Pa
     assert found["group_size"].is_null().all()
     assert found["process_group"].is_null().all()
     assert found["bytes"].to_list() == [40] * 4
+
+
+LAYERS, STEPS, COMPUTE_US, SLOW_US = 4, 6, 100, 50
+
+
+def write_tensor_and_data_parallel(
+    folder: Path, *, slow: int | None, with_ranks: bool = True
+) -> Path:
+    """8 ranks, TP2 x DP4: a TP all-reduce after each layer, a DP all-reduce after each step."""
+    folder.mkdir()
+    events: dict[int, list[Event]] = {rank: [] for rank in range(8)}
+    now = dict.fromkeys(range(8), 0.0)
+    sequences: dict[tuple[int, str], int] = {}
+
+    def reduce_over(ranks: list[int], name: str, length: float) -> None:
+        end = max(now[rank] for rank in ranks) + length
+        for rank in ranks:
+            at = sequences[rank, name] = sequences.get((rank, name), 0) + 1
+            members = {"Process Group Ranks": json.dumps(ranks), "Group size": len(ranks)}
+            said = {"Seq": at, **(members if with_ranks else {})}
+            stream = 20 if name.startswith("tp") else 30
+            events[rank].append(of_group(
+                ALL_REDUCE, now[rank], end - now[rank], name, stream=stream, **said
+            ))  # fmt: skip
+            now[rank] = end
+
+    for number in range(STEPS):
+        begun = dict(now)
+        for layer in range(LAYERS):
+            for rank in range(8):
+                length = COMPUTE_US + (SLOW_US if rank == slow else 0) + (number + layer) % 3
+                events[rank].append(kernel("gemm", now[rank], length))
+                now[rank] += length
+            for tp in range(0, 8, 2):
+                reduce_over([tp, tp + 1], "tp", 10)
+        for first in (0, 1):
+            reduce_over(list(range(first, 8, 2)), "dp", 40)
+        for rank in range(8):
+            events[rank].append(step(number, begun[rank], now[rank] - begun[rank]))
+    for rank in range(8):
+        mates = [rank - rank % 2, rank - rank % 2 + 1]
+        groups = [
+            group("tp", "mesh_tp", mates),
+            group("dp", "mesh_dp", list(range(rank % 2, 8, 2))),
+        ]
+        rank_with_groups(folder, rank, events[rank], groups)
+    return folder
+
+
+@pytest.mark.parametrize("with_ranks", [True, False])
+def test_slow_rank_is_late_and_its_group_only_passes_that_on(
+    tmp_path: Path, *, with_ranks: bool
+) -> None:
+    """Rank 4 comes late to its data-parallel group, for it waited for rank 5 in every layer.
+
+    Which ranks a group has is told by its collectives, or by the profiler's list alone.
+    """
+    folder = write_tensor_and_data_parallel(tmp_path / "t", slow=5, with_ranks=with_ranks)
+    analysis = TraceAnalysis(folder)
+    late = analysis.arrival_lateness()
+    assert late.filter("is_late")["rank"].to_list() == [5]
+    first = late.row(0, named=True)
+    assert first["part"] == "tensor parallel"
+    # Of the first step's four collectives the first of the group does not count.
+    assert first["late_ns"] == round((LAYERS * STEPS - 1) * SLOW_US * 1000 / STEPS)
+    assert "more ranks are late" not in first["said"]
+    stragglers = analysis.stragglers()
+    assert stragglers["held_up_ns"].dtype == pl.Int64
+    held = dict(stragglers.select("rank", "held_up_ns").iter_rows())
+    assert held.pop(5) > 0
+    assert set(held.values()) == {0}
+    waits = analysis.communication_parts().filter(pl.col("wait_ns") > 0)
+    by_part = {part: sorted(rows["rank"]) for (part,), rows in waits.group_by("part")}
+    assert by_part == {"tensor parallel": [4], "data parallel": [0, 1, 2, 3, 6, 7]}
+
+
+def test_equal_ranks_of_several_groups_have_nobody_late(tmp_path: Path) -> None:
+    analysis = TraceAnalysis(write_tensor_and_data_parallel(tmp_path / "t", slow=None))
+    assert not analysis.arrival_lateness()["is_late"].any()
+    assert analysis.stragglers()["held_up_ns"].to_list() == [0] * 8

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import csv
+import gzip
+import json
 import re
+from enum import Flag, auto
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
-from haiprof.base.errors import MissingDataError
+from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.compat.hta import HTA_NAMES, HtaMethods
 from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_format.find import trace_files
@@ -251,6 +254,52 @@ def test_methods_without_a_table_of_hta(folder: Path) -> None:
     path, success = methods.critical_path_analysis(0, "ProfilerStep", 0)
     assert success
     assert path.summary().height > 0
+
+
+class TimeSeriesTypes(Flag):
+    """As HTA has it."""
+
+    QUEUE_LENGTH = auto()
+    MEMCPY_BANDWIDTH = auto()
+
+
+def counter_names(path: Path) -> set[str]:
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    return {e["name"].split()[0] for e in content["traceEvents"] if e["ph"] == "C"}
+
+
+def test_counter_traces_have_the_series_and_the_name_that_were_asked_for(folder: Path) -> None:
+    copy = kernel("Memcpy HtoD", 10, 5, correlation=1, category="gpu_memcpy", bytes=2000)
+    rank_file(folder, 0, [launch(1, 5, name="cudaMemcpyAsync"), copy])
+    methods = HtaMethods(TraceAnalysis(folder))
+    both = TimeSeriesTypes.QUEUE_LENGTH | TimeSeriesTypes.MEMCPY_BANDWIDTH
+    for series, suffix, expected in (
+        (TimeSeriesTypes.QUEUE_LENGTH, "_queues", {"Queue"}),
+        (TimeSeriesTypes.MEMCPY_BANDWIDTH, "_copies", {"Bandwidth"}),
+        (both, None, {"Queue", "Bandwidth"}),
+        (None, "", {"Queue", "Bandwidth"}),
+    ):
+        written = methods.generate_trace_with_counters(series, [0], suffix)
+        path = Path(written["path"].item())
+        assert path.name == f"rank0{suffix or '_with_counters'}.json.gz"
+        assert counter_names(path) == expected
+    assert list(TraceAnalysis(folder).files) == [0, 1]  # copies are no ranks, whatever their name
+    with pytest.raises(UsageError, match="TimeSeriesTypes"):
+        methods.generate_trace_with_counters("queues")
+
+
+def test_overlay_holds_the_path_alone_if_asked(folder: Path, tmp_path: Path) -> None:
+    methods = HtaMethods(TraceAnalysis(folder))
+    path, _ = methods.critical_path_analysis(0, "ProfilerStep", 0)
+    counts = []
+    for only in (False, True):
+        written = methods.overlay_critical_path_analysis(0, path, tmp_path, only)
+        content = json.loads(gzip.decompress(Path(written).read_bytes()))
+        events = [each for each in content["traceEvents"] if each["ph"] == "X"]
+        assert any("critical" in each["args"] for each in events)
+        assert only == all("critical" in each["args"] for each in events)
+        counts.append(len(events))
+    assert counts[1] < counts[0]
 
 
 def test_steps_narrow_the_answers(folder: Path) -> None:

@@ -1,0 +1,55 @@
+"""Launch geometry: the same kernel with another grid or block is another function, if asked."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+
+_SIGN = " <<<"
+_DIMENSIONS = 3
+
+
+def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
+    """Kernels under their names with grid and block, as CUDA writes a launch.
+
+    Args:
+        gpu: From `Trace.gpu`.
+
+    Returns:
+        The same with names such as `gemm <<<8x4, 256>>>`: dimensions of 1 at the end are left out.
+        What has no recorded grid and block (copies, traces without them) keeps its name.
+
+        Source: PerfTracker (seed 001), where name, grid and block make a kernel.
+    """
+    triple = ("name", "grid", "block")
+    kinds = gpu.select(triple).unique()
+    names = [_launch_name(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
+    table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
+    found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
+    return found.with_columns(name="launched").select(gpu.columns)
+
+
+def split_geometry(name: str) -> tuple[str, str]:
+    """A kernel's own name, and its geometry as it is behind it; empty where there is none."""
+    plain, sign, rest = name.partition(_SIGN)
+    return plain, sign + rest
+
+
+def _launch_name(name: str, grid: str, block: str) -> str:
+    sizes = _size_text(grid), _size_text(block)
+    return f"{name}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name
+
+
+def _size_text(text: str) -> str | None:
+    try:
+        sizes = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(sizes, list) or not 0 < len(sizes) <= _DIMENSIONS:
+        return None
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "x".join(map(str, sizes))
