@@ -64,14 +64,14 @@ def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
 
     Args:
         log_dir: The log directory.
-        limit_s: How long the files of runs that nothing was kept of may be read, newest runs first;
-            None reads all of them.
+        limit_s: After this long no more files of ranks are read, for runs that nothing was kept of,
+            newest first; None reads all of them.
 
     Raises:
         RunNotFoundError: The directory does not exist or cannot be listed.
     """
-    entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
+    entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
     counted = [
         entry if entry.is_counted or time.monotonic() > until_s else _count(entry)
         for entry in reversed(entries)
