@@ -110,8 +110,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a haiprof command in this process, which has read the modules that it needs.
 
-    As a process of its own it would spend a second on that, and answer the same:
-    tests/process/cli/test_commands.py runs every command so.
+    As a process of its own it would spend most of a second on that, and answer the same:
+    tests/process/cli/test_commands.py compares the two.
 
     Args:
         words: The command and its arguments.

@@ -207,11 +207,16 @@ def test_stopped_job_is_silent(tmp_path: Path) -> None:
         job.kill()
 
 
-def test_process_without_torch_is_not_found(foreign: Running) -> None:
+def test_process_without_torch_is_not_found(tmp_path: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        said = foreign.attach(str(sleeper.pid), "--time", "1", status=3)["error"]
+        done = subprocess.run(
+            [sys.executable, "-m", "haiprof", "attach", str(sleeper.pid), "--time", "1"],
+            cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert "no process of yours that has PyTorch loaded" in said
+    assert done.returncode == 3
+    assert "no process of yours that has PyTorch loaded" in done.stderr
+    assert not list(tmp_path.iterdir())

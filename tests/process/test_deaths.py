@@ -126,6 +126,7 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
 
 
+@pytest.mark.proof
 def test_core_of_a_crash_is_dumped_as_it_is_without_haiprof(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     (tmp_path / "with_core.py").write_text(WITH_CORE)

@@ -142,7 +142,7 @@ def test_many_short_python_processes_leave_no_trace(tmp_path: Path) -> None:
     source = """
 import subprocess, sys
 codes = []
-for _ in range(50):
+for _ in range(15):
     pair = [subprocess.Popen([sys.executable, "-c", "print(6 * 7)"], stdout=subprocess.PIPE)
             for _ in range(2)]
     codes += [process.communicate()[0] for process in pair]

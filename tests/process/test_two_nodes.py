@@ -65,13 +65,27 @@ def suspects(found: dict[str, Any]) -> list[int]:
     return [suspect["rank"] for suspect in found["suspects"]]
 
 
+def check_stopped_rank(job: NodesJob) -> None:
+    pid = str(job.pid(3))
+    job.nodes[1].run("kill", "-STOP", pid)
+    try:
+        found = job.ask(job.nodes[0], "snapshot", "faulty_job.py")
+    finally:
+        job.nodes[1].run("kill", "-CONT", pid)
+    assert suspects(found) == [3]
+    assert "stopped by a signal" in found["suspects"][0]["reason"]
+    assert job.ask(job.nodes[0], "snapshot", "faulty_job.py")["moves"] is True
+
+
 # -- a run directory that both see ----------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_same_five_steps_are_traced_on_all_ranks(job: NodesJob) -> None:
     assert check_traces(job)["aligned"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("place", [0, 1])
 def test_every_rank_of_both_nodes_is_shown_on_each(job: NodesJob, place: int) -> None:
     (listed,) = job.ask(job.nodes[place], "ps")["jobs"]
@@ -102,16 +116,9 @@ def test_slow_rank_of_the_other_node_is_named_within_thirty_steps(
     assert phase in first["title"]
 
 
+@pytest.mark.proof
 def test_stopped_rank_of_the_other_node_is_named_and_goes_on(job: NodesJob) -> None:
-    pid = str(job.pid(3))
-    job.nodes[1].run("kill", "-STOP", pid)
-    try:
-        found = job.ask(job.nodes[0], "snapshot", "faulty_job.py")
-    finally:
-        job.nodes[1].run("kill", "-CONT", pid)
-    assert suspects(found) == [3]
-    assert "stopped by a signal" in found["suspects"][0]["reason"]
-    assert job.ask(job.nodes[0], "snapshot", "faulty_job.py")["moves"] is True
+    check_stopped_rank(job)
 
 
 @pytest.mark.proof
@@ -139,6 +146,10 @@ def test_every_rank_is_listed_where_the_controller_is(apart: NodesJob) -> None:
     assert (listed["ranks"], listed["world_size"]) == (4, 4)
     (followed,) = apart.ask(apart.nodes[0], "top", "faulty_job.py")["jobs"]
     assert {rank["rank"]: rank["host"] for rank in followed["ranks"]} == HOSTS
+
+
+def test_stopped_rank_is_named_without_a_shared_disk(apart: NodesJob) -> None:
+    check_stopped_rank(apart)
 
 
 @pytest.mark.proof
