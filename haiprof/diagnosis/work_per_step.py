@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.thresholds import DRIFT_RATIO, LIKE_RATIO
 
 MOST_POWER = 2
 """Time by the size of the input: a batch makes it longer in proportion, attention by the square of
 a sequence's length (Vaswani et al. 2017, table 1)."""
+_LOOK_NS = NS_PER_S
 _STAYS_RATIO = 0.5
 """An optimizer that grew by less than half as much as the model does the same work as before."""
 
@@ -19,7 +21,8 @@ def work_growth(inputs: RuleInputs) -> float | None:
     """Work of the typical rank's last third of steps by that of the first; None: not known.
 
     Work is what a step's passes are called with: numbers in the inputs of the root module with the
-    largest ones, times passes. Medians, as of the steps that are judged.
+    largest ones, times passes. Medians, as of the steps that are judged. Looks are a second apart,
+    so that a size may be as much older than its line: the larger growth of both readings counts.
     """
     rank = typical_rank(inputs)
     sizes = inputs.last_attempts.input_sizes.filter(pl.col("rank") == rank)
@@ -28,10 +31,16 @@ def work_growth(inputs: RuleInputs) -> float | None:
     main = sizes.sort("number_count", "root")["root"][-1]
     own = sizes.filter(pl.col("root") == main).sort("time_ns")
     steps = inputs.of_rank(rank).select("start_ns", "micro_step_count").sort("start_ns")
-    known = steps.join_asof(own, left_on="start_ns", right_on="time_ns")
-    size = known["number_count"].fill_null(int(own["number_count"][0]))
-    first, last = _thirds(size.cast(pl.Float64) * known["micro_step_count"])
+    first, _ = _thirds(_work(steps, own))
+    _, last = _thirds(_work(steps, own.with_columns(pl.col("time_ns") - _LOOK_NS)))
     return last / first if first else None
+
+
+def _work(steps: pl.DataFrame, sizes: pl.DataFrame) -> pl.Series:
+    """Numbers in the inputs of each step, all passes together."""
+    known = steps.join_asof(sizes, left_on="start_ns", right_on="time_ns")
+    size = known["number_count"].fill_null(int(sizes["number_count"][0]))
+    return size.cast(pl.Float64) * known["micro_step_count"]
 
 
 def grew_like_work(series: pl.DataFrame) -> bool:
