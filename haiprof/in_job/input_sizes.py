@@ -34,16 +34,17 @@ class InputSizes:
         self.is_due = False
         self._last: dict[int, int] = {}
         self._looked_ns = self._look_count = 0
+        self._is_over = False
 
     def becomes_due(self) -> bool:
         """Whether the next call is to be looked at; asked about once a second."""
         pause_ns = _OFTEN_NS if self._look_count < _OFTEN_COUNT else _SELDOM_NS
         if _now() - self._looked_ns >= pause_ns - _OFTEN_NS // 2:  # who asks is not exactly on time
-            self.is_due = True
+            self.is_due = not self._is_over
         return self.is_due
 
     def look(self, step: int, tag: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A root module is called for training.
+        """A root module is called for training; after an error there are no more looks.
 
         Args:
             step: Optimizer steps so far.
@@ -53,7 +54,15 @@ class InputSizes:
         """
         self.is_due = False
         self._looked_ns, self._look_count = _now(), self._look_count + 1
-        count = number_count((*args, *kwargs.values()))
+        try:
+            count = number_count((*args, *kwargs.values()))
+        except Exception as error:
+            self._is_over = True
+            reason = f"{type(error).__name__}: {error}"
+            self._lines.append(
+                {"type": "settings_failed", "time_ns": self._looked_ns, "reason": reason}
+            )
+            return
         if self._last.get(tag) != count:
             self._last[tag] = count
             self._lines.append(
