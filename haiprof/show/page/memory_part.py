@@ -133,10 +133,10 @@ def _with_derived(analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries]) ->
     counters = analyzer.counters()
     group = pl.when(pl.col("source") != "cgroup").then("entity")  # named by its host alone
     own = counters.with_columns(group.alias("entity"))
-    return pl.concat([own, _used(counters), *_of_allocators(analyzer, levels, counters)])
+    return pl.concat([own, _in_use(counters), *_of_allocators(analyzer, levels, counters)])
 
 
-def _used(counters: pl.DataFrame) -> pl.DataFrame:
+def _in_use(counters: pl.DataFrame) -> pl.DataFrame:
     """Memory of nodes in use: the total without what is available."""
     host = counters.filter(pl.col("source") == "host")
     keys = ["time_ns", "host"]
