@@ -115,7 +115,7 @@ def memory_part(
     peaks = _peaks(analyzer, samples)
     failed = [each for _, _, each in failed_allocations(analyzer.run)]
     counters = _with_derived(analyzer, levels)
-    data = counter_data(counters, start_ns, rows=_ROWS)
+    data = counter_data(counters, start_ns, rows=_ROWS, each=False)
     return MemoryPart(
         peaks=_peak_table(peaks, start_ns),
         gpu=_gpu_table(levels),
