@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,14 +147,19 @@ def display_figure(figure: go.Figure) -> None:
 
     One cell of a notebook brings plotly's own script (4.6 MB), so that the saved notebook opens
     without a network; the figures of other cells use it. Where the front end does not tell cells
-    apart, each execution brings it: that cell may be the one that is run again.
+    apart, each execution brings it, as that cell may be the one that is run again; not where a
+    notebook is executed as a whole (nbconvert, papermill), which runs each cell once.
     """
+    from html import escape
+
     from IPython.display import display
 
     from haiprof.show.figures.html_file import CONFIG
 
-    html = figure.to_html(include_plotlyjs=_brings_script(), full_html=False, config=CONFIG)
+    drawn = figure.to_html(include_plotlyjs=_brings_script(), full_html=False, config=CONFIG)
     text = figure.layout.title.text.split("<br>")[0]
+    label = escape(re.sub("<[^>]*>", "", text))
+    html = f'<div role="figure" aria-label="{label}">{drawn}</div>'
     display({"text/html": html, "text/plain": f"<haiprof figure: {text}>"}, raw=True)
 
 
@@ -163,7 +169,9 @@ _SCRIPT_CELLS: list[tuple[object, object]] = []
 
 def _brings_script() -> bool:
     """Whether this figure has to bring plotly's script."""
-    cell, execution = _running_cell()
+    cell, execution, is_whole = _running_cell()
+    if cell is None and is_whole and _SCRIPT_CELLS:
+        return False
     for known_cell, known_execution in _SCRIPT_CELLS:
         if execution is not None and execution == known_execution:
             return False  # another figure of the same cell
@@ -173,8 +181,11 @@ def _brings_script() -> bool:
     return True
 
 
-def _running_cell() -> tuple[object, object]:
-    """The cell's id, where the front end tells it, and the number of its execution."""
+def _running_cell() -> tuple[object, object, bool]:
+    """The cell's id, where the front end tells it, and the number of its execution.
+
+    And whether nobody can be asked for input: then a program executes the notebook as a whole.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     try:
@@ -182,7 +193,8 @@ def _running_cell() -> tuple[object, object]:
     except AttributeError:
         parent = {}
     cell = parent.get("metadata", {}).get("cellId")
-    return cell, getattr(shell, "execution_count", None)
+    is_whole = parent.get("content", {}).get("allow_stdin") is False
+    return cell, getattr(shell, "execution_count", None), is_whole
 
 
 def _console() -> Console:

@@ -13,6 +13,7 @@ from haiprof.show.figures.style import AXIS, BLUE, PHASES, TIME_AXIS, VERMILLION
 
 PARTS = ("step", *PHASES)
 LOW_PERCENT, HIGH_PERCENT = -50, 100
+_MOST_TICKS = 16
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 18, 190, 300, 720
 # Blue is faster than the median step, red slower; told apart with every common colour blindness.
 _MIDDLE = -LOW_PERCENT / (HIGH_PERCENT - LOW_PERCENT)
@@ -43,7 +44,8 @@ def rank_map_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
     figure.update_layout(**figure_layout(title, height=height))
     figure.update_layout(updatemenus=[_menu(grid)])
     figure.update_xaxes(**TIME_AXIS)
-    figure.update_yaxes(title="rank", autorange="reversed", **AXIS)
+    whole = {"tickformat": "d", "tick0": 0, "dtick": -(-len(grid.ranks) // _MOST_TICKS)}
+    figure.update_yaxes(title="rank", autorange="reversed", **whole, **AXIS)
     if len(grid.ranks) == 1:  # plotly cannot know how high a single row is
         (rank,) = grid.ranks
         figure.update_yaxes(autorange=False, range=[rank + 0.5, rank - 0.5], dtick=1)

@@ -67,7 +67,7 @@ def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         )
         .drop_nulls("value")
     )
-    small = (long["value"].max() or 0) < BYTES_PER_GIB
+    small = max(long["value"].to_list(), default=0) < BYTES_PER_GIB
     unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
     return _over_time(
         long.with_columns(value=pl.col("value") / size),
@@ -93,8 +93,10 @@ def _over_time(
         "most", *keys, descending=[True] + [False] * len(keys)
     )
     shown = ordered.head(SERIES_LIMIT).sort(keys).select(keys)
-    start_ns = found["ts_ns"].min() or 0
-    second, second_ns = time_unit((found["ts_ns"].max() or 0) - start_ns)
+    start_ns, end_ns = (
+        int(ns) for ns in found.select(first=pl.min("ts_ns"), last=pl.max("ts_ns")).row(0)
+    )
+    second, second_ns = time_unit(end_ns - start_ns)
     limit = points_per_series(shown.height)
     for index, key in enumerate(shown.iter_rows()):
         same = [

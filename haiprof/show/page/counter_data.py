@@ -37,7 +37,11 @@ class _Line:
 
 
 def counter_data(
-    counters: pl.DataFrame, start_ns: int, *, rows: Sequence[PanelRow] = PANEL_ROWS
+    counters: pl.DataFrame,
+    start_ns: int,
+    *,
+    rows: Sequence[PanelRow] = PANEL_ROWS,
+    each: bool = True,
 ) -> dict[str, Any]:
     """The panels that have something to show.
 
@@ -45,6 +49,7 @@ def counter_data(
         counters: `Analyzer.counters()`.
         start_ns: Unix time at which the time axis begins.
         rows: The panels.
+        each: Whether of many owners of a counter each has its line, too.
 
     Returns:
         `panels` (`row`, `title`, `unit`, `top`); `lines`, each with the number of its `panel`, its
@@ -59,6 +64,7 @@ def counter_data(
                 line
                 for spec in panel.counters
                 for line in _lines(counters, panel, spec, len(panels), start_ns)
+                if each or line.about["all"]
             ]
             if found:
                 shown = {"title": panel.title, "unit": panel.unit, "top": panel.top}

@@ -115,7 +115,7 @@ def memory_part(
     peaks = _peaks(analyzer, samples)
     failed = [each for _, _, each in failed_allocations(analyzer.run)]
     counters = _with_derived(analyzer, levels)
-    data = counter_data(counters, start_ns, rows=_ROWS)
+    data = counter_data(counters, start_ns, rows=_ROWS, each=False)
     return MemoryPart(
         peaks=_peak_table(peaks, start_ns),
         gpu=_gpu_table(levels),
@@ -133,10 +133,10 @@ def _with_derived(analyzer: RunFrames, levels: Mapping[int, GpuMemorySeries]) ->
     counters = analyzer.counters()
     group = pl.when(pl.col("source") != "cgroup").then("entity")  # named by its host alone
     own = counters.with_columns(group.alias("entity"))
-    return pl.concat([own, _used(counters), *_of_allocators(analyzer, levels, counters)])
+    return pl.concat([own, _in_use(counters), *_of_allocators(analyzer, levels, counters)])
 
 
-def _used(counters: pl.DataFrame) -> pl.DataFrame:
+def _in_use(counters: pl.DataFrame) -> pl.DataFrame:
     """Memory of nodes in use: the total without what is available."""
     host = counters.filter(pl.col("source") == "host")
     keys = ["time_ns", "host"]

@@ -315,6 +315,9 @@ def test_figures_are_labelled_and_ticks_of_ranks_are_whole(
     page.run("dispatchEvent(new Event('beforeprint'))")
     widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map(e => e.clientWidth))"
     assert page.run(widest) <= 700  # paper
+    page.run("dispatchEvent(new Event('afterprint'))")
+    assert page.run(widest) > 700
+    page.run("dispatchEvent(new Event('beforeprint'))")
     page.wait("[...document.querySelectorAll('.plot')].every(e => e.hidden || e.dataset.drawn)")
     silent = (
         "[...document.querySelectorAll('main svg')].filter(e => !e.closest('[aria-hidden=true]')"

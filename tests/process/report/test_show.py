@@ -54,11 +54,14 @@ def test_show_in_a_notebook_displays_figures_that_need_no_network(
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     shown = [output["data"] for cell in notebook.cells for output in cell.outputs]
-    assert len(shown[0]["text/html"]) > 1 << 20  # plotly's own script
+    script = [data["text/html"].count("plotly.js v") for data in shown]
+    assert script[0] == 1
+    assert sum(script) == 1  # the figures of all other cells use it
     for cell in notebook.cells:
         (output,) = cell.outputs
         page = output["data"]["text/html"]
         assert "Plotly.newPlot" in page
         assert "cdn.plot.ly/plotly" not in page
+        assert page.startswith('<div role="figure" aria-label="')
         name = "cannot be judged" if "comparison" in cell.source else "job</b>"
         assert f"haiprof figure: <b>{name}" in output["data"]["text/plain"]

@@ -32,5 +32,7 @@ def test_the_example_notebook_draws_every_picture(
         and "haiprof figure" in output["data"]["text/plain"]
     ]
     assert len(shown) == 11
+    pages = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert pages.count("plotly.js v") == 1
     assert sum("Plotly.newPlot" in str(cell.get("outputs")) for cell in notebook.cells) == 5
     assert (tmp_path / "traces.html").stat().st_size > 1 << 20

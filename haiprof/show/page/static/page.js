@@ -547,10 +547,12 @@
   /** Paper has no scrolling: what was not looked at is drawn, too. */
   function drawAll() { for (const place of [...waiting.keys()]) draw(place); }
 
+  /** Draws all for paper, or for the screen again: what is drawn keeps its width until it is told. */
   function print(begins) {
     document.documentElement.classList.toggle("printing", begins);
     redraw();
-    if (begins) drawAll();
+    drawAll();
+    for (const place of drawn.keys()) Plotly.relayout(place, begins ? { width: place.clientWidth } : { width: null, autosize: true });
   }
 
   // ---- choosing ----------------------------------------------------------------------------
