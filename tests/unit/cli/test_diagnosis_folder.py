@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from haiprof.cli import main
+from haiprof.show.card import MAX_WIDTH
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.trace.shared import kernel, write_trace
 from tests.unit.diagnosis.stories import START_NS, write_story
@@ -19,8 +20,9 @@ LOADER = (30.0, 5.0, 10.0, 2.0)
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", str(MAX_WIDTH))  # as wide as the folder's texts
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

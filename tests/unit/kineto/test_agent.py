@@ -277,7 +277,7 @@ def test_path_that_kineto_would_cut_off_is_refused(path: str) -> None:
 
 def test_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(UsageError, match="others may enter"):
+    with pytest.raises(UsageError, match="other users may enter"):
         own_address({}, tmp_path)
     tmp_path.chmod(0o700)
     if len(str(tmp_path)) < 50:
