@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 def test_without_a_compiler_the_build_leaves_it_out(tmp_path: Path) -> None:
+    nowhere = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++", "PATH": "/usr/bin"}
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path,
-         "--build-temp", tmp_path], cwd=ROOT, env={"CC": "/nowhere/cc", "CXX": "/nowhere/c++", "PATH": "/usr/bin"},
-        capture_output=True, text=True, check=False,
+         "--build-temp", tmp_path], cwd=ROOT, env=nowhere, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("*.so"))
