@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.run_analysis.deaths import Death
-from tests.process.jobs import REPOSITORY, Job, run_job
+from tests.process.jobs import REPOSITORY, TWO_RANKS, Job, run_job
 from tests.sampling import first_of
 
 pytestmark = pytest.mark.slow
@@ -141,7 +141,7 @@ def test_core_of_a_crash_is_dumped_as_it_is_without_haiprof(tmp_path: Path) -> N
 
 def test_exception_of_native_code_is_printed_as_ever_and_named(tmp_path: Path) -> None:
     script = str(REPOSITORY / "benchmarks/dying_job.py")
-    words = ("torchrun", "--standalone", "--nproc-per-node", "2", script, "size")
+    words = (*TWO_RANKS, script, "size")
     bare = run_job(words, folder=tmp_path / "bare", haiprof=False)
     job = run_job(words, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
     assert job.returncode == bare.returncode
