@@ -10,6 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
+from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_analysis.records import text
 from haiprof.run_analysis.run_files import RunFiles
@@ -65,7 +66,8 @@ def collective_frame(
                 )
             )
     if not since_wall_ns:
-        frames += _torch_dumps(files, notes)
+        with pause_collector():
+            frames += _torch_dumps(files, notes)
     keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
     rows = pl.concat(frames).unique(keys, maintain_order=True, keep="last")
     last = rows.filter(pl.col("attempt") == pl.col("attempt").max())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
+from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
 
 _VERSION = 1
@@ -73,21 +73,11 @@ def read_plain_pickle(content: bytes) -> Any:  # noqa: ANN401 - whatever the fil
     """
     try:
         if _compiled is not None and _compiled.is_plain(content):
-            return _load(content)
+            with pause_collector():
+                return pickle.loads(content)
         return _Reader(io.BytesIO(content)).load()
     except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyError) and isinstance(error.args[0], int):
             why = f"opcode {error.args[0]:#04x} is not one of plain values"
         raise TraceFormatError(f"no pickle of plain values ({why})") from None
-
-
-def _load(content: bytes) -> Any:  # noqa: ANN401
-    """Without collections of garbage, which take longer than the reading; nothing is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        return pickle.loads(content)
-    finally:
-        if was_on:
-            gc.enable()
