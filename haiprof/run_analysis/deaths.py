@@ -512,7 +512,8 @@ class _Case:
         for end in self.evidence.ends:
             if end.rank is None and end.error is not None and not is_launchers(end.error):
                 what = what_happened(end)
-                cause = "out_of_memory" if end.ran_out_of_gpu_memory else "launcher"
+                own = end.ran_out_of_gpu_memory or end.is_terminated
+                cause = kind_of(end) if own else "launcher"
                 return self._death(cause, (), f"process {end.pid} died: {what}", what=what,
                                    end=end)  # fmt: skip
             first = manifest is not None and end.pid == manifest.job_pid and not self.ends

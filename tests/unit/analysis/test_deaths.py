@@ -164,6 +164,15 @@ def test_error_of_a_kernel_that_ends_a_rank_from_native_code_is_the_cause(job: J
     assert "asynchronously reported" in (death.message or "")
 
 
+def test_process_that_had_not_reported_in_crashed_all_the_same(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ranks=0, world=1)
+    job.run.uncaught.mkdir()
+    (job.run.uncaught / "node0-700.terminate").write_text(f"{T0}\nc10::Error\n{ILLEGAL}")
+    job.line("node0", {"type": "process_end", "pid": 700, "rank": None, "parent": 1,
+                       "wall_ns": T0 + S, "status": None, "signal": 6})  # fmt: skip
+    assert found(job.death()) == ("crash", ())
+
+
 def test_exception_in_python_comes_before_what_native_code_says_at_its_exit(job: Job) -> None:
     job.raised(1, 0, "RuntimeError", "bad sample 17")
     terminated(job, 1, 1, "", "terminate called without an active exception")
