@@ -111,7 +111,7 @@ class SlurmJob:
         fields = dict(_FIELD.findall(done.stdout))
         if "JobState" not in fields:
             reason = " ".join(done.stderr.split()) or "no answer"
-            raise HaiprofError(f"Slurm does not report the state of job {self.id} is: {reason}")
+            raise HaiprofError(f"Slurm does not report the state of job {self.id}: {reason}")
         if fields["JobState"] not in _OVER:
             return None
         code, _, number = fields.get("ExitCode", "").partition(":")
