@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-_LIBRARY = "_hand_over*.so"
+from haiprof.in_job.own_library import load_own_library
 
 
 class HandOver:
@@ -57,12 +56,8 @@ def load_hand_over(thread: Callable[[], int]) -> HandOver | None:
     """
     if sys.implementation.name != "cpython" or thread() != threading.main_thread().ident:
         return None
-    found = sorted(Path(__file__).parent.glob(_LIBRARY))
-    if not found:
-        return None
+    library = load_own_library("_hand_over")
     try:
-        import ctypes
-
-        return HandOver(ctypes.CDLL(str(found[0])))
-    except (ImportError, OSError, AttributeError):  # built for another machine
+        return None if library is None else HandOver(library)
+    except (OSError, AttributeError):  # built from another source
         return None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
-_LIBRARY = "_terminate*.so"
+from haiprof.in_job.own_library import load_own_library
 
 
 def watch_terminate(folder: Path) -> bool:
@@ -21,15 +20,12 @@ def watch_terminate(folder: Path) -> bool:
     Returns:
         Whether it is in place: not where it was not compiled.
     """
-    found = sorted(Path(__file__).parent.glob(_LIBRARY))
-    if not found:
+    library = load_own_library("_terminate")
+    if library is None:
         return False
     try:
-        import ctypes
-
-        library: Any = ctypes.CDLL(str(found[0]))
-        watch = library.haiprof_watch_terminate
-        watch.argtypes, watch.restype = (ctypes.c_char_p, ctypes.c_char_p), ctypes.c_int
-        return bool(watch(os.fsencode(folder), os.fsencode(socket.gethostname())))
-    except (ImportError, OSError, AttributeError, ValueError):  # built for another machine
+        return bool(
+            library.haiprof_watch_terminate(os.fsencode(folder), os.fsencode(socket.gethostname()))
+        )
+    except (OSError, AttributeError, ValueError):  # built from another source; a name that is none
         return False

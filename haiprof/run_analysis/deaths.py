@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import polars as pl
 
@@ -24,7 +25,7 @@ from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, grow
 from haiprof.run_analysis.last_collectives import LastCollective, behind, last_collectives
 from haiprof.run_analysis.last_line import last_line
 from haiprof.run_analysis.last_moments import last_moments
-from haiprof.run_analysis.mismatches import find_mismatches
+from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import integer
@@ -209,12 +210,16 @@ class _Case:
         }
         aborted = [end for end in ends.values() if _has_aborted(end)]
         self.many_aborted = len(aborted) > 1
-        self.contradicted = self.many_aborted and bool(find_mismatches(evidence.collectives()))
         ahead = [end.failed_ns or 0 for end in aborted if end.rank not in self.behind]
         self.ahead_aborted_ns = min(ahead, default=None) if self.behind else None
         self.victims = {r: by for r, e in ends.items() if (by := self._wait_failure(e)) is not None}
         self.stopped: dict[int, str] = {}
         self._find_stopped()
+
+    @cached_property
+    def mismatches(self) -> list[Mismatch]:
+        """Collectives that contradict each other; searched only where that may matter."""
+        return find_mismatches(self.evidence.collectives())
 
     def judge(self) -> Death:
         """The first cause that is proved, the surest kinds of proof first."""
@@ -235,7 +240,7 @@ class _Case:
             return by
         if not self.many_aborted or not _has_aborted(end):
             return None
-        by_watchdog = self.contradicted or self._aborted_with_those_ahead(end)
+        by_watchdog = bool(self.mismatches) or self._aborted_with_those_ahead(end)
         return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
 
     def _aborted_with_those_ahead(self, end: ProcessEnd) -> bool:
@@ -380,7 +385,7 @@ class _Case:
         """Ranks that were at the same place of a group with different collectives."""
         if not self.victims:
             return None
-        found = find_mismatches(self.evidence.collectives())
+        found = self.mismatches
         if not found:
             return self._sent_too_much()
         odd = found[0].odd
