@@ -15,6 +15,16 @@ from haiprof.diagnosis.thresholds import (
 
 STANDSTILL = "standstill"
 """It comes first: a job that stands still loses all of its time from then on."""
+PHASE_RULES = {
+    "dataloader_bound": "dataloader",
+    "outside_the_model": "other",
+    "optimizer_bound": "optimizer",
+    "forward_bound": "forward",
+    "backward_bound": "backward",
+}
+"""Rules that say how much of the usual step one phase costs."""
+_LATE_BY_TURNS = "late_rank/now_and_then"
+"""What takes long in a phase of all ranks never takes equally long on each."""
 CONTRADICTIONS = (
     ("ranks_uneven", "data_imbalance"),
     ("late_rank", "data_imbalance"),
@@ -60,7 +70,7 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     Returns:
         The same ones, `severity` and `explained_by` set.
     """
-    by_weight = sorted((replace(f, severity=severity_of(f)) for f in findings), key=_weight)
+    by_weight = sorted(map(_weighed, findings), key=_weight)
     later = [f for f in by_weight if f.rule != STANDSTILL]
     cause_of: dict[str, str] = {}
     for cause in by_weight:
@@ -71,6 +81,11 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     raised = [replace(f, severity=_severity(f, by_weight, cause_of)) for f in by_weight]
     roots = sorted((f for f in raised if f.rule not in cause_of), key=_weight)
     return tuple(found for root in roots for found in _family(root, raised, cause_of))
+
+
+def _weighed(finding: Finding) -> Finding:
+    late = (_LATE_BY_TURNS,) if finding.rule in PHASE_RULES and finding.rank is None else ()
+    return replace(finding, severity=severity_of(finding), explains=(*finding.explains, *late))
 
 
 def _weight(finding: Finding) -> tuple[bool, int, int, float, float, str]:

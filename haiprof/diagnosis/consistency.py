@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from haiprof.diagnosis.causes import STANDSTILL
+from haiprof.diagnosis.causes import PHASE_RULES, STANDSTILL
 from haiprof.diagnosis.finding import SEVERITIES, Finding
 
-PHASE_RULES = {
-    "dataloader_bound": "dataloader",
-    "outside_the_model": "other",
-    "optimizer_bound": "optimizer",
-    "forward_bound": "forward",
-    "backward_bound": "backward",
-}
-"""Rules that say how much of the usual step one phase costs."""
 _SLACK = 1e-6
 
 

@@ -105,6 +105,8 @@ class Finding:
     they are about another rank, or cost more than this one could bring about."""
     is_one_event: bool = False
     """Whether it happened once: then it is a note, however long it took."""
+    is_own_work: bool = False
+    """Whether what the job is given to do is proved to be its cause: then no other finding is."""
     code_lines: tuple[CodeLine, ...] = ()
     """The job's own code that it is about, most time first; set when all rules have been asked."""
     explained_by: str | None = None
@@ -118,7 +120,8 @@ class Finding:
     def is_cause_of(self, other: Finding) -> bool:
         """Whether another finding is a consequence of this one, by its kind and by its size."""
         named = {other.rule, f"{other.rule}/{other.cause}"} & set(self.explains)
-        return bool(named) and not self.is_one_event and self.is_enough_for(other)
+        able = not (self.is_one_event or other.is_own_work)
+        return bool(named) and able and self.is_enough_for(other)
 
     def is_enough_for(self, other: Finding) -> bool:
         """Whether this costs most of what the other one costs; also where either is not known."""

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 
 from haiprof.base.arrays import Floats
 from haiprof.diagnosis.finding import Abstention
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import MIN_STEPS
+from haiprof.diagnosis.thresholds import (
+    LIKE_RATIO,
+    MIN_STEPS,
+    SAME_WORK_CORRELATION,
+    SIZES_MIN_COUNT,
+)
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 # Where a rank waits for the others, time is not its own work (TraceML: backward; with FSDP both).
@@ -72,3 +78,28 @@ def beyond_typical(work: Floats) -> Floats:
     """
     beyond: Floats = work - np.sort(work, axis=0)[(len(work) - 1) // 2]
     return beyond
+
+
+def uneven_input_ratio(inputs: RuleInputs, work: RankWork) -> float | None:
+    """The largest by the smallest of one rank's inputs, where ranks get such at different steps.
+
+    Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
+    is a large one for all of them is seen by the correlation of their work over the steps.
+
+    Returns:
+        Of the rank whose inputs differ most; None where it is not known, where inputs differ by
+        less than any load does, and where all ranks have their large ones at the same steps.
+    """
+    own = inputs.last_attempts.input_sizes.filter(pl.col("number_count") > 0)
+    looks = own.group_by("rank", "root").agg(
+        count=pl.len(),
+        ratio=pl.col("number_count").quantile(0.75) / pl.col("number_count").quantile(0.25),
+    )
+    ratio = looks.filter(pl.col("count") >= SIZES_MIN_COUNT)["ratio"].max()
+    if not isinstance(ratio, float) or ratio < LIKE_RATIO:
+        return None
+    varied = work.whole[work.whole.std(axis=1) > 0]
+    if len(varied) < 2:
+        return None
+    alike = np.corrcoef(varied)[np.triu_indices(len(varied), k=1)]
+    return ratio if float(np.median(alike)) < SAME_WORK_CORRELATION else None

@@ -300,6 +300,11 @@ COMPILE_WARNING_RATIO = 0.10
 COMPILE_MIN_COUNT = 3
 """One or two compilations late in a run are a new shape or an evaluation. Own choice."""
 
+SIZES_MIN_COUNT = 4
+"""Sizes of one rank's inputs that were looked at, each unlike the one before. Own choice."""
+SAME_WORK_CORRELATION = 0.3
+"""Of two ranks' work over the steps, above which large steps are large for both: a bucket of long
+sequences, tasks that alternate. Own choice."""
 STEADILY_LAST_RATIO = 0.75
 """A rank that is last at fewer collectives is late now and then, as others are. Own choice."""
 PHASE_BEYOND_RATIO = 1.3

@@ -6,7 +6,7 @@ import numpy as np
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rank_work import beyond_typical, rank_work
+from haiprof.diagnosis.rank_work import beyond_typical, rank_work, uneven_input_ratio
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
@@ -48,6 +48,7 @@ def data_imbalance(inputs: RuleInputs) -> Judgement:
     }
     phase = max(by_phase, key=lambda name: by_phase[name])
     named = by_phase[phase] >= RANK_PHASE_COVERAGE_RATIO * float(np.median(lost))
+    uneven = uneven_input_ratio(inputs, work)
     return Finding(
         rule=RULE,
         title=f"uneven work: the slowest rank of a step, now one and now another, takes "
@@ -61,13 +62,15 @@ def data_imbalance(inputs: RuleInputs) -> Judgement:
                 value=float(turns.max()),
                 unit="ratio",
             ),
+            Evidence(name="inputs of one rank, the largest by the smallest", value=uneven, unit=""),
         ),
         remedy="give all ranks batches of equal cost: group samples by length and deal each group "
         "to all ranks (length-bucketing sampler), cap tokens per batch in place of samples, or "
         "pack sequences",
         confidence=0.7 if named else 0.6,
         lost_ratio=min(share, 1.0),
-        missing=("the size of each rank's batches",),
+        missing=() if uneven else ("the size of each rank's batches",),
+        is_own_work=uneven is not None,
         cause=phase if named else None,
         explains=("late_rank",),
     )

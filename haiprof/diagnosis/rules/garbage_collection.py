@@ -36,10 +36,11 @@ def garbage_collection(inputs: RuleInputs) -> Judgement:
         return None
     longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
     once = (spent - longest) / max(whole, 1.0) < PAUSE_WARNING_RATIO
-    other = float(inputs.steps["other_host_ns"].sum())
+    other = float(inputs.steps["other_host_ns"].sum())  # of all ranks, as the pauses in it
+    stopped = float(pauses["duration_ns"].sum())
     asked = _asked_ratio(inputs, whole) >= ASKED_MAIN_RATIO * share
     device = ", and memory of the GPU only where such a cycle holds it" * inputs.uses_gpu
-    outside = ("outside_the_model",) if spent >= DRIFT_PHASE_RATIO * other else ()
+    outside = ("outside_the_model",) if stopped >= DRIFT_PHASE_RATIO * other else ()
     return Finding(
         rule=RULE,
         cause="explicit" if asked else None,

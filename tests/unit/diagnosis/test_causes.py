@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +43,17 @@ def test_only_the_named_cause_of_a_rule_is_explained() -> None:
     assert (first.rule, first.explained_by, second.explained_by) == ("loader", None, None)
     (first, second) = in_order([cores, finding("loader", "critical", cause="few_workers")])
     assert (first.rule, second.explained_by) == ("cores", "cores")
+
+
+def test_what_takes_long_on_all_ranks_is_why_one_and_another_are_late() -> None:
+    """A hook on gradients takes two thirds of the step, and never equally long on both ranks."""
+    turns = replace(finding("late_rank", cause="now_and_then"), lost_ratio=0.25, confidence=0.85)
+    steady = replace(turns, cause=None, rank=1)
+    hook = replace(finding("backward_bound"), lost_ratio=0.69, confidence=0.6)
+    assert [f.rule for f in in_order([turns, hook])] == ["backward_bound", "late_rank"]
+    assert all(f.explained_by is None for f in in_order([steady, hook]))
+    small = replace(hook, lost_ratio=0.05)
+    assert all(f.explained_by is None for f in in_order([turns, small]))
 
 
 def test_of_two_that_explain_each_other_the_weightier_is_the_cause() -> None:

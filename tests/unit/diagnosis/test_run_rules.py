@@ -47,7 +47,7 @@ def found(verdict: Verdict, rule: str) -> Finding:
     return finding
 
 
-def note(root: Path, rank: int, **line: object) -> None:
+def note(root: Path, rank: int, /, **line: object) -> None:
     with (root / "ranks" / str(rank) / "events.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -223,6 +223,19 @@ def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None
 
 def test_collector_storms_are_named_before_the_time_outside(root: Path) -> None:
     write_line(root, plain_steps(extra=lambda step, now: [(now, 12 * NS_PER_MS)]))
+    verdict = judged(root)
+    assert rules(verdict)[:2] == ["garbage_collection", "outside_the_model"]
+    assert verdict.findings[1].explained_by == "garbage_collection"
+
+
+def test_ranks_that_collect_at_the_same_time_are_named_before_the_time_outside(
+    root: Path,
+) -> None:
+    """The step loses it once, however many collect; outside of the phases it is on each rank."""
+    run = write_run(root)
+    rows = plain_steps(extra=lambda step, now: [(now, 12 * NS_PER_MS)])
+    for rank in range(2):
+        write_rank(run, spans_from(rows), rank=rank, world_size=2)
     verdict = judged(root)
     assert rules(verdict)[:2] == ["garbage_collection", "outside_the_model"]
     assert verdict.findings[1].explained_by == "garbage_collection"
@@ -551,6 +564,60 @@ def test_growth_comes_before_what_it_makes_long(
 ) -> None:
     """A forward that was short at first; and one that always was long and grew by a third."""
     assert rules(verdict_of(root, times, steps=150)) == order
+
+
+@pytest.mark.parametrize(
+    ("sizes", "explained"),
+    [
+        (lambda step: 3000 if step % 2 else 1000, None),  # a rank's batches differ by so much
+        (lambda step: 1000, "busy_neighbours"),
+        (lambda step: 1000 + step, "busy_neighbours"),  # by less than what is seen
+    ],
+)
+def test_batches_that_differ_are_no_neighbours_doing(
+    root: Path, sizes: Callable[[int], int], explained: str | None
+) -> None:
+    """Both ranks wait for cores too; which one is late follows from what it was given."""
+    verdict = uneven_beside_others(
+        root, lambda rank, step: (0.2, 12.0 if step % 2 == rank else 5.0, 17.0, 2.0), sizes
+    )
+    finding = found(verdict, "data_imbalance")
+    assert finding.explained_by == explained
+    assert ("the size of each rank's batches" in finding.missing) is (explained is not None)
+
+
+def test_steps_that_are_large_for_all_ranks_are_no_uneven_data(root: Path) -> None:
+    """Tasks that alternate, the same one on both ranks; who is late, others decide."""
+    random = np.random.default_rng(3)
+    extra = random.exponential(9.0, (2, 800))
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (0.2, (36.0 if step % 2 else 6.0) + extra[rank, step], 14.0, 2.0)
+
+    verdict = uneven_beside_others(root, times, lambda step: 3000 if step % 2 else 1000)
+    assert found(verdict, "data_imbalance").explained_by == "busy_neighbours"
+
+
+def uneven_beside_others(root: Path, times: PhaseTimes, sizes: Callable[[int], int]) -> Verdict:
+    """Two ranks beside a process that keeps both cores busy; the sizes of their inputs by step."""
+    write_story(root, times, steps=800, ranks=2)
+    for rank in range(2):
+        for step in range(0, 800, 33):
+            at = START_NS + step * 35 * NS_PER_MS
+            note(root, rank, type="input_size", time_ns=at, step=step, root=1,
+                 number_count=sizes(step + rank))  # fmt: skip
+    counters(
+        root,
+        lambda t: {"cpu_ns": int(0.5 * (t + 2) * NS_PER_S),
+                   "cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
+                   "run_queue_wait_ns": int(0.4 * (t + 2) * NS_PER_S)},
+        ranks=2,
+        host=lambda t: {"cpu_count": 2, "cpu_user_ns": int(2 * (t + 2) * NS_PER_S),
+                        "cpu_idle_ns": 0},
+    )  # fmt: skip
+    for rank in range(2):
+        placed(root, rank)
+    return judged(root)
 
 
 def test_slow_rank_is_not_called_uneven_data(root: Path) -> None:
