@@ -20,7 +20,7 @@ BY_TRAINING = -1
 """Steps are found by optimizer, scaler and backward, as `steps` has it."""
 LOADER_CUTS = 2
 """So often a fetch must come after other work before the loader is what repeats: one that gave a
-single batch, or was read before the loop, is not. As in `in_job/windows/repeats.py`."""
+single batch, or was read before the loop, is not. As in `in_job/repeats.py`."""
 
 _TRAINING = kind_table(schema.OPTIMIZER, schema.SCALER, schema.BACKWARD)
 _MODULES = kind_table(*MODULE_KINDS)

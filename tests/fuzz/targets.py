@@ -27,7 +27,7 @@ class Target:
 
 
 TARGETS = (
-    Target(name="scanner", reads="a piece of a trace (traces/native.c)",
+    Target(name="scanner", reads="a piece of a trace (kineto/native.c)",
            run=trace_readers.read_piece, seeds=trace_readers.piece_seeds,
            tokens=trace_readers.TRACE_TOKENS),
     Target(name="trace", reads="a trace, compiled and in Python",

@@ -1,4 +1,4 @@
-"""The number of the training step while it runs, as analysis/steps.py counts afterwards."""
+"""The number of the training step while it runs, as run_analysis/steps.py counts afterwards."""
 
 from __future__ import annotations
 

@@ -716,7 +716,7 @@ static PyMethodDef methods[] = {
 static PyTypeObject ScannerType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "haiprof.trace_format.kineto._native.Scanner",
-    .tp_doc = "Scanner(tables, categories, names): see traces/native.py.",
+    .tp_doc = "Scanner(tables, categories, names): see native.py.",
     .tp_basicsize = sizeof(Scanner),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
