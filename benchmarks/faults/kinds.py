@@ -155,7 +155,7 @@ FAULTS = (
     Kind(name="one core for training and a worker", accepted=("too_few_cores", "shared_cores"), under="one_core", pieces={"item": EACH_BURN}, workers=(1, 2), ranks=(1,), styles=PLAIN, magnitudes=(1, 2), seconds=12),
     Kind(name="two ranks on one core", accepted=("shared_cores",), under="one_core", ranks=(2,), styles=PLAIN),
     Kind(name="too many threads", accepted=("shared_cores", "too_few_cores", "threads_over_cores"), constants={"THREADS": 4}, ranks=(2,), styles=PLAIN, families=("cnn", "unet", "transformer"), threads=4),
-    Kind(name="tiny operators", accepted=("host_bound", "forward_bound"), constants={"THREADS": 0, "WORK": 1}, styles=PLAIN, ranks=(1,), families=("lstm",), threads=0, pieces={"forward": "scale = self.inner.head.weight.mean() * 0 + 1\nfor _ in range(400):\n    x = x * scale  # FAULT"}, options=("--steps", "60:63")),
+    Kind(name="tiny operators", accepted=("host_bound", "forward_bound"), constants={"THREADS": 0, "WORK": 1}, styles=PLAIN, ranks=(1,), families=("lstm",), threads=0, pieces={"forward": "scale, row = self.inner.head.weight.mean() * 0 + 1, x[0, 0]\nfor _ in range(1500):\n    row = row * scale  # FAULT\nx = x + 0.0 * row"}, options=("--steps", "60:63")),
     # ranks
     Kind(name="slow rank: loader", accepted=("ranks_uneven", "late_rank"), rank="last", ranks=(2,), styles=LOOPS, workers=(0,), pieces={"collate": when("LAST", SLEEP)}, magnitudes=(0.4, 3)),
     Kind(name="slow rank: forward", accepted=("ranks_uneven", "late_rank"), rank="last", ranks=(2,), styles=LOOPS, pieces={"forward": when("LAST", BURN)}, magnitudes=(0.4, 3)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
+from haiprof.run_analysis.lines import function_times, wilson
 
 MIN_COUNT = 20
 """With fewer samples of a phase nothing is said of it."""
@@ -48,3 +49,34 @@ def python_time(samples: CodeSamples, phase: str, *, core_wait: float = 0.0) -> 
     held = max(beyond, 0.0) / max(1.0 - usual, FREE_RATIO)
     share = float(weight[own].sum()) / max(float(weight.sum()), 1.0)
     return PythonTime(own_ratio=share, held_ratio=share * held)
+
+
+def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:
+    """How much of a phase's growth is in one function of the job that was no such part before.
+
+    What takes cores away makes each function longer by its own length, so that the largest has the
+    same share of the growth as of the phase before. Code that is new there has far more.
+
+    Args:
+        samples: Of one rank.
+        phase: Of the training thread.
+        since_step: The first step that was longer.
+
+    Returns:
+        The function's share of the growth less its share of the phase before, the most that this
+        may have been with 95 % certainty; 0 where the phase is seen too seldom.
+    """
+    chosen = (samples.phase == CODE_PHASES.index(phase)) & (samples.worker < 0)
+    earlier = samples.take(chosen & (samples.step < since_step) & (samples.step >= 0))
+    later = samples.take(chosen & (samples.step >= since_step))
+    if not len(earlier.stack) or len(later.stack) < MIN_COUNT:
+        return 0.0
+    first, last = int(earlier.step.min()), int(later.step.max())
+    scale = (last - since_step + 1) / max(since_step - first, 1)
+    grown = [each for each in function_times(later, less=earlier, scale=scale) if each.time_ns > 0]
+    if not grown:
+        return 0.0
+    before = {(each.file, each.function): each.high for each in function_times(earlier)}
+    _, unseen = wilson(np.zeros(1), np.array([float(len(earlier.stack))]))
+    most = before.get((grown[0].file, grown[0].function)) or float(unseen[0])
+    return max(grown[0].time_ns / sum(each.time_ns for each in grown) - most, 0.0)

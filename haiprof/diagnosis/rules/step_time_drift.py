@@ -12,7 +12,8 @@ from haiprof.base.statistics.change_point import Rise, rise
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.python_time import new_code_ratio
+from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     COMPARE_SHARED_CORE_RATIO,
@@ -73,14 +74,21 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
-    changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
+    own = named and _is_new_code(inputs, phase, since)
+    if not own:  # which itself waits for a core, and so is no sign of what others do
+        changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
     finding = _finding(series, found, phase if named else None, grown[phase], changed)
     finding = _per_work(finding, series, found, work=work, expected=expected)
     if not named:
         finding = _beside_others(finding, inputs, found.growth)
     if named and phase == "backward" and len(inputs.world) > 1:
         return _as_wait(finding)
-    return finding
+    return replace(finding, is_own_work=own)
+
+
+def _is_new_code(inputs: RuleInputs, phase: str, since: int) -> bool:
+    samples = inputs.load_samples(typical_rank(inputs))
+    return new_code_ratio(samples, phase, since) >= DRIFT_PHASE_RATIO
 
 
 def _finding(

@@ -18,6 +18,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.diagnosis.stories import START_NS, PhaseTimes, write_story
+from tests.unit.diagnosis.test_run_rules import neighbours
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 MAIN = ("/home/me/train.py", 40, "main")
@@ -156,3 +157,26 @@ def test_a_heavy_evaluation_names_who_calls_the_model_not_its_layers(tmp_path: P
     outside = samples.tree.ends_outside("/torch/nn/modules/module.py")[samples.stack]
     (time,) = function_times(replace(samples, stack=outside))
     assert (time.function, time.callers[0].function) == ("evaluate", "main")
+
+
+@pytest.mark.parametrize(("line", "is_own"), [(LOG, True), (LOAD, False)])
+def test_a_new_line_of_code_is_no_neighbours_doing(
+    tmp_path: Path, line: tuple[str, int, str], is_own: bool
+) -> None:
+    """Forward takes four times as long from step 150 on, where others came too.
+
+    It is in a line that was not there before; or in the one that always was most of forward.
+    """
+
+    def at(phase: str, step: int) -> Stack:
+        return (MAIN, line if step >= 150 else LOAD) if phase == "forward" else (MAIN,)
+
+    root = tmp_path / "run"
+    neighbours(
+        root, wait=0.4, node=1.9, since=3.0,
+        shape=lambda _, step: (0.2, 20.0 if step >= 150 else 5.0, 10.0, 2.0),
+    )  # fmt: skip
+    write_stacks(RunPaths(root).rank(0).stacks, sample(RunFrames(root), at))
+    drift = findings_of(root)["step_time_drift"]
+    assert drift.explained_by == (None if is_own else "busy_neighbours")
+    assert ("waiting for cores began" in drift.title) is not is_own
