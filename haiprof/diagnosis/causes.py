@@ -70,7 +70,7 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     Returns:
         The same ones, `severity` and `explained_by` set.
     """
-    by_weight = sorted(map(_weighed, findings), key=_weight)
+    by_weight = sorted(map(_set_weight, findings), key=_weight)
     later = [f for f in by_weight if f.rule != STANDSTILL]
     cause_of: dict[str, str] = {}
     for cause in by_weight:
@@ -83,7 +83,7 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(found for root in roots for found in _family(root, raised, cause_of))
 
 
-def _weighed(finding: Finding) -> Finding:
+def _set_weight(finding: Finding) -> Finding:
     late = (_LATE_BY_TURNS,) if finding.rule in PHASE_RULES and finding.rank is None else ()
     return replace(finding, severity=severity_of(finding), explains=(*finding.explains, *late))
 
