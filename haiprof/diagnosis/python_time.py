@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from haiprof.base.arrays import Floats
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
-from haiprof.run_analysis.lines import function_times, wilson
+from haiprof.run_analysis.lines import innermost_frame, wilson
 
 MIN_COUNT = 20
 """With fewer samples of a phase nothing is said of it."""
@@ -52,10 +53,10 @@ def python_time(samples: CodeSamples, phase: str, *, core_wait: float = 0.0) -> 
 
 
 def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:
-    """How much of a phase's growth is in one function of the job that was no such part before.
+    """How much of a phase's growth is in one line of the job that was no such part of it before.
 
-    What takes cores away makes each function longer by its own length, so that the largest has the
-    same share of the growth as of the phase before. Code that is new there has far more.
+    What takes cores away makes each line longer by its own length, so that the longest has the same
+    share of the growth as of the phase before. Code that is new there has far more.
 
     Args:
         samples: Of one rank.
@@ -63,8 +64,8 @@ def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:
         since_step: The first step that was longer.
 
     Returns:
-        The function's share of the growth less its share of the phase before, the most that this
-        may have been with 95 % certainty; 0 where the phase is seen too seldom.
+        The line's share of the growth less its share of the phase before, the most that this may
+        have been with 95 % certainty; 0 where the phase is seen too seldom.
     """
     chosen = (samples.phase == CODE_PHASES.index(phase)) & (samples.worker < 0)
     earlier = samples.take(chosen & (samples.step < since_step) & (samples.step >= 0))
@@ -72,11 +73,19 @@ def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:
     if not len(earlier.stack) or len(later.stack) < MIN_COUNT:
         return 0.0
     first, last = int(earlier.step.min()), int(later.step.max())
-    scale = (last - since_step + 1) / max(since_step - first, 1)
-    grown = [each for each in function_times(later, less=earlier, scale=scale) if each.time_ns > 0]
-    if not grown:
+    before = _time_by_line(earlier)
+    grown = _time_by_line(later) - before * (last - since_step + 1) / max(since_step - first, 1)
+    line, whole = int(grown.argmax()), float(grown.clip(0.0).sum())
+    if not whole:
         return 0.0
-    before = {(each.file, each.function): each.high for each in function_times(earlier)}
-    _, unseen = wilson(np.zeros(1), np.array([float(len(earlier.stack))]))
-    most = before.get((grown[0].file, grown[0].function)) or float(unseen[0])
-    return max(grown[0].time_ns / sum(each.time_ns for each in grown) - most, 0.0)
+    count = np.array([float(len(earlier.stack))])
+    _, most = wilson(before[line : line + 1] / max(float(before.sum()), 1.0) * count, count)
+    return max(float(grown[line]) / whole - float(most[0]), 0.0)
+
+
+def _time_by_line(samples: CodeSamples) -> Floats:
+    """[frame of the tree]: time with that frame as the job's innermost one; the last: none."""
+    tree = samples.tree
+    frame = innermost_frame(tree)[samples.stack]
+    frame = np.where(frame < 0, len(tree.frames), frame)
+    return np.bincount(frame, samples.weight_ns, minlength=len(tree.frames) + 1).astype(np.float64)

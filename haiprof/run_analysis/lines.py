@@ -97,7 +97,7 @@ def line_frame(samples: CodeSamples) -> pl.DataFrame:
     group = ("rank", "worker", "phase")
     totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
     pairs = _user_pairs(tree)
-    inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": _innermost_frame(tree)})
+    inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
         self_count=pl.col("len").sum(), time_ns=pl.col("weight").sum()
@@ -265,7 +265,7 @@ def innermost_stack(tree: CodeTree) -> Ints:
     return found
 
 
-def _innermost_frame(tree: CodeTree) -> Ints:
+def innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
     frames: Ints = tree.place[innermost_stack(tree)]
     return frames

@@ -17,6 +17,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     COMPARE_SHARED_CORE_RATIO,
+    CORE_WAIT_WARNING_RATIO,
     DRIFT_MAIN_RATIO,
     DRIFT_MIN_STEPS,
     DRIFT_P_VALUE,
@@ -81,9 +82,24 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     finding = _per_work(finding, series, found, work=work, expected=expected)
     if not named:
         finding = _beside_others(finding, inputs, found.growth)
+    elif not own and _is_crowded(inputs):
+        finding = replace(
+            finding, cause=f"{str(finding.cause).removesuffix(_ALL_PHASES)}{_ALL_PHASES}"
+        )
     if named and phase == "backward" and len(inputs.world) > 1:
         return _as_wait(finding)
     return replace(finding, is_own_work=own)
+
+
+def _is_crowded(inputs: RuleInputs) -> bool:
+    """Whether a rank waits for cores that others use: then a phase may grow by that alone.
+
+    Which one is chance: a few long waits fall into the phase that runs then, mostly the longest.
+    """
+    hosts = hosts_of(inputs)
+    used = {host: used_by_others(inputs, host, hosts) or 0.0 for host in set(hosts.values())}
+    waits = [inputs.core_waits.get(r, 0.0) for r, h in hosts.items() if used[h] >= STARVING_CORES]
+    return max(waits, default=0.0) >= CORE_WAIT_WARNING_RATIO
 
 
 def _is_new_code(inputs: RuleInputs, phase: str, since: int) -> bool:
