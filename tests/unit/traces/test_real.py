@@ -64,19 +64,16 @@ def check_table(table: str, rows: list[tuple[int, dict[str, Any]]], found: pl.Da
     assert found["ts_ns"].to_list() == [int(event["ts"] * 1000) for _, event in rows]
     assert found["dur_ns"].to_list() == [int(event.get("dur", 0) * 1000) for _, event in rows]
     for column in TABLES[table][3:] if rows else ():
-        cells = found[column.name].to_list()
         if column.name in ("event", "ts_ns", "dur_ns"):
             continue
+        cells = found[column.name].to_list()
         for cell, (_, event) in zip(cells, rows, strict=True):
-            wanted = expected(column, event)
-            if column.is_json:
-                same = (
-                    cell == wanted
-                    if cell is None or isinstance(wanted, str)
-                    else json.loads(cell) == wanted
-                )
-                assert same, (column, event)
-            elif column.type == "f64" and wanted is not None:
-                assert cell == pytest.approx(wanted, rel=1e-15), (column, event)
-            else:
-                assert cell == wanted, (column, event)
+            assert is_same(column, cell, expected(column, event)), (column, cell, event)
+
+
+def is_same(column: TraceColumn, cell: Any, wanted: Any) -> bool:
+    if cell is None or wanted is None or (column.is_json and isinstance(wanted, str)):
+        return bool(cell == wanted)
+    if column.is_json:
+        return bool(json.loads(cell) == wanted)
+    return math.isclose(cell, wanted, rel_tol=1e-15) if column.type == "f64" else cell == wanted
