@@ -112,7 +112,7 @@ def test_gzip_bomb_is_refused_in_bounded_memory(file: Path) -> None:
     file.write_bytes(head + blank * 600)
     tracemalloc.start()
     try:
-        with pytest.raises(TraceFormatError):
+        with pytest.raises(TraceFormatError, match="without an end of an event"):
             Read(file)
         assert tracemalloc.get_traced_memory()[1] < 300 << 20
     finally:
