@@ -73,28 +73,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no time is left for this proof")
 
 
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test session, for all of its workers."""
-    root = tmp_path_factory.getbasetemp()
-    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-
-
 @pytest.fixture(autouse=True)
-def _own_cache(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept of traces goes to one folder of the test session, not to the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder / "user-cache"))
+    cache = tmp_path_factory.getbasetemp() / "user-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture(scope="session")
-def once(shared_folder: Path) -> Once:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Makes what many tests only read: once per session, whichever worker asks first.
 
     `once(key, make)` is what `make(folder)` gave; the folder is new and `make` may leave it out.
     Keys are told apart by their `repr`.
     """
     made: dict[str, Any] = {}
-    shared = shared_folder / "made-once"
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all workers
+    shared = root / "made-once"
     shared.mkdir(exist_ok=True)
 
     def get(key: tuple[object, ...], make: Callable[[Path], Any]) -> Any:
