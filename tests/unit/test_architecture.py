@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import itertools
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -57,14 +57,65 @@ THIRD_PARTY: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Absolute names of everything a module imports, at any depth; `if TYPE_CHECKING` counts."""
+class Definition(NamedTuple):
+    """A function or class; its name without leading underscores, in lower case."""
+
+    name: str
+    line: int
+    is_function: bool
+    """Neither a class nor a property, which reads as data and may be one: `job.suspended`."""
+
+
+class Source(NamedTuple):
+    """What is asked of a module's source, which is parsed once for all questions."""
+
+    imported: frozenset[str]
+    """Absolute names of everything it imports, at any depth; `if TYPE_CHECKING` counts."""
+    definitions: tuple[Definition, ...]
+    started: tuple[int, ...]
+    """The lines that name a command of haiprof to start."""
+
+
+@cache
+def read_source(path: Path) -> Source:
+    imported: set[str] = set()
+    definitions, started = [], []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            definitions.append(_define(node))
+        elif _names_a_command(node):
+            started.append(getattr(node, "lineno", 0))
+    return Source(frozenset(imported), tuple(definitions), tuple(started))
+
+
+def _define(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Definition:
+    bare, is_class = node.name.strip("_"), isinstance(node, ast.ClassDef)
+    if is_class:
+        bare = "".join(f"_{c.lower()}" if c.isupper() else c for c in bare).strip("_")
+    is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
+    return Definition(bare, node.lineno, not (is_class or is_property))
+
+
+def _names_a_command(node: ast.AST) -> bool:
+    """A text such as `-m haiprof`, or a list of words that starts haiprof."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and "haiprof" in node.value:
+        starts = "haiprof.__main__" in node.value or node.value.split()[:2] == ["-m", "haiprof"]
+        return starts and "\n" not in node.value
+    return isinstance(node, ast.List) and _starts_a_command(node)
+
+
+def _starts_a_command(node: ast.List) -> bool:
+    """Whether a list of words is `[..., "-m", "haiprof", ...]` or `["haiprof", COMMAND, ...]`."""
+    words = [e.value if isinstance(e, ast.Constant) else None for e in node.elts]
+    return any(
+        (a == "-m" and b == "haiprof") or (a == "haiprof" and b in COMMANDS)
+        for a, b in itertools.pairwise(words)
+    )
 
 
 def part_of(path: Path) -> str:
@@ -84,20 +135,23 @@ MODULES = [p for p in ALL_MODULES.values() if part_of(p) not in ("__init__", "__
 def imports_of(name: str) -> frozenset[str]:
     """The modules of haiprof that a module imports; a name in a package counts as the package."""
     found = set()
-    for target in imported(ALL_MODULES[name]):
+    for target in read_source(ALL_MODULES[name]).imported:
         module = target if target in ALL_MODULES else target.rpartition(".")[0]
         if module in ALL_MODULES:
             found.add(module)
     return frozenset(found - {name})
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_module_imports_only_what_its_part_may(path: Path) -> None:
-    part, names = part_of(path), set(imported(path))
-    used = {name.split(".")[1] for name in names if name.startswith("haiprof.")} - {part}
-    assert used <= ALLOWED[part]
-    roots = {name.split(".")[0] for name in names} - {"haiprof", "__future__"} - STDLIB
-    assert roots <= THIRD_PARTY.get(part, set())
+def test_modules_import_only_what_their_part_may() -> None:
+    forbidden = {}
+    for path in MODULES:
+        part, names = part_of(path), read_source(path).imported
+        used = {name.split(".")[1] for name in names if name.startswith("haiprof.")} - {part}
+        roots = {name.split(".")[0] for name in names} - {"haiprof", "__future__"} - STDLIB
+        found = (used - ALLOWED[part]) | (roots - THIRD_PARTY.get(part, set()))
+        if found:
+            forbidden[path.relative_to(PACKAGE).as_posix()] = found
+    assert forbidden == {}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -114,28 +168,12 @@ def test_no_rule_imports_another_rule() -> None:
 
 def test_only_the_command_line_names_haiprof_commands_to_start() -> None:
     """What stands below `cli` is given the command it starts: it knows of none by itself."""
-    found = []
-    for path in MODULES:
-        if part_of(path) in ("cli", "api"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                words = node.value.split()
-                starts = "haiprof.__main__" in node.value or words[:2] == ["-m", "haiprof"]
-                if starts and "\n" not in node.value:
-                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-            if isinstance(node, ast.List) and _starts_a_command(node):
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    assert found == []
-
-
-def _starts_a_command(node: ast.List) -> bool:
-    """Whether a list of words is `[..., "-m", "haiprof", ...]` or `["haiprof", COMMAND, ...]`."""
-    words = [e.value if isinstance(e, ast.Constant) else None for e in node.elts]
-    pairs = list(itertools.pairwise(words))
-    return any(
-        (a == "-m" and b == "haiprof") or (a == "haiprof" and b in COMMANDS) for a, b in pairs
-    )
+    assert [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in MODULES
+        if part_of(path) not in ("cli", "api")
+        for line in read_source(path).started
+    ] == []
 
 
 def test_every_part_is_in_the_table_in_order() -> None:
@@ -167,38 +205,20 @@ IRREGULAR_PARTICIPLES = """
 VERBS_IN_ED = frozenset({"bleed", "embed", "exceed", "feed", "need", "proceed", "seed", "shed"})
 
 
-def definitions(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    """The name of each function and class, without leading underscores, in lower case."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name.strip("_"), node
-        elif isinstance(node, ast.ClassDef):
-            bare = node.name.strip("_")
-            yield "".join(f"_{c.lower()}" if c.isupper() else c for c in bare).strip("_"), node
-
-
-def is_property(node: ast.stmt) -> bool:
-    decorators = getattr(node, "decorator_list", [])
-    return any("property" in ast.unparse(decorator) for decorator in decorators)
-
-
 def test_nothing_is_called_by_a_private_word() -> None:
     words = set(PRIVATE_WORDS.split())
     found = [name for path in MODULES if (name := path.stem.strip("_")) in words]
     for path in MODULES:
-        names = (name for name, _ in definitions(path) if name in words)
+        names = (each.name for each in read_source(path).definitions if each.name in words)
         found += [f"{path.relative_to(PACKAGE)}: {name}" for name in names]
     assert found == []
 
 
 def test_functions_are_verbs_and_no_participles() -> None:
-    """A property reads as data, and may be one: `job.suspended`."""
     found, participles = [], set(IRREGULAR_PARTICIPLES.split())
     for path in MODULES:
-        for name, node in definitions(path):
-            if isinstance(node, ast.ClassDef) or is_property(node):
-                continue
+        for name, line, is_function in read_source(path).definitions:
             regular = name.endswith("ed") and "_" not in name and name not in VERBS_IN_ED
-            if regular or name in participles:
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {name}")
+            if is_function and (regular or name in participles):
+                found.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
     assert found == []

@@ -129,7 +129,8 @@ def test_hostile_bytes_are_an_error_and_take_no_memory(content: bytes) -> None:
         read_plain_pickle(content)
 
 
-def test_lists_that_hold_each_other_end(tmp_path: Path) -> None:
+def test_lists_that_hold_each_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("haiprof.trace_format.memory_snapshot._ITEM_LIMIT", 100_000)
     deep: list[Any] = []
     for _ in range(60):  # 2 to the power of 60 leaves, a hundred objects
         deep = [deep, deep]

@@ -74,7 +74,7 @@ def test_damaged_ones_are_read_alike_or_by_python_alone(
         assert outcome(bytes(content)) == native
 
 
-@pytest.mark.parametrize("depth", [1, 3_000_000])
+@pytest.mark.parametrize("depth", [1, 500_000])
 def test_tuples_as_keys_are_refused_and_never_overflow_the_stack(reader: str, depth: int) -> None:
     nested = b"\x80\x02})" + b"\x85" * depth + b"K\x01s."
     in_one = b"\x80\x02}()" + b"\x85" * depth + b"K\x01u."
