@@ -17,11 +17,7 @@ from haiprof.trace_analysis.dependencies.device_events import (
     DeviceEvents,
     RuntimeCalls,
 )
-from haiprof.trace_analysis.dependencies.host_events import (
-    LONG_GAP_NS,
-    HostEvents,
-    backward_threads,
-)
+from haiprof.trace_analysis.dependencies.host_events import LONG_GAP_NS, HostEvents
 from haiprof.trace_analysis.dependencies.host_waits import QUEUE, host_waits
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -61,7 +57,7 @@ def joins_by_thread(
         calls: Its runtime calls.
         main: Number of the thread that the window is on.
     """
-    parts = [*_blocking_calls(trace, host, gpu, calls), *_between_threads(trace, host, main)]
+    parts = [*_blocking_calls(trace, host, gpu, calls), *_between_threads(host, main)]
     names = ("of", *_FIELDS)
     columns = zip(*((of, *values) for of, values in parts), strict=True)
     whole: dict[str, Ints] = dict.fromkeys(names, NOTHING)
@@ -99,7 +95,7 @@ def _blocking_calls(
         )
 
 
-def _between_threads(trace: Trace, host: HostEvents, main: int) -> Iterator[_Part]:
+def _between_threads(host: HostEvents, main: int) -> Iterator[_Part]:
     """Hand-overs between the forward and backward threads, and threads woken after a pause."""
     trees = {
         number: nest(host.frame[host.rows_of(number)].filter(~pl.col("is_mark")))
@@ -107,7 +103,7 @@ def _between_threads(trace: Trace, host: HostEvents, main: int) -> Iterator[_Par
     }
     held = {number: union(NOTHING, NOTHING) for number in trees}
     numbers = {thread: number for number, thread in enumerate(host.threads)}
-    for pair in backward_threads(trace):
+    for pair in host.backward_threads:
         if pair.forward not in numbers or pair.backward not in numbers:
             continue  # arrows lead there, but nothing ran there
         forward, backward = numbers[pair.forward], numbers[pair.backward]

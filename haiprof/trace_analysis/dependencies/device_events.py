@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -32,12 +33,14 @@ class RuntimeCalls:
     ends: Ints
     thread: Ints
     """A number per process and thread."""
+    names: tuple[str, ...]
+    name: Ints
+    """Place in `names`."""
 
     def find(self, pattern: str) -> Ints:
         """Calls with a name that matches a regular expression."""
-        names = self.frame["name"].unique()
-        matching = names.filter(names.cast(pl.String).str.contains(pattern))
-        return np.flatnonzero(self.frame["name"].is_in(matching.implode()).to_numpy())
+        matching = np.array([re.search(pattern, name) is not None for name in self.names], bool)
+        return np.flatnonzero(matching[self.name]) if len(self.name) else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +120,15 @@ def runtime_calls(trace: Trace) -> RuntimeCalls:
     """The runtime calls of a trace, by start."""
     frame = trace.runtime
     starts = frame["ts_ns"].to_numpy()
-    threads = frame.select(pl.struct("pid", "tid").rank("dense")).to_series()
+    codes = frame["name"].to_physical().to_numpy()
+    _, first, name = np.unique(codes, return_index=True, return_inverse=True)
     return RuntimeCalls(
         frame=frame,
         starts=starts,
         ends=starts + frame["dur_ns"].to_numpy(),
-        thread=threads.to_numpy().astype(np.int64),
+        thread=_numbers(frame.select("pid", "tid")),
+        names=tuple(frame["name"].gather(first).cast(pl.String)),
+        name=name,
     )
 
 
@@ -142,7 +148,7 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
         frame=gpu.drop("launch_ns", "call"),
         starts=starts,
         ends=starts + gpu["dur_ns"].to_numpy(),
-        line=_numbers(keys.select(pl.struct("device", "stream"))),
+        line=_numbers(keys),
         device=keys["device"].to_numpy(),
         call=gpu["call"].fill_null(-1).to_numpy(),
         launched=_launch_times(keys, gpu["launch_ns"], starts, _begin(trace, starts)),
@@ -152,8 +158,9 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
 
 
 def _numbers(keys: pl.DataFrame) -> Ints:
-    found: Ints = keys.to_series().rank("dense").to_numpy().astype(np.int64)
-    return found
+    """A number of each row; equal rows have the same."""
+    found: Ints = keys.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
+    return found.astype(np.int64)
 
 
 def _begin(trace: Trace, starts: Ints) -> int:

@@ -63,6 +63,11 @@ class HostEvents:
         ).astype(np.int64)
         return found
 
+    @cached_property
+    def backward_threads(self) -> list[BackwardThread]:
+        """The threads of backward passes."""
+        return backward_threads(self._trace)
+
     def rows_of(self, thread: int) -> slice:
         """The rows of `frame` of a thread, by its number."""
         first, last = np.searchsorted(self.thread_of_row, [thread, thread + 1])
@@ -83,7 +88,7 @@ class HostEvents:
         counts = self.frame.filter(~pl.col("is_mark")).group_by("pid", "tid").len()
         if counts.is_empty():
             return (0, 0)
-        backward = {pair.backward for pair in backward_threads(self._trace)}
+        backward = {pair.backward for pair in self.backward_threads}
         ranked = counts.sort("len", "pid", "tid", descending=[True, False, False]).rows()
         forward = [(pid, tid) for pid, tid, _ in ranked if (pid, tid) not in backward]
         return forward[0] if forward else (ranked[0][0], ranked[0][1])

@@ -79,10 +79,15 @@ def _frees(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
 def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
     """Copies that ended before their call returned, which had waited for them.
 
-    cudaMemcpyAsync does so with pageable memory, whatever its name says.
+    cudaMemcpyAsync does so with pageable memory, whatever its name says. A call that always blocks
+    and whose copy is not in the trace waited for what ended last in it: copies come after all work
+    before them.
     """
     copies = np.flatnonzero((gpu.frame["kind"] == MEMORY).to_numpy() & (gpu.call >= 0))
     own = gpu.call[copies]
+    alone = np.setdiff1d(calls.find(COPY_SYNC), own)
+    event = gpu.latest_within(calls.starts[alone], calls.ends[alone])
+    yield HostWaits(COPY, alone, event, np.ones(len(alone), np.bool_))
     within = np.isin(own, calls.find(_COPIES)) & (gpu.ends[copies] <= calls.ends[own])
     copies, own = copies[within], own[within]
     to_host = gpu.frame["name"][copies].cast(pl.String).str.contains(_TO_HOST).to_numpy()
@@ -102,12 +107,7 @@ def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostW
     syncs = calls.find(STREAM_SYNC)
     starts, ends = calls.starts[syncs], calls.ends[syncs]
     event = np.full(len(syncs), -1, dtype=np.int64)
-    scope = calls.frame[syncs].select("correlation").join(
-        _recorded_scopes(trace, calls), on="correlation", how="left", maintain_order="left"
-    )  # fmt: skip
-    stream = scope["line_stream"].fill_null(-1).to_numpy().copy()
-    device = scope["device"].fill_null(-1).to_numpy().copy()
-    until = np.minimum(scope["recorded"].fill_null(1 << 62).to_numpy(), starts)
+    stream, device, until = _recorded_scopes(trace, calls, syncs)
     assumed = stream < 0
     last = _last_launch(gpu, calls, syncs)
     guessed = assumed & (last >= 0)
@@ -136,21 +136,30 @@ def _last_launch(gpu: DeviceEvents, calls: RuntimeCalls, syncs: Ints) -> Ints:
     return found
 
 
-def _recorded_scopes(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
-    """Stream that a call waited for by its correlation, and when the event was recorded."""
-    kinds = trace.sync.with_columns(pl.col("sync_kind").cast(pl.String)).filter(
-        pl.col("sync_kind").is_in(["Stream Sync", "Event Sync"])
-    )
+def _recorded_scopes(trace: Trace, calls: RuntimeCalls, syncs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Stream and device that each call waited for, -1 where no sync event says so, and until when.
+
+    That is when the event was recorded that it waited for; else when the call began.
+    """
+    starts = calls.starts[syncs]
+    if not len(trace.sync):
+        return np.full(len(syncs), -1), np.full(len(syncs), -1), starts
+    is_event = pl.col("sync_kind").cast(pl.String) == "Event Sync"
     times = calls.frame.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
-    is_event = pl.col("sync_kind") == "Event Sync"
-    stream = pl.when(is_event).then("wait_on_stream").otherwise("stream")
-    return (
-        kinds.with_columns(line_stream=stream)
-        .filter(pl.col("line_stream").is_between(0, (1 << 31) - 1))
+    scopes = (
+        trace.sync.filter(is_event | (pl.col("sync_kind").cast(pl.String) == "Stream Sync"))
+        .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
+        .filter(pl.col("line").is_between(0, (1 << 31) - 1))
         .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
-        .select("correlation", "device", "line_stream", "recorded")
+        .select("correlation", "device", "line", "recorded")
         .unique("correlation", keep="first")
     )
+    own = calls.frame.select("correlation")[syncs].join(
+        scopes, on="correlation", how="left", maintain_order="left"
+    )  # fmt: skip
+    stream, device = (own[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
+    recorded = own["recorded"].fill_null(1 << 62).to_numpy()
+    return stream, device, np.minimum(recorded, starts)
 
 
 def _full_queue(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:

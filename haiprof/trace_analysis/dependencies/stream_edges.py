@@ -35,7 +35,7 @@ def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pair
     cudaStreamWaitEvent: all future work of the stream waits for what the event captured.
     """
     parts = []
-    for (device, stream, other), rows in _wait_calls(trace, calls):
+    for (device, stream, other), rows in _wait_calls(trace, calls) if len(trace.sync) else ():
         waiting, awaited = gpu.of_stream(device, stream), gpu.of_stream(device, other)
         later = np.searchsorted(gpu.launched[waiting], rows["called"].to_numpy())
         before = np.searchsorted(gpu.launched[awaited], rows["recorded"].to_numpy(), side="right")

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.trace_analysis.classify import COMMUNICATION
+from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
 from haiprof.trace_analysis.cpu_collectives import CATEGORY, cpu_collectives
 from haiprof.trace_analysis.dependencies.device_events import (
     NEVER,
@@ -43,8 +43,10 @@ def with_cpu_collectives(
     trace: Trace, kernels: DeviceEvents, window: tuple[int, int]
 ) -> DeviceEvents:
     """Adds the collectives of the CPU, on a stream of their own, where no GPU communicates."""
+    if kernels.talks.any() or (with_kind(trace.gpu)["kind"] == COMMUNICATION).any():
+        return kernels
     found = cpu_collectives(trace).filter(pl.col("launch_ns").is_between(*window))
-    if kernels.talks.any() or found.is_empty():
+    if found.is_empty():
         return kernels
     starts, none = found["ts_ns"].to_numpy(), np.full(len(found), -1, dtype=np.int64)
     shown = found.with_columns(kind=pl.lit(COMMUNICATION), category=pl.lit(CATEGORY))
