@@ -7,9 +7,14 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.call_tree import CallTree
-from haiprof.trace_analysis.dependencies.device_events import device_events, runtime_calls
+from haiprof.trace_analysis.dependencies.device_events import (
+    RuntimeCalls,
+    device_events,
+    runtime_calls,
+)
 from haiprof.trace_analysis.dependencies.host_events import LONG_GAP_NS
 from haiprof.trace_analysis.dependencies.host_waits import COPY, DEVICE, STREAM, host_waits
+from haiprof.trace_format.blocking_calls import BLOCKING
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _LISTS = pl.List(pl.Int64)
@@ -67,7 +72,10 @@ def sync_dependencies(
         today's pandas (chakra#217).
     """
     found: list[list[int]] = [[] for _ in range(len(nodes))]
-    held = _waits(trace).join(numbers, on="event").sort("after")
+    calls = runtime_calls(trace)
+    if not len(numbers) or not len(calls.find(BLOCKING)):
+        return pl.Series("sync_dependencies", found, dtype=_LISTS)
+    held = _waits(trace, calls).join(numbers, on="event").sort("after")
     begun = _begins(tree, row)
     after = held.join_asof(
         begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
@@ -78,9 +86,8 @@ def sync_dependencies(
     return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
 
 
-def _waits(trace: Trace) -> pl.DataFrame:
+def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
     """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
-    calls = runtime_calls(trace)
     gpu = device_events(trace, calls)
     parts = [np.empty((0, 2), dtype=np.int64)]
     for why, call, event, _ in host_waits(trace, gpu, calls):
