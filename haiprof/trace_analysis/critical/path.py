@@ -10,8 +10,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import duration_text
-from haiprof.trace_analysis.critical.device import DeviceEvents, causes, device_events
-from haiprof.trace_analysis.critical.host import HostEvents
+from haiprof.trace_analysis.critical.device import causes
 from haiprof.trace_analysis.critical.segments import (
     BOUNDS,
     DATA_LOADING,
@@ -22,6 +21,12 @@ from haiprof.trace_analysis.critical.segments import (
 from haiprof.trace_analysis.critical.waits import joins_by_thread
 from haiprof.trace_analysis.critical.walk import Graph, Stretches, longest_path
 from haiprof.trace_analysis.critical.window import Instance, PathWindow, find_window
+from haiprof.trace_analysis.dependencies.device_events import (
+    DeviceEvents,
+    device_events,
+    runtime_calls,
+)
+from haiprof.trace_analysis.dependencies.host_events import HostEvents
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 RECORDED, ASSUMED = "recorded", "assumed"
@@ -143,11 +148,12 @@ def critical_path(
     """
     host = HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
-    gpu = device_events(trace, host)
+    calls = runtime_calls(trace)
+    gpu = device_events(trace, calls)
     main = host.number_of(window.thread) if window.thread in host.threads else -1
     graph = Graph(
-        host=host, gpu=gpu, causes=causes(trace, host, gpu), main=main,
-        joins=joins_by_thread(trace, host, gpu, main),
+        host=host, gpu=gpu, causes=causes(trace, gpu, calls), main=main,
+        joins=joins_by_thread(trace, host, gpu, calls, main=main),
     )  # fmt: skip
     end_ns, end_row = _end(gpu, window)
     if end_ns <= window.start_ns:

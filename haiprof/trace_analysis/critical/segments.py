@@ -10,7 +10,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.intervals import union
 from haiprof.trace_analysis.call_tree import innermost
 from haiprof.trace_analysis.classify import COMMUNICATION, COMPUTATION, MEMORY
-from haiprof.trace_analysis.critical.device import LAUNCH, STREAM, USUAL_DELAY_NS
+from haiprof.trace_analysis.critical.device import LAUNCH, STREAM
 from haiprof.trace_analysis.critical.walk import (
     DELAY,
     HAND_OVER,
@@ -20,6 +20,7 @@ from haiprof.trace_analysis.critical.walk import (
     Graph,
     Stretches,
 )
+from haiprof.trace_analysis.dependencies.device_events import USUAL_DELAY_NS
 from haiprof.trace_format.blocking_calls import DEVICE_SYNC, STREAM_SYNC
 
 CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (

@@ -23,10 +23,10 @@ from haiprof.trace_analysis.critical.device import (
     LAUNCH,
     STREAM,
     Causes,
-    DeviceEvents,
 )
-from haiprof.trace_analysis.critical.host import HostEvents
 from haiprof.trace_analysis.critical.waits import Joins
+from haiprof.trace_analysis.dependencies.device_events import DeviceEvents
+from haiprof.trace_analysis.dependencies.host_events import HostEvents
 
 ON_HOST, RETURN, HAND_OVER, ON_GPU, DELAY = range(5)
 """Kinds of segments: a thread works; a blocking call returns; one thread starts another; a GPU
@@ -160,7 +160,7 @@ def _along_stream(
     walk.add(DELAY, head, time, now)
     walk.jump(assumed=why == INFERRED)
     if why == LAUNCH:
-        return int(graph.host.thread_of_row[cause]), -1, time
+        return int(graph.host.thread_of_row[graph.host.row_of_call[cause]]), -1, time
     return -1, cause, time
 
 

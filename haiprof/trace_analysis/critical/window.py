@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.critical.host import HostEvents
+from haiprof.trace_analysis.dependencies.host_events import HostEvents
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 Thread = tuple[int, int]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns
 from haiprof.trace_analysis.execution.identify import Identified, identify
@@ -84,10 +83,10 @@ def link(pair: Pair) -> Linked:
     tree = nest(_spans(pair.trace))
     found = identify(nodes, tree)
     timed = _add_times(nodes, tree, found)
-    gpu, reasons = _gpu_nodes(pair.trace, timed, tree, found)
+    gpu, numbers, reasons = _gpu_nodes(pair.trace, timed, tree, found)
     joined = pl.concat([timed, gpu]) if len(gpu) else timed
     joined = joined.with_columns(
-        sync_dependencies=sync_dependencies(pair.trace, joined, tree, found.row)
+        sync_dependencies=sync_dependencies(pair.trace, joined, numbers, tree, found.row)
     )
     return Linked(pair=pair, nodes=joined, share=_share(pair, tree, found, gpu, reasons))
 
@@ -117,8 +116,8 @@ def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.Dat
 
 def _gpu_nodes(
     trace: Trace, nodes: pl.DataFrame, tree: CallTree, found: Identified
-) -> tuple[pl.DataFrame, dict[str, int]]:
-    """GPU events as nodes, by their launch, and why some are not."""
+) -> tuple[pl.DataFrame, pl.DataFrame, dict[str, int]]:
+    """GPU events as nodes, by their launch, `event` and `node` of each, and why some are not."""
     owned = with_operator(trace, annotations=True)
     gpu, row = owned.gpu, owned.row
     place_of_row = np.full(len(tree.parent) + 1, -1, dtype=np.int64)
@@ -129,7 +128,7 @@ def _gpu_nodes(
     inside = np.array(
         [row_of_event[int(events[at])] if at >= 0 else -1 for at in row.tolist()], dtype=np.int64
     )
-    holder = _enclosing_node(tree, place_of_row, inside)
+    holder = place_of_row[tree.climb(inside, place_of_row >= 0)]
     launch = gpu["call_ts_ns"].is_not_null().to_numpy()
     reasons = {
         "GPU events whose launch is not in the trace": int(np.sum((row < 0) & ~launch)),
@@ -137,23 +136,14 @@ def _gpu_nodes(
         "GPU events of operators that are not linked": int(np.sum((row >= 0) & (holder < 0))),
     }
     kept = np.flatnonzero(holder >= 0)
-    return _as_nodes(gpu[kept], nodes, holder[kept]), reasons
+    ordered = gpu[kept].with_columns(at=pl.Series(holder[kept])).sort("ts_ns", "event")
+    made = _as_nodes(ordered, nodes)
+    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
 
 
-def _enclosing_node(tree: CallTree, place_of_row: Ints, inside: Ints) -> Ints:
-    """Place of the innermost linked node around; -1 where there is none."""
-    rows = inside.copy()
-    while True:
-        lost = np.flatnonzero((rows >= 0) & (place_of_row[rows] < 0))
-        if not len(lost):
-            return np.where(rows >= 0, place_of_row[rows], -1)
-        rows[lost] = tree.parent[rows[lost]]
-
-
-def _as_nodes(gpu: pl.DataFrame, nodes: pl.DataFrame, holder: Ints) -> pl.DataFrame:
+def _as_nodes(ordered: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
     """Copies of the nodes that launched, with what the GPU did."""
     first = int(nodes["node"].max() or 0) + 1  # type: ignore[arg-type]
-    ordered = gpu.with_columns(at=pl.Series(holder, dtype=pl.Int64)).sort("ts_ns", "event")
     around = nodes[ordered["at"].to_numpy()]
     group = pl.coalesce(pl.Series(ordered["process_group"].cast(pl.String)), "process_group")
     return around.with_columns(

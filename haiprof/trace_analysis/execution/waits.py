@@ -7,12 +7,16 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.call_tree import CallTree
+from haiprof.trace_analysis.dependencies.device_events import (
+    RuntimeCalls,
+    device_events,
+    runtime_calls,
+)
+from haiprof.trace_analysis.dependencies.host_events import LONG_GAP_NS
+from haiprof.trace_analysis.dependencies.host_waits import COPY, DEVICE, STREAM, host_waits
 from haiprof.trace_format.blocking_calls import BLOCKING
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-GAP_NS = 1_000_000
-"""A thread without an operator for longer began again because of another one. Source: Chakra's
-trace_linker, enforce_inter_thread_order, threshold 1000 us."""
 _LISTS = pl.List(pl.Int64)
 
 
@@ -26,7 +30,7 @@ def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Se
 
     Returns:
         Numbers of nodes, the last one begun before on any other thread; null without a gap of
-        `GAP_NS`. Chakra's linker repeats it on every node up to the next gap.
+        `LONG_GAP_NS`. Chakra's linker repeats it on every node up to the next gap.
     """
     linked = np.flatnonzero(row >= 0)
     threads = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
@@ -38,7 +42,7 @@ def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Se
         "end": tree.ends[row[linked]],
     }).sort("start", "place")  # fmt: skip
     gap = pl.col("start") - pl.col("end").shift(1).over("thread")
-    first = begun.filter(gap.is_null() | (gap > GAP_NS))
+    first = begun.filter(gap.is_null() | (gap > LONG_GAP_NS))
     found = np.full(len(nodes), None, dtype=object)
     for key, group in first.group_by("thread"):
         others = begun.filter(pl.col("thread") != key[0])
@@ -48,40 +52,52 @@ def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Se
     return pl.Series("thread_dependency", found.tolist(), dtype=pl.Int64)
 
 
-def sync_dependencies(trace: Trace, nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
+def sync_dependencies(
+    trace: Trace, nodes: pl.DataFrame, numbers: pl.DataFrame, tree: CallTree, row: Ints
+) -> pl.Series:
     """GPU nodes that a node's thread waited for in a blocking call right before it.
 
     Args:
         trace: The timeline.
         nodes: Host nodes, and GPU nodes behind them.
+        numbers: `event` and `node` of GPU events.
         tree: Of the timeline's spans.
         row: Row of the tree of each host node, -1 where there is none.
 
     Returns:
-        Numbers of nodes: the GPU event that ended last within the call. It is the next node begun
-        after the call on its thread that depends on it: the one around the call may have launched
-        it itself.
+        Numbers of nodes. It is the next node begun after the call on its thread that depends on
+        the GPU event: the one around the call may have launched it itself.
 
         Source: as Chakra's sync_dep. It takes them from HTA's critical path, which fails with
         today's pandas (chakra#217).
     """
-    gpu = nodes.filter(pl.col("category").is_not_null())
-    calls = trace.runtime.filter(pl.col("name").cast(pl.String).str.contains(BLOCKING))
     found: list[list[int]] = [[] for _ in range(len(nodes))]
-    if len(gpu) and len(calls):
-        ended = gpu.select("node", end=pl.col("ts_ns") + pl.col("dur_ns")).sort("end", "node")
-        waited = calls.select(
-            "pid", "tid", call_ts="ts_ns", after=pl.col("ts_ns") + pl.col("dur_ns")
-        ).sort("after")
-        held = waited.join_asof(ended, left_on="after", right_on="end")
-        begun = _begins(tree, row)
-        after = held.filter(pl.col("end") > pl.col("call_ts")).join_asof(
-            begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
-            check_sortedness=False,
-        )  # fmt: skip
-        for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
-            found[place].append(node)
+    calls = runtime_calls(trace)
+    if not len(numbers) or not len(calls.find(BLOCKING)):
+        return pl.Series("sync_dependencies", found, dtype=_LISTS)
+    held = _waits(trace, calls).join(numbers, on="event").sort("after")
+    begun = _begins(tree, row)
+    after = held.join_asof(
+        begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
+        check_sortedness=False,
+    )  # fmt: skip
+    for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
+        found[place].append(node)
     return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
+
+
+def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
+    """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
+    gpu = device_events(trace, calls)
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for why, call, event, _ in host_waits(trace, gpu, calls):
+        if why in (COPY, DEVICE, STREAM):
+            waited = (event >= 0) & (gpu.ends[event] > calls.starts[call])
+            parts.append(np.stack([call, event], axis=1)[waited])
+    pairs: Ints = np.concatenate(parts)
+    ended = calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
+    events = gpu.frame["event"].gather(pairs[:, 1])
+    return ended[pairs[:, 0]].with_columns(event=events)
 
 
 def _begins(tree: CallTree, row: Ints) -> pl.DataFrame:

@@ -11,16 +11,20 @@ import polars as pl
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.collectives import clock_base_ns
 from haiprof.trace_analysis.cpu_collectives import CATEGORY, collective_waits
+from haiprof.trace_analysis.dependencies.device_events import (
+    NEVER,
+    DeviceEvents,
+    RuntimeCalls,
+    runtime_calls,
+)
 from haiprof.trace_analysis.what_if.changes import Change
 from haiprof.trace_analysis.what_if.host import BLOCK_END, LAUNCH, Calls, Host, host
 from haiprof.trace_analysis.what_if.kernels import (
-    MISSING,
-    Kernels,
-    blocked_by,
     blocking_calls,
     kernels_of,
-    stream_order,
+    ordered_pairs,
     stream_waits,
+    with_cpu_collectives,
 )
 from haiprof.trace_analysis.what_if.loader import WORKERS_TID, worker_batches
 from haiprof.trace_analysis.what_if.shorten import HOST, WORKERS, Work, change_lengths
@@ -63,11 +67,11 @@ class _Rank:
     """The inputs of a rank's graph."""
 
     window: ReplayWindow
-    kernels: Kernels
-    calls: Calls
+    kernels: DeviceEvents
+    runtime: RuntimeCalls
     threads: Host
     waited: pl.DataFrame
-    """From `blocked_by`."""
+    """From `blocking_calls`."""
     workers_ahead: bool
     times: Ints
     """Of the hosts' points, then of the kernels' starts, then of their ends."""
@@ -135,29 +139,17 @@ def rank_graph(
 
 def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
     window = replay_window(trace, steps)
-    kernels = kernels_of(trace, (window.begin_ns, window.end_ns))
-    blocking = blocking_calls(window.spans, kernels)
-    waited = blocked_by(trace, blocking, kernels)
-    blocking, waited = _with_cpu_collectives(window, kernels, blocking, waited)
+    bounds = (window.begin_ns, window.end_ns)
+    runtime = runtime_calls(trace)
+    kernels = kernels_of(trace, runtime, bounds)
+    blocking, waited = blocking_calls(trace, kernels, runtime, bounds)
+    kernels = with_cpu_collectives(trace, kernels, bounds)
+    blocking, waited = _with_waits_for_collectives(window, kernels, blocking, waited)
     busy = waited.filter(pl.Series(kernels.ends[waited["kernel"]]) > pl.col("begin_ns"))
-    launching = kernels.frame.select("correlation").unique().drop_nulls()
-    launches = window.spans.join(launching, on="correlation", how="semi")
-    own = pl.col("category") == CATEGORY
-    asked = kernels.frame.with_columns(ts_ns=pl.Series(kernels.launches)).filter(own)
     calls = Calls(
-        launches=pl.concat(
-            [
-                launches.unique("correlation", keep="first", maintain_order=True).select(
-                    "correlation", "tid", "ts_ns"
-                ),
-                asked.select("correlation", "ts_ns", tid="launch_tid").select(
-                    "correlation", "tid", "ts_ns"
-                ),
-            ]
-        ),
+        launches=_launch_calls(kernels),
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
-    bounds = (window.begin_ns, window.end_ns)
     batches, has_workers = worker_batches(trace, bounds, window.main_tid)
     threads = host(window.spans, calls, window.main_tid, window=bounds, batches=batches)
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
@@ -165,15 +157,23 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         window=window,
         kernels=kernels,
         workers_ahead=has_workers and batches is None,
-        calls=calls,
+        runtime=runtime,
         threads=threads,
         waited=waited,
         times=np.concatenate(times),
     )
 
 
-def _with_cpu_collectives(
-    window: ReplayWindow, kernels: Kernels, blocking: pl.DataFrame, waited: pl.DataFrame
+def _launch_calls(kernels: DeviceEvents) -> pl.DataFrame:
+    """`correlation`, `tid`, `ts_ns` of what put work on a GPU, or asked for a collective."""
+    known = np.flatnonzero(kernels.known)
+    frame = kernels.frame[known].select("correlation", tid="launch_tid")
+    launches = frame.with_columns(ts_ns=pl.Series(kernels.launched[known]))
+    return launches.unique("correlation", keep="first", maintain_order=True)
+
+
+def _with_waits_for_collectives(
+    window: ReplayWindow, kernels: DeviceEvents, blocking: pl.DataFrame, waited: pl.DataFrame
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Blocking calls and what they wait for, with the waits for collectives of the CPU."""
     numbered = kernels.frame.with_columns(
@@ -181,9 +181,10 @@ def _with_cpu_collectives(
         ts_ns=pl.Series(kernels.starts),
         dur_ns=pl.Series(kernels.ends - kernels.starts),
     )
-    waits = collective_waits(window.spans, numbered.filter(pl.col("category") == CATEGORY))
-    call = pl.int_range(pl.len(), dtype=pl.Int64) + len(blocking)
-    rows = waits.with_columns(call=call, full=pl.lit(value=False))
+    own = pl.col("category").cast(pl.String) == CATEGORY
+    waits = collective_waits(window.spans, numbered.filter(own))
+    first = int(blocking["call"].max() or -1) + 1 if blocking.height else 0  # type: ignore[arg-type]
+    rows = waits.with_columns(call=pl.int_range(pl.len(), dtype=pl.Int64) + first)
     return (
         pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed"),
         pl.concat(
@@ -209,12 +210,13 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     unexplained.
     """
     kernels = rank.kernels
-    earlier, later = stream_order(kernels)
-    first, second = stream_waits(trace, kernels)
+    earlier, later = ordered_pairs(kernels)
+    first, second = stream_waits(trace, kernels, rank.runtime)
     usual_latency = _usual_latency(kernels, earlier, later, second)
     gap = kernels.starts[later] - kernels.ends[earlier]
-    launched = kernels.launches[later] > MISSING
-    queued = launched & (kernels.launches[later] + usual_latency <= kernels.ends[earlier])
+    queued = kernels.known[later] & (
+        kernels.launched[later] + usual_latency <= kernels.ends[earlier]
+    )
     usual_gap = _usual(gap[queued & ~np.isin(later, second)], otherwise=0)
     points, launches = _launches(rank)
     yield _wait(rank, points, rank.starts[launches], usual_latency)
@@ -223,13 +225,13 @@ def _waiting(trace: Trace, rank: _Rank) -> Iterator[_Edges]:
     yield _blocking_edges(rank)
 
 
-def _usual_latency(kernels: Kernels, earlier: Ints, later: Ints, waiting: Ints) -> int:
+def _usual_latency(kernels: DeviceEvents, earlier: Ints, later: Ints, waiting: Ints) -> int:
     """From a launch to the start of a computing kernel that nothing else on the GPU held up."""
-    before = np.full(len(kernels.starts), MISSING)
+    before = np.full(len(kernels.starts), NEVER)
     before[later] = kernels.ends[earlier]
-    latency = kernels.starts - kernels.launches
-    launched = (kernels.launches > MISSING) & (latency >= 0)
-    free = launched & (before <= kernels.launches) & ~kernels.talks
+    latency = kernels.starts - kernels.launched
+    launched = kernels.known & (latency >= 0)
+    free = launched & (before <= kernels.launched) & ~kernels.talks
     free[waiting] = False
     known = latency[launched]
     return _usual(latency[free], otherwise=int(known.min()) if len(known) else 0)
@@ -279,8 +281,7 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     made = threads.points["tid"].to_numpy()[threads.targets] == WORKERS_TID
     place = np.where(made, len(names), len(names) + 1)
     label[count : count + host_count] = np.where(threads.is_work, place, -1)
-    known = kernels.launches > MISSING
-    begin[:count] = np.where(known, kernels.launches, kernels.starts)
+    begin[:count] = np.where(kernels.known, kernels.launched, kernels.starts)
     begin[count : count + host_count] = rank.times[threads.sources]
     end = begin.copy()
     end[count : count + host_count] = rank.times[threads.targets]

@@ -92,7 +92,8 @@ def test_gpu_bound_window_ends_with_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cudaDeviceSynchronize", "cudaStreamSynchronize",
-                                  "hipDeviceSynchronize", "cudaEventSynchronize"])  # fmt: skip
+                                  "hipDeviceSynchronize", "cudaEventSynchronize",
+                                  "cudaMemcpy2D", "hipMemcpyWithStream"])  # fmt: skip
 def test_sync_bound_window_goes_through_the_kernel_it_waits_for(tmp_path: Path, name: str) -> None:
     trace = trace_of(tmp_path, [
         mark("window", 0, 100), launch(1, 10, 5), kernel("k1", 18, 60, correlation=1),

@@ -13,7 +13,8 @@ from haiprof.trace_analysis.call_tree import CallTree, nest
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 LONG_GAP_NS = 1_000_000
-"""A helper thread that was idle for longer was woken by another one (Chakra's trace linker)."""
+"""A thread that was idle for longer began again because of another one. Source: Chakra's
+trace_linker, enforce_inter_thread_order, threshold 1000 us."""
 
 
 class HostEvents:
@@ -22,24 +23,32 @@ class HostEvents:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
-    @cached_property
+    @property
     def frame(self) -> pl.DataFrame:
         """By thread and start, a parent before its children; `is_mark` of annotations."""
-        kept = ["event", "name", "category", "ts_ns", "dur_ns", "pid", "tid"]
-        marks = self._trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
-        parts = [
-            marks.select(*kept, pl.lit(None, pl.Int64).alias("correlation"), is_mark=True),
-            self._trace.ops.select(
-                *kept, pl.lit(None, pl.Int64).alias("correlation"), is_mark=False
-            ),
-            self._trace.runtime.select(*kept, "correlation", is_mark=False),
-        ]
-        return self.tree_of(pl.concat(parts)).spans
+        return self.tree.spans
 
     @cached_property
     def tree(self) -> CallTree:
         """Nesting of all of them."""
-        return self.tree_of(self.frame)
+        kept = ["event", "name", "category", "ts_ns", "dur_ns", "pid", "tid"]
+        marks = self._trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+        call = pl.int_range(pl.len(), dtype=pl.Int64)
+        parts = [
+            marks.select(*kept, is_mark=True),
+            self._trace.ops.select(*kept, is_mark=False),
+            self._trace.runtime.select(*kept, is_mark=False, call=call),
+        ]
+        return nest(pl.concat(parts, how="diagonal"))
+
+    @cached_property
+    def row_of_call(self) -> Ints:
+        """The row of `frame` of each call in `Trace.runtime`."""
+        calls = self.frame["call"]
+        found = np.empty(len(calls) - calls.null_count(), dtype=np.int64)
+        rows = np.flatnonzero(calls.is_not_null().to_numpy())
+        found[calls.drop_nulls().to_numpy()] = rows
+        return found
 
     @cached_property
     def threads(self) -> list[tuple[int, int]]:
@@ -53,6 +62,11 @@ class HostEvents:
             self.frame.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
         ).astype(np.int64)
         return found
+
+    @cached_property
+    def backward_threads(self) -> list[BackwardThread]:
+        """The threads of backward passes."""
+        return backward_threads(self._trace)
 
     def rows_of(self, thread: int) -> slice:
         """The rows of `frame` of a thread, by its number."""
@@ -74,15 +88,10 @@ class HostEvents:
         counts = self.frame.filter(~pl.col("is_mark")).group_by("pid", "tid").len()
         if counts.is_empty():
             return (0, 0)
-        backward = {pair.backward for pair in backward_threads(self._trace)}
+        backward = {pair.backward for pair in self.backward_threads}
         ranked = counts.sort("len", "pid", "tid", descending=[True, False, False]).rows()
         forward = [(pid, tid) for pid, tid, _ in ranked if (pid, tid) not in backward]
         return forward[0] if forward else (ranked[0][0], ranked[0][1])
-
-    @staticmethod
-    def tree_of(spans: pl.DataFrame) -> CallTree:
-        """Nesting of some spans."""
-        return nest(spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

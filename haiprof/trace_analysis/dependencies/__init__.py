@@ -1,0 +1,1 @@
+"""What depends on what in one rank's trace: one model for critical path, what-if and link."""
