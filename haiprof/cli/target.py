@@ -56,6 +56,14 @@ def default_options() -> Options:
     return merge_options(*layers)
 
 
+def working_folder() -> Path | None:
+    """The folder that the command was called in; None where it is gone."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
 def existing_log_dir() -> Path:
     """The default log directory, where there is one.
 

@@ -61,7 +61,7 @@ def view_text(view: RenderableType, *, width: int) -> str:
     """A view without colour."""
     console = SafeConsole(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
-        console.print(view)
+        console.print(view, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
