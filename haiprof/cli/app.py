@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_DEBUG
 from haiprof.cli.addresses import fetch_addresses, has_address
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
-from haiprof.cli.target import COMMAND_NAME, LOG_DIR, default_log_dir
+from haiprof.cli.target import ADDRESS, COMMAND_NAME, LOG_DIR, default_log_dir
 
 if TYPE_CHECKING:
     import typer
@@ -97,6 +97,7 @@ def run_command(argv: Sequence[str]) -> int:
     """Runs one command, or prints what it said before where nothing has changed since."""
     words = list(argv)
     LOG_DIR.set(None)
+    ADDRESS.set("")
     COMMAND_NAME.set(words[0] if words else "")
     gc.set_threshold(_GC_THRESHOLD)
     return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
