@@ -189,6 +189,12 @@ def _call_or_parse(argv: list[str]) -> object:
 def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
     text = getattr(error, "format_message", error.__str__)()
     name = argv[0] if argv and argv[0] in COMMANDS else ""
+    option = getattr(error, "option_name", None)
+    if option and type(error).__name__ == "NoSuchOption":
+        nearest = getattr(error, "possibilities", None) or ()
+        hint = f"did you mean {' or '.join(sorted(nearest))}?" if nearest else ""
+        hint = hint or f"haiprof {name} --help"
+        return UsageError(f"{name}: no option {option!r}".removeprefix(": "), hint=hint)
     return UsageError(f"{name}: {text}" if name else text, hint=f"haiprof {name} --help".strip())
 
 
