@@ -86,8 +86,8 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
         return None
     look = [os.environ.get(name) for name in _LOOKS]
     terminals = [_is_terminal(stream) for stream in (sys.stdout, sys.stderr)]
-    place = (str(run.root), working_folder())
-    parts = [list(words), place, look, shutil.get_terminal_size(), terminals]
+    where = (str(run.root), working_folder())
+    parts = [list(words), where, look, shutil.get_terminal_size(), terminals]
     name = hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12)
     return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found)
 
