@@ -175,6 +175,14 @@ def test_next_command_can_be_copied_from_a_card_of_any_width(
     assert any("haiprof rank train-1 0 " in line for line in lines(Path(run).parent))
 
 
+def test_card_as_text_shows_nothing_beside_it_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert FORWARD_BOUND.title in card_text(tmp_path, FORWARD_BOUND)
+    assert capsys.readouterr().out == ""
+
+
 def test_card_survives_markup_in_names(tmp_path: Path) -> None:
     data = empty_run(tmp_path, name="[bold]job[/]")
     text = view_text(verdict_card(fake_verdict(FORWARD_BOUND), header(data)), width=100)
