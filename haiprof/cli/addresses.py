@@ -10,7 +10,7 @@ from pathlib import Path
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address, note_fetched, run_address
 from haiprof.base.messages import print_message
-from haiprof.cli.target import default_options
+from haiprof.cli.target import ADDRESS, default_options
 
 _ON_JOBS = frozenset({"ps", "top", "attach", "snapshot", "trace-now"})
 """Commands on jobs that run: these are recorded into a folder of this machine first."""
@@ -38,6 +38,8 @@ def fetch_addresses(words: Sequence[str]) -> Iterator[list[str]]:
     with contextlib.ExitStack() as folders:
         for place in _places(words):
             if words[0] in _ON_JOBS:
+                if words[place - 1] == "--log-dir":
+                    ADDRESS.set(words[place])
                 found[place] = str(default_options().log_dir)
             else:
                 found[place] = str(_fetch(words[place], folders))

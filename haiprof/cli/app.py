@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_DEBUG
 from haiprof.cli.addresses import fetch_addresses, has_address
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
-from haiprof.cli.target import COMMAND_NAME, LOG_DIR, default_log_dir
+from haiprof.cli.target import ADDRESS, COMMAND_NAME, LOG_DIR, default_log_dir
 
 if TYPE_CHECKING:
     import typer
@@ -97,6 +97,7 @@ def run_command(argv: Sequence[str]) -> int:
     """Runs one command, or prints what it said before where nothing has changed since."""
     words = list(argv)
     LOG_DIR.set(None)
+    ADDRESS.set("")
     COMMAND_NAME.set(words[0] if words else "")
     gc.set_threshold(_GC_THRESHOLD)
     return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
@@ -188,6 +189,12 @@ def _call_or_parse(argv: list[str]) -> object:
 def _usage_error(error: Exception, argv: Sequence[str]) -> UsageError:
     text = getattr(error, "format_message", error.__str__)()
     name = argv[0] if argv and argv[0] in COMMANDS else ""
+    option = getattr(error, "option_name", None)
+    if option and type(error).__name__ == "NoSuchOption":
+        nearest = getattr(error, "possibilities", None) or ()
+        hint = f"did you mean {' or '.join(sorted(nearest))}?" if nearest else ""
+        hint = hint or f"haiprof {name} --help"
+        return UsageError(f"{name}: no option {option!r}".removeprefix(": "), hint=hint)
     return UsageError(f"{name}: {text}" if name else text, hint=f"haiprof {name} --help".strip())
 
 

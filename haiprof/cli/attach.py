@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from haiprof.base.errors import UsageError
+from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.job_arguments import JobName, LogDirs, job_or_processes
 from haiprof.cli.output import Output
-from haiprof.cli.target import default_log_dir
+from haiprof.cli.target import default_log_dir, default_options
+from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
     from haiprof.live.attach import Attached
@@ -43,6 +46,8 @@ def attach(
     under haiprof is looked at from outside (counters, sampled stacks), or gets the hook with
     --inject; afterwards the hook is out again, and the job runs on as before.
 
+    With an address as log directory (--log-dir s3://bucket/runs) the recording is put there.
+
     For example:
 
       haiprof attach train.py --time 60          the next minute of it
@@ -51,16 +56,21 @@ def attach(
 
       haiprof attach 4711 --inject               a process that was started without haiprof
     """
+    from haiprof.cli.run_putting import copies_at, pause
     from haiprof.live.attach import AttachRequest, attach_injecting, attach_job, attach_sampling
 
     found, processes = job_or_processes(job, log_dir)
+    address = default_options().address
+    if address:
+        check_packages(address)
     if found is None and trace and not inject:
         raise UsageError(
             f"{job}: a process that does not run under haiprof is traced with --inject only",
             hint=f"haiprof attach {job} --inject --trace",
         )
     options = {"count": steps, "time_s": 0, "stacks": stacks} if trace else None
-    wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir())
+    copies = copies_at(address) if address else None
+    wish = AttachRequest(time_s=seconds, trace=options, log_dir=default_log_dir(), copies=copies)
 
     def progress(text: str) -> None:
         print_message(text)
@@ -72,6 +82,8 @@ def attach(
     else:
         done = attach_sampling(processes, wish, progress)
     _show(done, Output(json=as_json))
+    if copies is not None:
+        copies(RunPaths(Path(done.run))).finish(pause, quiet=as_json)
 
 
 def _show(done: Attached, output: Output) -> None:

@@ -52,7 +52,7 @@ class Output:
             sys.stdout.write(json_text(data) + "\n")
         elif not self.quiet:
             console = stdout_console()
-            console.print(view(console.width))
+            console.print(view(console.width), crop=False)  # a command to copy is one line
 
     def hint(self, text: str) -> None:
         """Prints what to do next to stderr."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import SPACES, visible
+from haiprof.cli.target import working_folder
 
 if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths
@@ -85,7 +86,8 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
         return None
     look = [os.environ.get(name) for name in _LOOKS]
     terminals = [_is_terminal(stream) for stream in (sys.stdout, sys.stderr)]
-    parts = [list(words), str(run.root), look, shutil.get_terminal_size(), terminals]
+    where = (str(run.root), working_folder())
+    parts = [list(words), where, look, shutil.get_terminal_size(), terminals]
     name = hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12)
     return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found)
 

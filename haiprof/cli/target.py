@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
 """The log directory that the command line names, with `--log-dir`."""
+ADDRESS: ContextVar[str] = ContextVar("ADDRESS", default="")
+"""The address that `--log-dir` of a command on running jobs names: its recordings are put there."""
 COMMAND_NAME: ContextVar[str] = ContextVar("COMMAND_NAME", default="")
 """The name under which the command was called: `diagnose` and `verdict` are one function."""
 
@@ -53,7 +55,16 @@ def default_options() -> Options:
     environment = options_from_environment(os.environ)
     names = ("log_dir", "local_dir")
     layers = [{k: v for k, v in layer.items() if k in names} for layer in (pyproject, environment)]
-    return merge_options(*layers)
+    named: dict[str, object] = {"log_dir": ADDRESS.get()} if ADDRESS.get() else {}
+    return merge_options(*layers, named)
+
+
+def working_folder() -> Path | None:
+    """The folder that the command was called in; None where it is gone."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
 
 
 def existing_log_dir() -> Path:

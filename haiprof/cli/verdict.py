@@ -14,7 +14,7 @@ from haiprof.cli.arguments import AsJson, Everything
 from haiprof.cli.job_arguments import the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
-from haiprof.cli.target import COMMAND_NAME, default_log_dir, open_target
+from haiprof.cli.target import COMMAND_NAME, default_log_dir, open_target, working_folder
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -149,7 +149,10 @@ def verdict(
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")
     output.show(
-        lambda width: verdict_card(found, header, width=width, everything=everything), content
+        lambda width: verdict_card(
+            found, header, width=width, everything=everything, folder=working_folder()
+        ),
+        content,
     )
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)

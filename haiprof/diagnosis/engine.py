@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -193,6 +194,7 @@ def _largest(values: pl.Series) -> int | None:
 
 def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -> str:
     """The rank that a finding is about, or the one with the longest steps."""
+    run = shlex.quote(run)
     if not inputs.steps.height:
         return f"haiprof overview {run}"
     named = next((finding.rank for finding in findings if finding.rank is not None), None)

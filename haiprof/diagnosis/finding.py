@@ -112,6 +112,15 @@ class Finding:
     explained_by: str | None = None
     """The rule whose finding is the cause of this one; set when all rules have been asked."""
 
+    @property
+    def numbers(self) -> tuple[Evidence, ...]:
+        """Its evidence as people see it: without times of what never happened, below 1 ns."""
+        return tuple(
+            each
+            for each in self.evidence
+            if each.unit != "ns" or each.value is None or abs(each.value) >= 1
+        )
+
     def replaces(self, other: Finding) -> bool:
         """Whether another finding says nothing that this one does not say better."""
         same_rank = self.rank is None or other.rank in (None, self.rank)

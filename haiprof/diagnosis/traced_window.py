@@ -45,9 +45,10 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
     """
     if not run.traces.is_dir():
         return TracedWindow(patterns=None, why=NO_TRACES)
-    from haiprof.trace_analysis.trace_questions import TraceQuestions  # most runs have no trace
+    # Most runs have no trace; and all other questions would have to be loaded for nothing.
+    from haiprof.trace_analysis.questions.all_ranks import RankQuestions
 
-    analysis = TraceQuestions(run.root)
+    analysis = RankQuestions(run.root)
     try:
         size = analysis.size_bytes()
         if limit_bytes is not None and size > limit_bytes:

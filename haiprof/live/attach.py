@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder
+from haiprof.launch.run_copies import RunCopies
 from haiprof.linux.training_processes import Process
 from haiprof.live.ask import ask, members
 from haiprof.live.attached_agent import AttachedAgent, create_attached
@@ -74,6 +75,8 @@ class AttachRequest:
     """Options of a trace window (`count`, switches); None traces nothing."""
     log_dir: Path | None = None
     """Where a new run directory goes; None puts it beside the job's, else into the default."""
+    copies: Callable[[RunPaths], RunCopies] | None = None
+    """Of a run, what puts it at an address while it is recorded; None where it stays here."""
 
 
 def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> Attached:
@@ -122,7 +125,7 @@ def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Atta
         options, name=manifest.name, command=manifest.command, cwd=manifest.cwd,
         environment=manifest.environment,
     )  # fmt: skip
-    agent = AttachedAgent(run, new, options)
+    agent = AttachedAgent(run, new, options, copies=request.copies)
     agent.start()
     try:
         progress("asking its ranks to record again")
@@ -223,7 +226,7 @@ def _new_run(
     run, manifest = create_attached(
         options, name=name, command=list(first.command), cwd=cwd, environment={}
     )
-    return run, AttachedAgent(run, manifest, options)
+    return run, AttachedAgent(run, manifest, options, copies=request.copies)
 
 
 def _report_for(run: RunPaths, rank: int, process: Process) -> None:

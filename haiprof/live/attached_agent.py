@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from haiprof.agent.node_agent import Agent
 from haiprof.agent.trace_finisher import Finisher
 from haiprof.base.options import Options
+from haiprof.launch.run_copies import RunCopies
 from haiprof.launch.run_directories import create_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
@@ -26,15 +27,24 @@ class AttachedAgent:
         run: The attached run's directory.
         manifest: As written at its start.
         options: What to record.
+        copies: Of a run, what puts it at an address while it is recorded.
     """
 
-    def __init__(self, run: RunPaths, manifest: Manifest, options: Options) -> None:
+    def __init__(
+        self,
+        run: RunPaths,
+        manifest: Manifest,
+        options: Options,
+        *,
+        copies: Callable[[RunPaths], RunCopies] | None = None,
+    ) -> None:
         self.run = run
         self.manifest = manifest
         self.failure: str | None = None
         """Why it stopped early."""
         self._agent = Agent(run, options)
         self._finisher = Finisher(run, self._agent.host)
+        self._copies = copies(run) if copies is not None else None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -66,6 +76,8 @@ class AttachedAgent:
         try:
             while not self._stop.wait(TICK_S):
                 self._agent.serve()
+                if self._copies is not None:
+                    self._copies.tick()
                 if self.run.trace_parts.is_dir():
                     self._finisher.tick()
         except OSError as error:  # the run directory is gone, or the disk is full

@@ -568,8 +568,11 @@ class _Case:
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
         headline += f", last seen at {seen_at}" if seen_at else ""
+        source = error.source if error is not None else ""
         if error is not None and line is None:
-            line = inner_error(error)[1] or error.location or None
+            _, line, inner_source = inner_error(error)
+            source = inner_source if line else source  # never what stands at another line
+            line = line or error.location or None
         return Death(
             headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
             cause=cause,
@@ -578,7 +581,7 @@ class _Case:
             what=what,
             line=line,
             seen_at=seen_at,
-            source=error.source or None if error is not None else None,
+            source=source or None,
             traceback=tuple(f"{f}:{n} in {name}" for f, n, name in error.frames) if error else (),
             message=error.message if error is not None else None,
             died_ns=died,

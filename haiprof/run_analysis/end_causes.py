@@ -33,7 +33,9 @@ _LAUNCHERS_ERRORS = (
     "CalledProcessError", "RendezvousClosedError",
 )  # fmt: skip
 _ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
-_FILE_LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+_FILE_LINE = re.compile(
+    r'File "([^"\n]+)", line (\d+), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
+)
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|out of memory|"
@@ -133,21 +135,21 @@ def unlike_messages(error: Error | None) -> str | None:
     return f"it was sent a message of {match[1]} bytes where it waited for {match[2]}"
 
 
-def inner_error(error: Error) -> tuple[str, str]:
-    """What another process's traceback in a message says: the error, and the user's line."""
+def inner_error(error: Error) -> tuple[str, str, str]:
+    """What another process's traceback in a message says: error, user's line, and its source."""
     if "Traceback (most recent call last)" not in error.message:
-        return "", ""
+        return "", "", ""
     lines = [line.strip() for line in error.message.splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if _ERROR.match(line)), "")
     places = [
-        (file, line, function)
-        for file, line, function in _FILE_LINE.findall(error.message)
+        (file, line, function, source)
+        for file, line, function, source in _FILE_LINE.findall(error.message)
         if not is_library(file, function)
     ]
     if not places:
-        return said[:200], ""
-    file, line, function = places[-1]
-    return said[:200], f"{file.rpartition('/')[2]}:{line} in {function}"
+        return said[:200], "", ""
+    file, line, function, source = places[-1]
+    return said[:200], f"{file.rpartition('/')[2]}:{line} in {function}", source
 
 
 def signal_name(number: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -27,7 +29,7 @@ from haiprof.show.text import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.finding import Evidence, Finding
+    from haiprof.diagnosis.finding import Finding
     from haiprof.diagnosis.verdict import Cost, Verdict
 
 MAX_WIDTH = 100
@@ -36,6 +38,8 @@ _BRIEF_EVIDENCE = 3
 _BRIEF_OTHERS = 2
 _MORE = "haiprof verdict with --all"
 _ROOM_FOR_BOTH = 100
+_AROUND_COMMAND = 16
+"""Columns of the card beside the next command: its border, its margins and the label."""
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.gaps` has them
 _NEVER = ("one rank", "torch.compile was not used")
@@ -47,7 +51,12 @@ _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "b
 
 
 def verdict_card(
-    verdict: Verdict, run: RunHeader, *, width: int = MAX_WIDTH, everything: bool = False
+    verdict: Verdict,
+    run: RunHeader,
+    *,
+    width: int = MAX_WIDTH,
+    everything: bool = False,
+    folder: Path | None = None,
 ) -> RenderableType:
     """The card as the terminal shows it at the end of a run.
 
@@ -57,11 +66,15 @@ def verdict_card(
         width: Columns of the terminal; the card takes at most 100.
         everything: Whether all numbers and further findings are shown whole, and what could not be
             measured or judged, and what haiprof itself cost.
+        folder: Where it is printed: the next command names a run below it from there.
     """
-    parts = _whole(verdict, width) if everything else _brief(verdict, width)
+    command = _next_command(verdict, folder)
+    fits = len(command) <= min(width, MAX_WIDTH) - _AROUND_COMMAND
+    inside = command if fits else ""
+    parts = _whole(verdict, width, inside) if everything else _brief(verdict, width, inside)
     title = Text.assemble((" haiprof ", "bold"), (f" {run.name} ", ""), (f" {run.outcome} ", "dim"))
     title.truncate(min(width, MAX_WIDTH) - 8, overflow="ellipsis")
-    return Panel(
+    card = Panel(
         Group(*parts),
         title=title,
         title_align="left",
@@ -71,9 +84,20 @@ def verdict_card(
         padding=(1 if everything else 0, 2),
         width=min(width, MAX_WIDTH),
     )
+    # Below the card it is one line, however narrow the terminal is: it can be copied.
+    return card if fits else Group(card, Text(f"next: {command}", no_wrap=True, overflow="ignore"))
 
 
-def _whole(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+def _next_command(verdict: Verdict, folder: Path | None) -> str:
+    """What to run next; a run below the folder is named from there."""
+    if folder is None or not Path(verdict.run).is_relative_to(folder):
+        return verdict.next_command
+    short = str(Path(verdict.run).relative_to(folder))
+    words = shlex.split(verdict.next_command)
+    return shlex.join(short if word == verdict.run else word for word in words)
+
+
+def _whole(verdict: Verdict, width: int, command: str) -> Iterator[RenderableType]:
     yield _headline(verdict)
     if verdict.death is not None:
         yield from (Text(), death_block(verdict))
@@ -83,9 +107,11 @@ def _whole(verdict: Verdict, width: int) -> Iterator[RenderableType]:
         titled = place > 0 or verdict.death is not None
         yield from (Text(), _finding(finding, titled=titled))
     yield from (Text(), *_closing(verdict))
+    if command:
+        yield from (Text(), Text.assemble(("next  ", "dim"), (command, "bold")))
 
 
-def _brief(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableType]:
     """About a dozen lines: headline, split, proof, line and remedy, what else, what to do next."""
     yield _headline(verdict)
     if verdict.death is not None:
@@ -109,15 +135,17 @@ def _brief(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     for label, lines in rows:
         for line in lines[:1]:
             grid.add_row(label, Text(line, style="dim"))
-    grid.add_row("next", Text(verdict.next_command, style="bold"))
-    yield grid
+    if command:
+        grid.add_row("next", Text(command, style="bold"))
+    if grid.row_count:
+        yield grid
 
 
 def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
     """The numbers that prove a finding, its line and its remedy, each with its label."""
     parts = [
         Text.assemble((f"{each.name} ", "dim"), value_text(each.value, each.unit))
-        for each in _numbers(finding)[:_BRIEF_EVIDENCE]
+        for each in finding.numbers[:_BRIEF_EVIDENCE]
     ]
     parts.append(Text(f"confidence {ratio_text(finding.confidence)}", style="dim"))
     style = _SEVERITY_STYLES[finding.severity]
@@ -125,11 +153,6 @@ def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
     for line in finding.code_lines[:1]:
         yield Text("at"), Text(printable(line.describe()), style="bold")
     yield Text("do", style="bold green"), Text(finding.remedy)
-
-
-def _numbers(finding: Finding) -> list[Evidence]:
-    """Its numbers, without times of what never happened."""
-    return [each for each in finding.evidence if each.value != 0 or each.unit != "ns"]
 
 
 def _label_grid() -> Table:
@@ -207,7 +230,7 @@ def _finding(finding: Finding, *, titled: bool) -> RenderableType:
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(overflow="fold")
     rows.add_column(justify="right", no_wrap=True)
-    for evidence in _numbers(finding):
+    for evidence in finding.numbers:
         rows.add_row(Text(evidence.name, style="dim"), value_text(evidence.value, evidence.unit))
     parts: list[RenderableType] = [
         head,
@@ -243,8 +266,6 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
         grid.add_row(label, f"{what}: {why}" if what else why)
     grid.add_row("own cost", cost_text(verdict.cost))
     yield grid
-    yield Text()
-    yield Text.assemble(("next  ", "dim"), (verdict.next_command, "bold"), overflow="fold")
 
 
 def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:

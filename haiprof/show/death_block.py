@@ -43,12 +43,16 @@ def death_block(verdict: Verdict) -> RenderableType:
     parts: list[RenderableType] = [head]
     if death.source:
         place = f"{death.line}:  " if death.line else ""
-        parts.append(Text(f"  {printable(place + death.source)}", style="bold"))
-    parts.append(Padding(_fate_table(death), (0, 0, 0, 2)))
-    parts += [Text(f"  {line}", style="dim") for line in _death_lines(verdict)]
+        parts.append(_indent(Text(printable(place + death.source), style="bold")))
+    parts.append(_indent(_fate_table(death)))
+    parts += [_indent(Text(line, style="dim")) for line in _death_lines(verdict)]
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     return Group(*parts, grid)
+
+
+def _indent(part: RenderableType) -> RenderableType:
+    return Padding(part, (0, 0, 0, 2))
 
 
 def _fate_table(death: Death) -> Table:

@@ -59,16 +59,20 @@ def verdict_text(verdict: Verdict) -> str:
 
 def view_text(view: RenderableType, *, width: int) -> str:
     """A view without colour."""
-    console = SafeConsole(file=io.StringIO(), width=width, color_system=None)
+    console = SafeConsole(
+        file=io.StringIO(), width=width, color_system=None,
+        force_jupyter=False,  # a notebook would show an empty output beside the text
+    )  # fmt: skip
     with console.capture() as capture:
-        console.print(view)
+        console.print(view, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def view_svg(view: RenderableType, *, title: str, width: int = MAX_WIDTH) -> str:
     """A view in colour, as it looks in a terminal of so many columns."""
     console = SafeConsole(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, color_system="truecolor"
-    )
+        file=io.StringIO(), width=width, record=True, force_terminal=True, color_system="truecolor",
+        force_jupyter=False,
+    )  # fmt: skip
     console.print(view)
     return console.export_svg(title=visible(title), code_format=_SVG_FORMAT)

@@ -86,6 +86,8 @@ def check_verdict(page: Page, verdict: Any) -> None:
         assert finding["remedy"] in text
         assert finding["confidence"] in numbers
         for evidence in finding["evidence"]:
+            if evidence["unit"] == "ns" and evidence["value"] == 0:
+                continue  # never happened
             assert evidence["name"] in text
             assert evidence["value"] is None or evidence["value"] in numbers
     assert verdict["step_ns"] in numbers

@@ -304,10 +304,12 @@ def test_error_of_a_loader_worker_is_named_with_its_own_line(job: Job) -> None:
     text = (
         "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
         'last):\n  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 3, in loop\n'
-        "  File \"/home/me/data.py\", line 17, in __getitem__\nKeyError: 'label'\n"
+        "  File \"/home/me/data.py\", line 17, in __getitem__\n{source}KeyError: 'label'\n"
     )
-    job.died(1, 0, "KeyError", text)
-    assert job.death().line == "data.py:17 in __getitem__"
+    job.died(1, 0, "KeyError", text.format(source="    return row['label']\n           ~~~^^^\n"))
+    job.died(2, 1, "KeyError", text.format(source=""))
+    death = job.death()
+    assert (death.line, death.source) == ("data.py:17 in __getitem__", "return row['label']")
 
 
 def test_thread_that_died_is_told_of_the_rank_that_hung(job: Job) -> None:

@@ -97,7 +97,11 @@ def test_verdict_save_writes_the_report(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # a file has a width of its own
     assert main(["verdict", str(run.root), "--save", "--all"]) == 0
-    assert run.verdict_text.read_text().strip() == capsys.readouterr().out.strip()
+    *printed, command, _, _ = capsys.readouterr().out.splitlines()
+    *kept, whole, _, _ = run.verdict_text.read_text().splitlines()
+    assert printed == kept
+    assert f"haiprof rank {run.root.name} 0 " in command  # as it is named from here
+    assert f"haiprof rank {run.root} 0 " in whole  # it is read from anywhere
     assert json.loads(run.verdict_json.read_text())["step_count"] == STEPS
 
 

@@ -61,7 +61,7 @@ def test_numbers_of_the_verdict_are_those_of_the_command(run: Path, page: PagePa
     for finding in verdict.findings:
         assert finding.remedy in text
         assert str(finding.confidence) in said
-        for evidence in finding.evidence:
+        for evidence in finding.numbers:
             assert evidence.name in text
             assert str(evidence.value) in said
     assert str(verdict.step_ns) in said

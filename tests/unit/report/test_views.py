@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,34 @@ def test_card_of_a_balanced_run_says_that_nothing_is_wrong(tmp_path: Path) -> No
     text = view_text(verdict_card(verdict, header(empty_run(tmp_path))), width=100)
     assert "nothing wrong found" in text
     assert "do:" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("everything", [False, True])
+def test_next_command_can_be_copied_from_a_card_of_any_width(
+    tmp_path: Path, width: int, everything: bool
+) -> None:
+    run = f"{tmp_path}/{'of a long name ' * 4}/train-1"
+    command = f"haiprof rank {shlex.quote(run)} 0"
+    verdict = replace(fake_verdict(FORWARD_BOUND), run=run, next_command=command)
+    of = header(empty_run(tmp_path))
+
+    def lines(folder: Path | None) -> list[str]:
+        card = verdict_card(verdict, of, width=width, everything=everything, folder=folder)
+        return view_text(card, width=width).splitlines()
+
+    whole = lines(None)
+    assert whole[-1] == f"next: {command}"
+    assert all(len(line) <= width for line in whole[:-1])
+    assert any("haiprof rank train-1 0 " in line for line in lines(Path(run).parent))
+
+
+def test_card_as_text_shows_nothing_beside_it_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert FORWARD_BOUND.title in card_text(tmp_path, FORWARD_BOUND)
+    assert capsys.readouterr().out == ""
 
 
 def test_card_survives_markup_in_names(tmp_path: Path) -> None:

@@ -122,13 +122,14 @@
     };
   }
 
-  /** A figure that Python made, in the colours of this page. */
-  function themed(figure, height) {
+  /** A figure that Python made, in the colours of this page; where it is narrow, with shorter lines. */
+  function themed(figure, height, narrow = false) {
     const own = { ...figure.layout };
     delete own.template; delete own.title; delete own.height; delete own.margin; delete own.legend;
     for (const key of Object.keys(own)) {
-      if (/^[xy]axis\d*$/.test(key)) own[key] = { ...own[key], ...axis() };
+      if (/^[xy]axis\d*$/.test(key)) own[key] = { ...own[key], ...axis(), ...(narrow && key[0] === "x" ? { tickangle: 0, nticks: 4 } : {}) };
     }
+    if (narrow) own.annotations = own.annotations?.map((note) => ({ ...note, text: note.text?.replace(": ", ":<br>"), font: { ...note.font, size: 11 } }));
     for (const name of ["paper_bgcolor", "plot_bgcolor", "font", "hoverlabel"]) delete own[name];
     const traces = figure.data.map((trace) => {
       const made = { ...trace };
@@ -142,7 +143,8 @@
       }
       return made;
     });
-    return { traces, layout: layout(height, own) };
+    // On the right there is room for half of the last number of the axis.
+    return { traces, layout: layout(height, { margin: { l: 52, r: 22, t: 30, b: 34 }, ...own }) };
   }
 
   /** What the lines and areas of a figure are, above it. */
@@ -244,7 +246,7 @@
   function drawMade(place) {
     const figure = data.figures[place.dataset.figure];
     if (!figure) { place.hidden = true; return; }
-    const { traces, layout: own } = themed(figure, height(place));
+    const { traces, layout: own } = themed(figure, height(place), place.clientWidth < 600);
     const keys = traces.some((trace) => trace.name) ? nameTraces(place, traces) : null;
     if (place.dataset.figure !== "over-time") Plotly.react(place, traces, own, CONFIG);
     else drawOverTime(place, traces, own, keys);
