@@ -372,6 +372,32 @@ def _passes(inputs: RuleInputs) -> float:
     return median(inputs.steps["micro_step_count"]) or 1.0
 
 
+def idle_ratio(inputs: RuleInputs) -> float:
+    """Of the time, in which the typical rank's process neither ran nor waited for a core.
+
+    Without the time in which it waited for batches; 0 where either is not known.
+    """
+    rank = typical_rank(inputs)
+    if rank not in inputs.main_cores or rank not in inputs.core_waits:
+        return 0.0
+    busy = inputs.main_cores[rank] + inputs.core_waits[rank] + inputs.stolen.get(rank, 0.0)
+    return max(1.0 - busy - (usual_share(inputs, "dataloader") or 0.0), 0.0)
+
+
+def own_wait_ratio(inputs: RuleInputs, code: PythonTime, share: float) -> float:
+    """Of the step, what a phase's code of the job's own waits, on CPUs alone and one rank alone.
+
+    Its operators keep the process busy; who is in that code while the process is idle, waits there.
+    With several ranks it may be idle as it waits for another one.
+
+    Args:
+        inputs: The run.
+        code: Of the phase.
+        share: The phase's, of the step.
+    """
+    return min(code.own_ratio * share, idle_ratio(inputs)) if len(inputs.world) == 1 else 0.0
+
+
 def usual_phases(inputs: RuleInputs, *phases: str) -> tuple[str, tuple[float, ...]] | None:
     """Time in some phases of the usual step, as the verdict's bar has it; None without one of them.
 

@@ -11,6 +11,7 @@ from haiprof.diagnosis.rule_inputs import (
     after_gradients_ns,
     median,
     own_backward_ns,
+    own_wait_ratio,
     usual_phases,
     usual_share,
 )
@@ -22,6 +23,7 @@ from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
     MODEL_OWN_RATIO,
+    OWN_STEP_RATIO,
     USUAL_FORWARD_RATIO,
 )
 
@@ -84,13 +86,14 @@ def backward_bound(inputs: RuleInputs) -> Judgement:
     code = None if inputs.uses_gpu else inputs.python_time("backward")
     part = measured.backward_ns / max(measured.step_ns, 1.0)
     held = min(code.held_ratio * part, share) if code else 0.0
+    waits = own_wait_ratio(inputs, code, part) if code else 0.0
     bound = measured.ratio >= BACKWARD_FORWARD_RATIO and share >= BACKWARD_STEP_RATIO
     if bound and code and code.own_ratio * part < MODEL_OWN_RATIO * measured.lost:
         dear = _gradients(inputs, measured, share)
         if dear is not None:
             return dear
         bound = False
-    if not bound and held < HELD_STEP_RATIO:
+    if not bound and held < HELD_STEP_RATIO and waits < OWN_STEP_RATIO:
         return None
     where = ", most of it after its gradients are computed" if measured.is_after else ""
     return Finding(
@@ -100,7 +103,7 @@ def backward_bound(inputs: RuleInputs) -> Judgement:
         evidence=_evidence(inputs, measured, share),
         remedy=_remedy(inputs, is_after=measured.is_after),
         confidence=0.5 if measured.is_after else 0.6,
-        lost_ratio=max(measured.lost, held),
+        lost_ratio=max(measured.lost, held, waits),
         missing=("which function it is: a trace with --trace-stacks would say",),
         cause="after_gradients" if measured.is_after else None,
     )

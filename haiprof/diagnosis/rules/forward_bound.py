@@ -10,10 +10,11 @@ from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import (
     RuleInputs,
+    idle_ratio,
     own_backward_ns,
+    own_wait_ratio,
     typical_rank,
     usual_phases,
-    usual_share,
 )
 from haiprof.diagnosis.thresholds import (
     CPU_BUSY_CORES,
@@ -24,6 +25,7 @@ from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
     MODEL_OWN_RATIO,
+    OWN_STEP_RATIO,
     USUAL_FORWARD_RATIO,
 )
 
@@ -62,10 +64,13 @@ def forward_bound(inputs: RuleInputs) -> Judgement:
     code = None if inputs.uses_gpu else inputs.python_time("forward")
     if measured.ratio < FORWARD_BACKWARD_RATIO or measured.share < FORWARD_STEP_RATIO:
         held = code.held_ratio * measured.share if code else 0.0
-        return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
+        if held >= HELD_STEP_RATIO:
+            return _in_python(measured, held)
+        waits = own_wait_ratio(inputs, code, measured.share) if code else 0.0
+        return _in_waiting(measured, waits) if waits >= OWN_STEP_RATIO else None
     if code and code.own_ratio * measured.share < MODEL_OWN_RATIO * measured.lost:
         return None  # the model's own operators: frozen layers, a teacher inside, no gradients
-    if code and _is_frozen(inputs) and _idle_ratio(inputs) < MODEL_OWN_RATIO * measured.lost:
+    if code and _is_frozen(inputs) and idle_ratio(inputs) < MODEL_OWN_RATIO * measured.lost:
         held = code.held_ratio * measured.share
         return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
     gpu = float(np.median(list(inputs.gpu_use.values()))) if inputs.gpu_use else None
@@ -82,18 +87,6 @@ def _is_frozen(inputs: RuleInputs) -> bool:
     largest = max(models, key=lambda model: model.parameter_count or 0, default=None)
     trained = None if largest is None else largest.trainable_ratio
     return trained is not None and trained < 1 - FROZEN_RATIO
-
-
-def _idle_ratio(inputs: RuleInputs) -> float:
-    """Of the time, in which the typical rank's process neither ran nor waited for a core.
-
-    Without the time in which it waited for batches; 0 where either is not known.
-    """
-    rank = typical_rank(inputs)
-    if rank not in inputs.main_cores or rank not in inputs.core_waits:
-        return 0.0
-    busy = inputs.main_cores[rank] + inputs.core_waits[rank]
-    return max(1.0 - busy - (usual_share(inputs, "dataloader") or 0.0), 0.0)
 
 
 def _measure(inputs: RuleInputs) -> _Measured | None:
@@ -148,6 +141,22 @@ def _in_python(measured: _Measured, held: float) -> Finding:
         confidence=0.75,
         lost_ratio=held,
         cause="python",
+    )
+
+
+def _in_waiting(measured: _Measured, waits: float) -> Finding:
+    return Finding(
+        rule=RULE,
+        title=f"the job's own code waits {ratio_text(waits)} of the step inside forward",
+        evidence=(
+            *_evidence(measured, None, None),
+            Evidence(name="own code that waits, share of the step", value=waits, unit="ratio"),
+        ),
+        remedy="see what forward waits for: a file, a network, another process, a lock, a sleep; "
+        "do it ahead of training, or in another thread",
+        confidence=0.7,
+        lost_ratio=waits,
+        cause="waits",
     )
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank, usual_phases
+from haiprof.diagnosis.rule_inputs import (
+    RuleInputs,
+    own_wait_ratio,
+    typical_rank,
+    usual_phases,
+)
 from haiprof.diagnosis.thresholds import (
     HELD_STEP_RATIO,
     MIN_STEPS,
     OPTIMIZER_MODEL_RATIO,
     OPTIMIZER_STEP_RATIO,
+    OWN_STEP_RATIO,
     USUAL_OPTIMIZER_RATIO,
 )
 
@@ -36,9 +42,10 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
     ratio, share = optimizer / max(model, 1.0), optimizer / whole
     code = None if inputs.uses_gpu else inputs.python_time("optimizer")
     held = code.held_ratio * share if code else 0.0
+    waits = own_wait_ratio(inputs, code, share) if code else 0.0
     bound = ratio >= OPTIMIZER_MODEL_RATIO and share >= OPTIMIZER_STEP_RATIO
     bound = bound and not _searches(inputs)
-    if not bound and held < HELD_STEP_RATIO:
+    if not bound and held < HELD_STEP_RATIO and waits < OWN_STEP_RATIO:
         return None
     return Finding(
         rule=RULE,
@@ -54,7 +61,7 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
         "parameters in an optimizer of your own or in step hooks; a larger batch or gradient "
         "accumulation makes updates rarer",
         confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,
-        lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held),
+        lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held, waits),
         missing=("which part of it is slow: a trace with --trace-stacks would say",),
         explains=("backward_bound/gradients",),  # parameters so large that all of them is dear
     )  # fmt: skip

@@ -134,7 +134,10 @@ def _finding(
         lost_ratio=_lost_ratio(series, found),
         missing=(_WORK_UNKNOWN,),
         cause=("sudden" if found.is_sudden else "gradual") + _alike(phase, changed),
-        explains=_BOUND[phase] if phase and _is_main(series, phase, grown) else (),
+        explains=(
+            *(_BOUND[phase] if phase and _is_main(series, phase, grown) else ()),
+            *(_OWN_IN_FORWARD if phase == "forward" else ()),
+        ),
     )
 
 
@@ -229,6 +232,8 @@ _BOUND = {
     "other": ("outside_the_model",),
 }
 """What a phase's growth brings about."""
+_OWN_IN_FORWARD = ("forward_bound/python", "forward_bound/waits")
+"""They cost what the job's own code takes, and no more: the growth may be most of that."""
 
 
 def _is_main(series: pl.DataFrame, phase: str, grown: float) -> bool:

@@ -181,3 +181,34 @@ def test_a_new_line_of_code_is_no_neighbours_doing(
     drift = findings_of(root)["step_time_drift"]
     assert drift.explained_by == (None if is_own else "busy_neighbours")
     assert ("waiting for cores began" in drift.title) is (since > 0 and not is_own)
+
+
+@pytest.mark.parametrize(
+    ("phase", "times"),
+    [
+        ("forward", (0.2, 20.0, 30.0, 2.0)),  # forward is shorter than backward all the same
+        ("backward", (0.2, 10.0, 40.0, 2.0)),  # four times forward: gradients may be dear
+        ("optimizer", (0.2, 10.0, 20.0, 20.0)),
+    ],
+)
+@pytest.mark.parametrize(("main", "waits"), [(0.5, True), (1.0, False)])
+def test_own_code_that_waits_in_a_phase_is_found_where_the_process_is_idle(
+    tmp_path: Path, phase: str, times: tuple[float, float, float, float], main: float, waits: bool
+) -> None:
+    """A busy process computes there: operators that the job's own line calls."""
+
+    def at(of: str, step: int) -> Stack:
+        return (MAIN, LOG) if of == phase else (MAIN, FETCH)
+
+    root = tmp_path / "run"
+    neighbours(root, wait=0.0, node=1.0, main=main, shape=lambda *_: times)
+    write_stacks(RunPaths(root).rank(0).stacks, sample(RunFrames(root), at))
+    found = findings_of(root)
+    assert (f"{phase}_bound" in found) is waits
+    if waits:
+        finding = found[f"{phase}_bound"]
+        assert finding.lost_ratio == pytest.approx(
+            min(times[1:][("forward", "backward", "optimizer").index(phase)] / sum(times), 0.5),
+            abs=0.08,
+        )
+        assert finding.code_lines[0].function == "log_everything"
