@@ -339,7 +339,7 @@ def _write_results(rows: Sequence[dict[str, Any]]) -> None:
         "# What was wrong, and what haiprof said\n\n"
         "Seeds that no rule was tuned on, each reported once. Those up to "
         f"{max(s for s in USED_UP if s < FIRST_LOADED)}, and loaded up to {max(USED_UP)}, were "
-        "reported before the rules were last changed: they stay in the table, and are not counted.\n"
+        "reported before the rules were last changed: they stay in the table, not counted.\n"
     )
     counted = [row for row in rows if row["seed"] not in USED_UP]
     text = [head, *summary(counted), "", *table(rows)]
