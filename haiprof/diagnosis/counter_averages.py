@@ -33,6 +33,7 @@ _OF_RANKS = {
         "memory_rss_bytes",
         "read_bytes_per_s",
         "storage_read_bytes_per_s",
+        "page_fault_count_per_s",
         "major_page_fault_count_per_s",
     ),
 }
@@ -56,7 +57,12 @@ _OF_NODES = {
         "memory_limit_bytes",
     ),
 }
-_SERIES = ("memory_rss_bytes", "memory_used_bytes", "run_queue_wait_ratio")
+_SERIES = (
+    "memory_rss_bytes",
+    "memory_used_bytes",
+    "run_queue_wait_ratio",
+    "page_fault_count_per_s",
+)
 _LOST = "run_queue_wait_ratio"
 """A share of time that is lost, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset(

@@ -21,6 +21,8 @@ what was found is a note. Own choice."""
 SURE_CRITICAL = 0.70
 SURE_WARNING = 0.40
 """Confidence that the same takes. Own choice."""
+SEEN_SURE = 0.80
+"""Of a phase that takes too long, most of it seen in code of the job's own. Own choice."""
 NOTE_SURE = 0.30
 """Confidence below both: what is no surer stays a note, however much it costs. Own choice."""
 FEW_STEPS_SURE = 0.60
@@ -100,6 +102,9 @@ DRIFT_MAIN_RATIO = 0.50
 """A phase that is long because it grew: the growth makes this share of it. Own choice."""
 DRIFT_P_VALUE = 0.01
 """Mann-Whitney U, one-sided: a conventional level."""
+MANY_FAULTS_PER_S = 20_000.0
+"""Page faults that are worth a word: with a page to clear one takes 1 to 3 us on virtual machines
+(22 ms for 9,000 of them on ours), so that they take a fiftieth of a core and more. Own choice."""
 DRIFT_MIN_STEPS = 30
 """Ten steps in each third: below that the normal approximation of U is poor (Mann & Whitney 1947
 give tables up to 8)."""

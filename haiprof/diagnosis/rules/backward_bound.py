@@ -24,6 +24,7 @@ from haiprof.diagnosis.thresholds import (
     MIN_STEPS,
     MODEL_OWN_RATIO,
     OWN_STEP_RATIO,
+    SEEN_SURE,
     USUAL_FORWARD_RATIO,
 )
 
@@ -102,7 +103,7 @@ def backward_bound(inputs: RuleInputs) -> Judgement:
         f"{measured.ratio:.1f}x forward{where}",
         evidence=_evidence(inputs, measured, share),
         remedy=_remedy(inputs, is_after=measured.is_after),
-        confidence=0.5 if measured.is_after else 0.6,
+        confidence=SEEN_SURE if code else 0.5 if measured.is_after else 0.6,
         lost_ratio=max(measured.lost, held, waits),
         missing=("which function it is: a trace with --trace-stacks would say",),
         cause="after_gradients" if measured.is_after else None,

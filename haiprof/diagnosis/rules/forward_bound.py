@@ -26,6 +26,7 @@ from haiprof.diagnosis.thresholds import (
     MIN_STEPS,
     MODEL_OWN_RATIO,
     OWN_STEP_RATIO,
+    SEEN_SURE,
     USUAL_FORWARD_RATIO,
 )
 
@@ -77,7 +78,7 @@ def forward_bound(inputs: RuleInputs) -> Judgement:
     cores = float(np.median(list(inputs.main_cores.values()))) if inputs.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
         return _left_on_cpu(measured, gpu, cores)
-    return _plain(measured, gpu, cores)
+    return _plain(measured, gpu, cores, is_seen=code is not None)
 
 
 def _is_frozen(inputs: RuleInputs) -> bool:
@@ -160,7 +161,9 @@ def _in_waiting(measured: _Measured, waits: float) -> Finding:
     )
 
 
-def _plain(measured: _Measured, gpu: float | None, cores: float | None) -> Finding:
+def _plain(
+    measured: _Measured, gpu: float | None, cores: float | None, *, is_seen: bool
+) -> Finding:
     missing = []
     if gpu is None:
         missing.append("GPU utilization")
@@ -173,7 +176,7 @@ def _plain(measured: _Measured, gpu: float | None, cores: float | None) -> Findi
         evidence=_evidence(measured, gpu, cores),
         remedy="look in forward for work that has no gradient: Python loops over elements, "
         "copies between devices, augmentation or tokenizing; frozen layers make it normal",
-        confidence=0.6,
+        confidence=SEEN_SURE if is_seen else 0.6,
         lost_ratio=measured.lost,
         missing=tuple(missing),
     )

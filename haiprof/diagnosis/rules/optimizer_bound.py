@@ -16,6 +16,7 @@ from haiprof.diagnosis.thresholds import (
     OPTIMIZER_MODEL_RATIO,
     OPTIMIZER_STEP_RATIO,
     OWN_STEP_RATIO,
+    SEEN_SURE,
     USUAL_OPTIMIZER_RATIO,
 )
 
@@ -60,7 +61,11 @@ def optimizer_bound(inputs: RuleInputs) -> Judgement:
         remedy=f"{_FEW_KERNELS if inputs.uses_gpu else _ONE_PASS}; no Python loop over the "
         "parameters in an optimizer of your own or in step hooks; a larger batch or gradient "
         "accumulation makes updates rarer",
-        confidence=0.75 if ratio >= 2 * OPTIMIZER_MODEL_RATIO else 0.6,
+        confidence=SEEN_SURE
+        if max(held, waits) >= HELD_STEP_RATIO
+        else 0.75
+        if ratio >= 2 * OPTIMIZER_MODEL_RATIO
+        else 0.6,
         lost_ratio=max(share - USUAL_OPTIMIZER_RATIO * model / whole, held, waits),
         missing=("which part of it is slow: a trace with --trace-stacks would say",),
         explains=("backward_bound/gradients",),  # parameters so large that all of them is dear

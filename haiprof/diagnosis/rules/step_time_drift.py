@@ -25,6 +25,7 @@ from haiprof.diagnosis.thresholds import (
     DRIFT_RATIO,
     EXPLAINED_RATIO,
     HARDWARE_DIFFERENCE_RATIO,
+    MANY_FAULTS_PER_S,
     MOST_RATIO,
     NOTE_SURE,
     PHASE_BEYOND_RATIO,
@@ -39,6 +40,7 @@ SINCE_STEP = "slower since step"
 _WORK_UNKNOWN = "whether the work per step changed (sequence length, curriculum)"
 _ALL_PHASES = "_all_phases"
 _STARVED = "waiting for cores began"
+_FAULTED = "page faults began"
 
 
 def step_time_drift(inputs: RuleInputs) -> Judgement:
@@ -75,6 +77,7 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
+    changed = (*_fault_growth(inputs, began_ns), *changed)
     own = named and _is_new_code(inputs, phase, since)
     if not own:  # which itself waits for a core, and so is no sign of what others do
         changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
@@ -129,7 +132,7 @@ def _finding(
             Evidence(name="p (Mann-Whitney U), at most", value=DRIFT_P_VALUE, unit=""),
             *(evidence for _, evidence in changed),
         ),
-        remedy=(_CORES_FIRST * _is_starved(changed) + _remedy(phase, grown)) if phase else _ALIKE,
+        remedy=_remedy(phase, grown, changed),
         confidence=0.7 if phase else 0.4,
         lost_ratio=_lost_ratio(series, found),
         missing=(_WORK_UNKNOWN,),
@@ -246,6 +249,12 @@ _ALIKE = (
     "all phases grew: look at the machine, not the code: other load on its CPUs "
     "(haiprof overview shows them), temperature"
 )
+_KEEP_MEMORY = (
+    "memory is given back to the system and faulted in again in each step: keep it in the process "
+    "(MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or tcmalloc by "
+    "LD_PRELOAD), or reuse the tensors"
+)
+"""Source: PyTorch's performance tuning guide, CPU specific optimizations: jemalloc, TCMalloc."""
 _CORES_FIRST = "give the job cores of its own (haiprof overview shows who has them), then "
 
 
@@ -278,6 +287,26 @@ def _core_wait_growth(
         yield _STARVED, evidence
 
 
+def _fault_growth(inputs: RuleInputs, began_ns: int) -> Iterable[tuple[str, Evidence]]:
+    """Page faults, where they became many: of the rank on which they grew most.
+
+    The first points are of the warm-up too, which has many: so the lower quarter counts of them.
+    """
+    faults = inputs.counted.points.filter(pl.col("metric") == "page_fault_count_per_s")
+    later = pl.col("time_ns") >= began_ns
+    sides = faults.group_by("rank").agg(
+        pl.col("value").filter(~later).quantile(0.25).alias("before"),
+        pl.col("value").filter(later).median().alias("after"),
+    )
+    known = sides.drop_nulls().select("before", "after").rows()
+    before, after = max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
+    if after - before >= MANY_FAULTS_PER_S and after >= 2 * before:
+        yield (
+            _FAULTED,
+            Evidence(name="page faults per second from then on", value=after, unit="count"),
+        )
+
+
 def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[str, Evidence]]:
     """What else is different after that step: saves, compilations."""
     compiled = inputs.last_attempts.compilations.filter(pl.col("time_ns") >= began_ns)[
@@ -293,7 +322,11 @@ def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[st
         yield what, Evidence(name=f"longest {phase} there", value=float(length), unit="ns")
 
 
-def _remedy(phase: str, growth: float) -> str:
+def _remedy(phase: str | None, growth: float, changed: Sequence[tuple[str, Evidence]]) -> str:
+    if any(what == _FAULTED for what, _ in changed):
+        return _KEEP_MEMORY
+    if phase is None:
+        return _ALIKE
     look = {
         "dataloader": "storage, page cache and worker memory: does the dataset hold on to samples?",
         "forward": "lists or caches that grow, sequence lengths",
@@ -301,4 +334,5 @@ def _remedy(phase: str, growth: float) -> str:
         "optimizer": "parameter groups that grow, swapping",
         "other": "logging, metrics and checkpoints between the phases",
     }[phase]
-    return f"see what grew by {duration_text(growth)} in {phase}: {look}"
+    first = _CORES_FIRST * _is_starved(changed)
+    return f"{first}see what grew by {duration_text(growth)} in {phase}: {look}"

@@ -769,3 +769,22 @@ def test_rank_that_works_more_is_not_called_starved(root: Path) -> None:
     ]  # fmt: skip
     write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
     assert found(judged(root), "ranks_uneven").cause == "forward"
+
+
+@pytest.mark.parametrize(("faults", "is_named"), [(100_000, True), (5_000, False)])
+def test_memory_that_is_faulted_in_again_is_named_where_steps_became_slower(
+    root: Path, faults: int, is_named: bool
+) -> None:
+    """All phases take half as long again from step 400 on, and page faults began there."""
+
+    def slower(_: int, step: int) -> tuple[float, float, float, float]:
+        return tuple(ms * (1.5 if step > 400 else 1) for ms in BALANCED)  # type: ignore[return-value]
+
+    write_story(root, slower, steps=800)
+    began = 400 * (sum(BALANCED) + 0.8) / 1000
+    counters(root, lambda t: {"page_fault_count": int(1000 * (t + 2) + faults * max(t - began, 0)),
+                              "cpu_ns": int((t + 2) * NS_PER_S),
+                              "cpu_main_ns": int((t + 2) * NS_PER_S)})  # fmt: skip
+    drift = found(judged(root), "step_time_drift")
+    assert ("page faults began" in drift.title) is is_named
+    assert ("MALLOC_TRIM_THRESHOLD_" in drift.remedy) is is_named
