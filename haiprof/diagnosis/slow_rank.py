@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import polars as pl
+
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.numa_binding import find_misplacement
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import DRIFT_PHASE_RATIO, HARDWARE_DIFFERENCE_RATIO
+from haiprof.diagnosis.thresholds import (
+    DRIFT_PHASE_RATIO,
+    HARDWARE_DIFFERENCE_RATIO,
+    MANY_FAULTS_PER_S,
+    SAME_COUNT_RATIO,
+)
 
+KEEP_MEMORY = (
+    "memory is given back to the system and faulted in again in each step: keep it in the process "
+    "(MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or tcmalloc by "
+    "LD_PRELOAD), or reuse the tensors"
+)
+"""Source: PyTorch's performance tuning guide, CPU specific optimizations."""
 _THROTTLES = {
     "throttle_thermal_ratio": "temperature",
     "throttle_sw_thermal_ratio": "temperature",
@@ -24,7 +37,7 @@ class RankState:
     """What is different about a slow rank's hardware."""
 
     cause: str
-    """Slug: `throttled`, `waits_for_cores` or `far_memory`."""
+    """Slug: `throttled`, `waits_for_cores`, `far_memory` or `page_faults`."""
     text: str
     """For the title, with a leading comma."""
     remedy: str
@@ -43,6 +56,7 @@ def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
         _find_throttling(inputs, rank)
         or _find_starvation(inputs, rank, share)
         or _far(inputs, rank)
+        or _find_faults(inputs, rank)
     )
 
 
@@ -111,3 +125,32 @@ def _far(inputs: RuleInputs, rank: int) -> RankState | None:
         remedy=placed.kind.remedy,
         evidence=placed.evidence,
     )
+
+
+def _find_faults(inputs: RuleInputs, rank: int) -> RankState | None:
+    """The same work with far more page faults: what the allocator keeps is chance.
+
+    Larger inputs have more of them too: where sizes are not known, nothing is said.
+    """
+    if not _is_given_the_same(inputs, rank):
+        return None
+    beyond = _beyond(inputs, "page_fault_count_per_s", rank)
+    if beyond < MANY_FAULTS_PER_S:
+        return None
+    own = inputs.counted.of("page_fault_count_per_s")[rank]
+    return RankState(
+        cause="page_faults",
+        text=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than they",
+        remedy=KEEP_MEMORY,
+        evidence=(Evidence(name=f"rank {rank}: page faults per second", value=own, unit="count"),),
+    )
+
+
+def _is_given_the_same(inputs: RuleInputs, rank: int) -> bool:
+    """Whether a rank's inputs are known, and no larger than the typical rank's."""
+    sizes = inputs.last_attempts.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
+    known = {rank: size for rank, size in sizes.rows() if rank in inputs.world}
+    if rank not in known or len(known) < len(inputs.world):
+        return False
+    usual = sorted(known.values())[(len(known) - 1) // 2]
+    return bool(known[rank] <= (1 + SAME_COUNT_RATIO) * usual)

@@ -14,6 +14,7 @@ from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.python_time import new_code_ratio
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
+from haiprof.diagnosis.slow_rank import KEEP_MEMORY
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     COMPARE_SHARED_CORE_RATIO,
@@ -249,12 +250,6 @@ _ALIKE = (
     "all phases grew: look at the machine, not the code: other load on its CPUs "
     "(haiprof overview shows them), temperature"
 )
-_KEEP_MEMORY = (
-    "memory is given back to the system and faulted in again in each step: keep it in the process "
-    "(MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or tcmalloc by "
-    "LD_PRELOAD), or reuse the tensors"
-)
-"""Source: PyTorch's performance tuning guide, CPU specific optimizations: jemalloc, TCMalloc."""
 _CORES_FIRST = "give the job cores of its own (haiprof overview shows who has them), then "
 
 
@@ -324,7 +319,7 @@ def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[st
 
 def _remedy(phase: str | None, growth: float, changed: Sequence[tuple[str, Evidence]]) -> str:
     if any(what == _FAULTED for what, _ in changed):
-        return _KEEP_MEMORY
+        return KEEP_MEMORY
     if phase is None:
         return _ALIKE
     look = {

@@ -788,3 +788,29 @@ def test_memory_that_is_faulted_in_again_is_named_where_steps_became_slower(
     drift = found(judged(root), "step_time_drift")
     assert ("page faults began" in drift.title) is is_named
     assert ("MALLOC_TRIM_THRESHOLD_" in drift.remedy) is is_named
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cause"),
+    [((1000, 1000), "page_faults"), ((1000, 3000), "forward"), ((None, None), "forward")],
+)
+def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
+    root: Path, sizes: tuple[int | None, int | None], cause: str
+) -> None:
+    """Rank 1's forward takes 4 ms more, with twice the page faults."""
+    write_story(
+        root, lambda rank, _: (0.2, 5.0 + 4 * rank, 14.0 - 4 * rank, 2.0), steps=800, ranks=2
+    )
+    for rank, size in enumerate(sizes):
+        if size is not None:
+            note(root, rank, type="input_size", time_ns=START_NS, root=1, number_count=size)
+    rows = [
+        row_of(PROCESS, time_ns=int(START_NS + t * NS_PER_S), pid=100 + rank, start_ticks=7,
+               process_count=1, page_fault_count=int(50_000 * (1 + rank) * (t + 2)))
+        for t in np.arange(-1, 25, 0.5)
+        for rank in range(2)
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    finding = found(judged(root), "ranks_uneven")
+    assert (finding.rank, finding.cause) == (1, cause)
+    assert ("LD_PRELOAD" in finding.remedy) is (cause == "page_faults")
