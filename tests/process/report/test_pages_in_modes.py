@@ -1,4 +1,4 @@
-"""Pages in a real browser: light, dark, on a narrow screen, on paper, by keyboard."""
+"""Every page in a real browser: light, dark, on a narrow screen, on paper, by keyboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from haiprof.cli.app import run_command
 from tests.browser import Page, browser, chromium
 from tests.process.report.test_page_in_browser import check_quiet, opened
+from tests.sampling import first_of
+from tests.unit.analysis.test_compare import write
 from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
+from tests.unit.analysis.trace.shared import traces
+from tests.unit.report.many_ranks import write_flight, write_many
 
 __all__ = ["browser"]
 pytestmark = [
@@ -75,6 +79,18 @@ HIDDEN_OUTLINE = (
 )
 
 
+def run_report(folder: Path) -> list[str]:
+    root = write_many(folder / "run", ranks=8, steps=60)
+    write_flight(root, ranks=8, late_rank=5, late_ns=12_000_000)
+    return ["report", str(root), "-o"]
+
+
+def comparison(folder: Path) -> list[str]:
+    before, after = (write(folder, name, seed=seed, data_ms=ms, second=seed)
+                     for name, seed, ms in (("before", 1, 4.0), ("after", 2, 7.0)))  # fmt: skip
+    return ["report", str(after), "--baseline", str(before), "-o"]
+
+
 def flame_graph(folder: Path) -> list[str]:
     usual = [(MAIN,), (MAIN, LOAD, OPEN)]
     record(folder / "before", {0: usual, 1: usual})
@@ -82,7 +98,19 @@ def flame_graph(folder: Path) -> list[str]:
     return ["lines", str(folder / "after"), "--baseline", str(folder / "before"), "--html"]
 
 
-PAGES = [flame_graph]
+def trace_report(folder: Path) -> list[str]:
+    return ["trace-report", str(traces("dlrm_v100_8ranks")), "--html"]
+
+
+def overview(folder: Path) -> list[str]:
+    return ["overview", str(write_many(folder / "run", ranks=2, steps=60)), "--html"]
+
+
+def one_rank(folder: Path) -> list[str]:
+    return ["rank", str(write_many(folder / "run", ranks=2, steps=60)), "1", "--html"]
+
+
+PAGES = [run_report, comparison, flame_graph, trace_report, overview, one_rank]
 
 
 def draw_all(page: Page) -> None:
@@ -94,7 +122,7 @@ def draw_all(page: Page) -> None:
     page.wait(f"{LEFT_OUT}.length === 0")
 
 
-@pytest.mark.parametrize("make", PAGES)
+@pytest.mark.parametrize("make", first_of(PAGES, run_report))
 def test_page_holds_in_every_mode(
     browser: Callable[[str], Page], tmp_path: Path, make: Callable[[Path], list[str]]
 ) -> None:
