@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from haiprof.base.units import ratio_text
+from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.numa_binding import find_misplacement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     DRIFT_PHASE_RATIO,
+    FAULT_NS,
     HARDWARE_DIFFERENCE_RATIO,
-    MANY_FAULTS_PER_S,
     SAME_COUNT_RATIO,
 )
 
@@ -56,7 +56,7 @@ def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
         _find_throttling(inputs, rank)
         or _find_starvation(inputs, rank, share)
         or _far(inputs, rank)
-        or _find_faults(inputs, rank)
+        or _find_faults(inputs, rank, share)
     )
 
 
@@ -127,15 +127,15 @@ def _far(inputs: RuleInputs, rank: int) -> RankState | None:
     )
 
 
-def _find_faults(inputs: RuleInputs, rank: int) -> RankState | None:
-    """The same work with far more page faults: what the allocator keeps is chance.
+def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+    """The same work with far more page faults, which take most of what it loses.
 
-    Larger inputs have more of them too: where sizes are not known, nothing is said.
+    What the allocator keeps is chance. Larger inputs have more of them too: where sizes are not known, nothing is said.
     """
     if not _is_given_the_same(inputs, rank):
         return None
     beyond = _beyond(inputs, "page_fault_count_per_s", rank)
-    if beyond < MANY_FAULTS_PER_S:
+    if beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     own = inputs.counted.of("page_fault_count_per_s")[rank]
     return RankState(

@@ -102,9 +102,9 @@ DRIFT_MAIN_RATIO = 0.50
 """A phase that is long because it grew: the growth makes this share of it. Own choice."""
 DRIFT_P_VALUE = 0.01
 """Mann-Whitney U, one-sided: a conventional level."""
-MANY_FAULTS_PER_S = 20_000.0
-"""Page faults that are worth a word: with a page to clear one takes 1 to 3 us on virtual machines
-(22 ms for 9,000 of them on ours), so that they take a fiftieth of a core and more. Own choice."""
+FAULT_NS = 2_000.0
+"""What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
+ours; hosts take about half of it. Own choice."""
 DRIFT_MIN_STEPS = 30
 """Ten steps in each third: below that the normal approximation of U is poor (Mann & Whitney 1947
 give tables up to 8)."""
@@ -311,7 +311,8 @@ SAME_WORK_CORRELATION = 0.3
 """Of two ranks' work over the steps, above which large steps are large for both: a bucket of long
 sequences, tasks that alternate. Own choice."""
 STEADILY_LAST_RATIO = 0.75
-"""A rank that is last at fewer collectives is late now and then, as others are. Own choice."""
+"""A rank that is last at fewer collectives is late now and then, as others are; below a fifth of the
+step (COSTLY_CRITICAL_RATIO) that is a note: processes on one node are never alike. Own choice."""
 PHASE_BEYOND_RATIO = 1.3
 """A phase is named as what grew where its part of the growth is this much more than its part of the
 step: what slows a machine down hits each phase by its length. Own choice."""

@@ -12,8 +12,10 @@ from haiprof.diagnosis.rule_inputs import RuleInputs, median
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
+    COSTLY_CRITICAL_RATIO,
     CRITICAL_MIN_STEPS,
     MIN_STEPS,
+    NOTE_SURE,
     RANK_EXCESS_WARNING_RATIO,
     STEADILY_LAST_RATIO,
 )
@@ -71,6 +73,8 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
         f"rank {rank} is slow {where}"
     )  # fmt: skip
     gpu = "its GPU's clock and temperature, " if inputs.uses_gpu else ""
+    steady = float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO
+    sure = 0.85 if count >= CRITICAL_MIN_STEPS else 0.6
     return Finding(
         rule=RULE,
         title=f"{title}: it begins {kind} "
@@ -91,8 +95,8 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
         ),
         remedy=f"compare rank {rank} with another: {gpu}its host's load, the work that its data "
         "makes; a trace of both shows the operators (--trace). The other ranks only wait for it",
-        confidence=0.85 if count >= CRITICAL_MIN_STEPS else 0.6,
+        confidence=sure if steady or share >= COSTLY_CRITICAL_RATIO else NOTE_SURE,
         lost_ratio=min(share, 1.0),
-        cause=None if float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO else "now_and_then",
+        cause=None if steady else "now_and_then",
         rank=rank,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.statistics.change_point import Rise, rise
-from haiprof.base.units import duration_text, ratio_text
+from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.python_time import new_code_ratio
@@ -25,8 +25,8 @@ from haiprof.diagnosis.thresholds import (
     DRIFT_PHASE_RATIO,
     DRIFT_RATIO,
     EXPLAINED_RATIO,
+    FAULT_NS,
     HARDWARE_DIFFERENCE_RATIO,
-    MANY_FAULTS_PER_S,
     MOST_RATIO,
     NOTE_SURE,
     PHASE_BEYOND_RATIO,
@@ -78,7 +78,7 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     share = min(PHASE_BEYOND_RATIO * before / max(found.before, 1.0), MOST_RATIO)
     named = part >= max(DRIFT_PHASE_RATIO, share)
     changed = tuple(_changes(inputs, since, began_ns)) if found.is_sudden else ()
-    changed = (*_fault_growth(inputs, began_ns), *changed)
+    changed = (*_fault_growth(inputs, found.growth, began_ns), *changed)
     own = named and _is_new_code(inputs, phase, since)
     if not own:  # which itself waits for a core, and so is no sign of what others do
         changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
@@ -282,8 +282,10 @@ def _core_wait_growth(
         yield _STARVED, evidence
 
 
-def _fault_growth(inputs: RuleInputs, began_ns: int) -> Iterable[tuple[str, Evidence]]:
-    """Page faults, where they became many: of the rank on which they grew most.
+def _fault_growth(
+    inputs: RuleInputs, growth: float, began_ns: int
+) -> Iterable[tuple[str, Evidence]]:
+    """Page faults, where they became so many that they make most of the growth, on one rank.
 
     The first points are of the warm-up too, which has many: so the lower quarter counts of them.
     """
@@ -295,7 +297,7 @@ def _fault_growth(inputs: RuleInputs, began_ns: int) -> Iterable[tuple[str, Evid
     )
     known = sides.drop_nulls().select("before", "after").rows()
     before, after = max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
-    if after - before >= MANY_FAULTS_PER_S and after >= 2 * before:
+    if (after - before) * FAULT_NS / NS_PER_S >= EXPLAINED_RATIO * growth / (1.0 + growth):
         yield (
             _FAULTED,
             Evidence(name="page faults per second from then on", value=after, unit="count"),
