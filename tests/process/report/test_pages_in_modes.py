@@ -115,11 +115,10 @@ PAGES = [run_report, comparison, flame_graph, trace_report, overview, one_rank]
 
 def draw_all(page: Page) -> None:
     """Scrolls to each figure, so that it is drawn."""
-    page.run(
-        "(async () => { for (const e of document.querySelectorAll('.plot')) {"
-        " e.scrollIntoView(); await new Promise(done => requestAnimationFrame(done)); } })()"
+    page.wait(
+        "(() => { const left = [...document.querySelectorAll('.plot')]"
+        ".find(e => !e.hidden && !e.dataset.drawn); left?.scrollIntoView(); return !left; })()"
     )
-    page.wait(f"{LEFT_OUT}.length === 0")
 
 
 @pytest.mark.parametrize("make", first_of(PAGES, run_report))
