@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -242,10 +243,15 @@ def test_figures_over_time_share_one_cursor_and_one_zoom(
     whole = page.run(RANGES)
     drag(page, first)
     page.wait(f"{RANGES}.length === 1 && {RANGES}[0] !== {json.dumps(whole[0])}")
-    for place in ([0.5, 1], [0.5, 2]):
-        for kind in ("mousePressed", "mouseReleased"):
-            mouse(page, kind, inside(page, first, place[0]), count=int(place[1]))
-    page.wait(f"{RANGES}[0] === {json.dumps(whole[0])}")
+    is_whole = f"{RANGES}[0] === {json.dumps(whole[0])}"
+    for _ in range(5):  # on a busy machine the second click may come too late for a double one
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                mouse(page, kind, inside(page, first, 0.5), count=count)
+        with contextlib.suppress(AssertionError):
+            page.wait(is_whole, timeout_s=3)
+            break
+    assert page.run(is_whole)
     page.run(f"document.querySelector('{first} .time-slider').focus()")
     page.call("Input.dispatchKeyEvent", type="keyDown", key="+", text="+")
     page.wait(f"{RANGES}.length === 1 && {RANGES}[0] !== {json.dumps(whole[0])}")
