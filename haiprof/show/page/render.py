@@ -183,7 +183,7 @@ def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
         "script": _mark_as_safe(script),
         "plotly": _mark_as_safe(packed),
         "data": _mark_as_safe(numbers),
-        "size": bytes_text(len(packed) + len(numbers)),
+        "size": bytes_text(len(script) + len(packed) + len(numbers)),
     }
 
 
