@@ -130,7 +130,8 @@ def _far(inputs: RuleInputs, rank: int) -> RankState | None:
 def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
     """The same work with far more page faults, which take most of what it loses.
 
-    What the allocator keeps is chance. Larger inputs have more of them too: where sizes are not known, nothing is said.
+    What the allocator keeps is chance. Larger inputs have more of them too: where sizes are not
+    known, nothing is said.
     """
     if not _is_given_the_same(inputs, rank):
         return None

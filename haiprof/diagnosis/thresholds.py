@@ -311,8 +311,9 @@ SAME_WORK_CORRELATION = 0.3
 """Of two ranks' work over the steps, above which large steps are large for both: a bucket of long
 sequences, tasks that alternate. Own choice."""
 STEADILY_LAST_RATIO = 0.75
-"""A rank that is last at fewer collectives is late now and then, as others are; below a fifth of the
-step (COSTLY_CRITICAL_RATIO) that is a note: processes on one node are never alike. Own choice."""
+"""A rank that is last at fewer collectives is late now and then, as others are; below a fifth of
+the step (COSTLY_CRITICAL_RATIO) that is a note: processes of one node are never alike. Own
+choice."""
 PHASE_BEYOND_RATIO = 1.3
 """A phase is named as what grew where its part of the growth is this much more than its part of the
 step: what slows a machine down hits each phase by its length. Own choice."""
