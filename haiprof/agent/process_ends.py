@@ -35,6 +35,8 @@ WATCHED_LIMIT = 1024
 """So many processes at the most: each takes a descriptor."""
 OTHERS_LIMIT = 64
 """So many lines about processes that are no ranks."""
+TOGETHER_S = 0.03
+"""So soon after the job those have ended that were killed with it."""
 SETTLE_S = 0.3
 """So long the last ends may take to be read."""
 OOM_WAIT_S = 0.2
@@ -67,7 +69,9 @@ class ProcessEnds:
         self._kills: dict[Path, int] = {}
         self._log = KernelLog()
         self._others = 0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="haiprof-ends", daemon=True)
 
@@ -90,11 +94,13 @@ class ProcessEnds:
     def close(self) -> None:
         """Ends it, once the ends that have happened are written."""
         self._stop.set()
+        os.eventfd_write(self._wake, 1)
         self._thread.join(SETTLE_S + 1.0)
         for process in self._watched.values():
             process.close()
         self._watched.clear()
         self._epoll.close()
+        os.close(self._wake)
         self._log.close()
 
     # -- who is watched -------------------------------------------------------------------------
@@ -133,10 +139,15 @@ class ProcessEnds:
 
     def _wait(self) -> None:
         while not self._stop.is_set():
-            self._take(0.25)
-        self._take(0.0)
+            self._take(None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(self._wake)
+        while self._take(TOGETHER_S):
+            pass
 
-    def _take(self, wait_s: float) -> None:
+    def _take(self, wait_s: float | None) -> bool:
+        """Writes down who ends within a time; whether somebody did."""
+        ended: list[WatchedProcess] = []
         with contextlib.suppress(OSError, ValueError):
             ready = {fd for fd, _ in self._epoll.poll(wait_s)}
             ended = [process for process in list(self._watched.values()) if process.fd in ready]
@@ -149,6 +160,7 @@ class ProcessEnds:
                 process.close()
             if ended:
                 self._scan_gap_s = FIRST_SCAN_S
+        return bool(ended)
 
     def _line(
         self, process: WatchedProcess, how: ProcessExit, wall_ns: int, mono_ns: int
