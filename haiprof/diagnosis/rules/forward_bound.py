@@ -66,14 +66,14 @@ def forward_bound(inputs: RuleInputs) -> Judgement:
     if measured.ratio < FORWARD_BACKWARD_RATIO or measured.share < FORWARD_STEP_RATIO:
         held = code.held_ratio * measured.share if code else 0.0
         if held >= HELD_STEP_RATIO:
-            return _in_python(measured, held)
+            return _in_own_code(measured, held, _PYTHON)
         waits = own_wait_ratio(inputs, code, measured.share) if code else 0.0
-        return _in_waiting(measured, waits) if waits >= OWN_STEP_RATIO else None
+        return _in_own_code(measured, waits, _WAITING) if waits >= OWN_STEP_RATIO else None
     if code and code.own_ratio * measured.share < MODEL_OWN_RATIO * measured.lost:
         return None  # the model's own operators: frozen layers, a teacher inside, no gradients
     if code and _is_frozen(inputs) and idle_ratio(inputs) < MODEL_OWN_RATIO * measured.lost:
         held = code.held_ratio * measured.share
-        return _in_python(measured, held) if held >= HELD_STEP_RATIO else None
+        return _in_own_code(measured, held, _PYTHON) if held >= HELD_STEP_RATIO else None
     gpu = float(np.median(list(inputs.gpu_use.values()))) if inputs.gpu_use else None
     cores = float(np.median(list(inputs.main_cores.values()))) if inputs.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
@@ -129,35 +129,47 @@ def _left_on_cpu(measured: _Measured, gpu: float, cores: float | None) -> Findin
     )
 
 
-def _in_python(measured: _Measured, held: float) -> Finding:
-    return Finding(
-        rule=RULE,
-        title=f"Python of the job's own takes {ratio_text(held)} of the step inside forward",
-        evidence=(
-            *_evidence(measured, None, None),
-            Evidence(name="Python in forward, share of the step", value=held, unit="ratio"),
-        ),
-        remedy="see what forward does in Python: loops over elements or samples, hooks, printing, "
-        "conversions; do it with tensors, once, or ahead of training",
-        confidence=0.75,
-        lost_ratio=held,
-        cause="python",
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnCode:
+    """What is said of the job's own code in forward."""
+
+    cause: str
+    title: str
+    evidence: str
+    remedy: str
+    confidence: float
 
 
-def _in_waiting(measured: _Measured, waits: float) -> Finding:
+_PYTHON = _OwnCode(
+    cause="python",
+    title="Python of the job's own takes",
+    evidence="Python in forward",
+    remedy="see what forward does in Python: loops over elements or samples, hooks, printing, "
+    "conversions; do it with tensors, once, or ahead of training",
+    confidence=0.75,
+)
+_WAITING = _OwnCode(
+    cause="waits",
+    title="the job's own code waits",
+    evidence="own code that waits",
+    remedy="see what forward waits for: a file, a network, another process, a lock, a sleep; "
+    "do it ahead of training, or in another thread",
+    confidence=0.7,
+)
+
+
+def _in_own_code(measured: _Measured, share: float, code: _OwnCode) -> Finding:
     return Finding(
         rule=RULE,
-        title=f"the job's own code waits {ratio_text(waits)} of the step inside forward",
+        title=f"{code.title} {ratio_text(share)} of the step inside forward",
         evidence=(
             *_evidence(measured, None, None),
-            Evidence(name="own code that waits, share of the step", value=waits, unit="ratio"),
+            Evidence(name=f"{code.evidence}, share of the step", value=share, unit="ratio"),
         ),
-        remedy="see what forward waits for: a file, a network, another process, a lock, a sleep; "
-        "do it ahead of training, or in another thread",
-        confidence=0.7,
-        lost_ratio=waits,
-        cause="waits",
+        remedy=code.remedy,
+        confidence=code.confidence,
+        lost_ratio=share,
+        cause=code.cause,
     )
 
 

@@ -10,7 +10,7 @@ import polars as pl
 
 from haiprof.base.statistics.change_point import Rise, rise
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
-from haiprof.diagnosis.core_contention import hosts_of, used_by_others
+from haiprof.diagnosis.core_contention import cores_of_others
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.python_time import new_code_ratio
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
@@ -100,9 +100,8 @@ def _is_crowded(inputs: RuleInputs) -> bool:
 
     Which one is chance: a few long waits fall into the phase that runs then, mostly the longest.
     """
-    hosts = hosts_of(inputs)
-    used = {host: used_by_others(inputs, host, hosts) or 0.0 for host in set(hosts.values())}
-    waits = [inputs.core_waits.get(r, 0.0) for r, h in hosts.items() if used[h] >= STARVING_CORES]
+    used = cores_of_others(inputs)
+    waits = [inputs.core_waits.get(r, 0.0) for r in used if used[r] >= STARVING_CORES]
     return max(waits, default=0.0) >= CORE_WAIT_WARNING_RATIO
 
 
@@ -168,9 +167,7 @@ def _beside_others(finding: Finding, inputs: RuleInputs, growth: float) -> Findi
     the same caches, makes work up to half again as long (COMPARE_SHARED_CORE_RATIO), and nobody
     counts it.
     """
-    hosts = hosts_of(inputs)
-    used = [used_by_others(inputs, host, hosts) for host in set(hosts.values())]
-    most = max((cores for cores in used if cores is not None), default=0.0)
+    most = max(cores_of_others(inputs).values(), default=0.0)
     if most < STARVING_CORES or growth > COMPARE_SHARED_CORE_RATIO:
         return finding
     others = Evidence(name="cores used by others on its node", value=most, unit="cores")
@@ -259,6 +256,16 @@ def _growth(values: pl.Series, third: int) -> float:
     return float(np.median(numbers[-third:]) - np.median(numbers[:third]))
 
 
+def _most_grown(
+    inputs: RuleInputs, metric: str, *, before: pl.Expr, after: pl.Expr
+) -> tuple[float, float]:
+    """A counter before and since something, of the rank on which it grew most; zeros: not known."""
+    points = inputs.counted.points.filter(pl.col("metric") == metric)
+    sides = points.group_by("rank").agg(before=before, after=after)
+    known = sides.drop_nulls().select("before", "after").rows()
+    return max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
+
+
 def _core_wait_growth(
     inputs: RuleInputs, growth: float, began_ns: int
 ) -> Iterable[tuple[str, Evidence]]:
@@ -267,14 +274,13 @@ def _core_wait_growth(
     Work that took 1 takes 1 / (1 - wait): from 60 % to 70 % makes steps a third longer. Each rank
     by itself, as one that waits holds up all.
     """
-    waits = inputs.counted.points.filter(pl.col("metric") == "run_queue_wait_ratio")
     later = pl.col("time_ns") >= began_ns
-    sides = waits.group_by("rank").agg(
-        pl.col("value").filter(~later).mean().alias("before"),
-        pl.col("value").filter(later).mean().alias("after"),
+    before, after = _most_grown(
+        inputs,
+        "run_queue_wait_ratio",
+        before=pl.col("value").filter(~later).mean(),
+        after=pl.col("value").filter(later).mean(),
     )
-    known = sides.drop_nulls().select("before", "after").rows()
-    before, after = max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
     after = min(after, MOST_RATIO)
     longer = (1.0 - before) / (1.0 - after) - 1.0 if before < after else 0.0
     if after - before >= HARDWARE_DIFFERENCE_RATIO or longer >= EXPLAINED_RATIO * growth:
@@ -289,14 +295,13 @@ def _fault_growth(
 
     The first points are of the warm-up too, which has many: so the lower quarter counts of them.
     """
-    faults = inputs.counted.points.filter(pl.col("metric") == "page_fault_count_per_s")
     later = pl.col("time_ns") >= began_ns
-    sides = faults.group_by("rank").agg(
-        pl.col("value").filter(~later).quantile(0.25).alias("before"),
-        pl.col("value").filter(later).median().alias("after"),
+    before, after = _most_grown(
+        inputs,
+        "page_fault_count_per_s",
+        before=pl.col("value").filter(~later).quantile(0.25),
+        after=pl.col("value").filter(later).median(),
     )
-    known = sides.drop_nulls().select("before", "after").rows()
-    before, after = max(known, key=lambda row: row[1] - row[0], default=(0.0, 0.0))
     if (after - before) * FAULT_NS / NS_PER_S >= EXPLAINED_RATIO * growth / (1.0 + growth):
         yield (
             _FAULTED,
