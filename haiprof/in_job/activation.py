@@ -101,12 +101,18 @@ def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
 def _record(config: Mapping[str, Any], *, late: bool) -> None:
     """Installs the wrappers, tells the recorder of them, and plans trace windows."""
     global _recorder
-    from haiprof.in_job.installer import install
     from haiprof.in_job.recorder import Recorder
 
     if late:  # the recording opens with the end of a whole step
         config = {**config, "warmup": config["warmup"] or _NEXT_STEP_S}
     recorder = _recorder = Recorder.from_config(config)
+    with recorder.installing:
+        _install(recorder, config, late=late)
+
+
+def _install(recorder: Recorder, config: Mapping[str, Any], *, late: bool) -> None:
+    from haiprof.in_job.installer import install
+
     recorder.watch_exceptions()
     state = install(recorder, late=late)
     recorder.installed = replace(

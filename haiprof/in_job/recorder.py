@@ -245,6 +245,8 @@ class Recorder:
         """Body of the thread: all that is ever written to the run directory is written here."""
         count = 0
         try:
+            with self.installing:  # a job that trains already steps on meanwhile
+                pass
             try:
                 self._open_files()  # also of a hook that has broken meanwhile, and has to say so
             except Exception as error:
@@ -267,6 +269,7 @@ class Recorder:
             self._ended.release()
 
     def _make_locks(self) -> None:
+        self.installing = _thread.allocate_lock()  # held until all wrappers are in place
         self._wake = _thread.allocate_lock()  # held while the thread is to sleep
         self._ended = _thread.allocate_lock()  # held by the thread
 

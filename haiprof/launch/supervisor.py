@@ -328,9 +328,14 @@ class Supervisor:
         A launcher that stopped itself by another one would drop that SIGCONT, and stay stopped.
         """
         for number in signal.sigpending() & set(STOPS):
-            if not (self._canary.has_received(number) and _in_our_group(child.pid)):
+            sent = not (self._canary.has_received(number) and _in_our_group(child.pid))
+            if sent:
                 _send(child, number)
-            if _stops(child.pid):
+            stops = _stops(child.pid)
+            if number not in signal.sigpending():
+                if sent and is_stopped(child.pid):  # by what came after the group's SIGCONT
+                    _send(child, signal.SIGCONT)
+            elif stops:
                 self._signal_companion(signal.SIGSTOP)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # stops here
                 signal.pthread_sigmask(signal.SIG_BLOCK, {number})

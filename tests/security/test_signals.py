@@ -185,6 +185,29 @@ def test_suspend_stop_and_continue_in_quick_succession_leave_nobody_behind(tmp_p
         assert one.status() == 3
 
 
+def test_group_that_is_continued_while_the_launcher_asks_who_got_the_suspend(
+    tmp_path: Path,
+) -> None:
+    """What the launcher sends the job for a SIGTSTP after the group's SIGCONT stops it for ever."""
+    with Launched(tmp_path, options=QUIET) as one:
+        beside = one.beside()
+        pids = [one.launcher(), one.job(), *beside.values()]
+        for ms in range(0, 60, 6):
+            os.kill(beside["canary"], signal.SIGSTOP)  # it is slow to answer
+            os.killpg(one.process.pid, signal.SIGTSTP)
+            time.sleep(ms / 1000)
+            os.killpg(one.process.pid, signal.SIGSTOP)
+            one.stand_still(*pids)
+            time.sleep(0.1)
+            os.killpg(one.process.pid, signal.SIGCONT)
+            one.goes_on()
+            time.sleep(0.3)
+            _nobody_stands_still(one, pids)
+            one.goes_on()
+        one.end()
+        assert one.status() == 3
+
+
 # -- killed --------------------------------------------------------------------------------------
 
 

@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from haiprof.in_job import patches, spans
+from haiprof.in_job import activation, patches, spans
+from haiprof.in_job.installer import Installer
 from tests.process.hook.conftest import Hook, small_model, train_step
 
 
@@ -352,3 +354,26 @@ def test_optimizer_step_that_raises_is_not_a_step(hook: Hook) -> None:
     train_step(model, optimizer)
     hook.finish()
     assert hook.kinds() == ["forward", "backward", "optimizer"]
+
+
+def test_rank_reports_in_once_all_wrappers_are_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that trains already makes steps while they are put in, and may be asked at once."""
+    model, optimizer = small_model()
+    last_part = Installer._step
+
+    def install_slowly(installer: Installer) -> None:
+        train_step(model, optimizer)
+        time.sleep(0.3)
+        last_part(installer)
+
+    monkeypatch.setattr(Installer, "_step", install_slowly)
+    (tmp_path / "ranks").mkdir()
+    config = {"run_dir": str(tmp_path), "time": 0, "warmup": 0, "recorder": ["phases"]}
+    activation._record(config, late=False)
+    recorder = activation._recorder
+    assert recorder is not None
+    recorder.finish()
+    assert recorder.commands is not None
+    assert {"trace", "activate"} <= set(recorder.commands.handlers)
