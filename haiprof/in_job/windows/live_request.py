@@ -16,8 +16,8 @@ _MAX_S = 86_400.0
 
 def plan_request(
     request_id: str, arguments: Mapping[str, Any], *, recorder: Recorder, state: State
-) -> Mapping[str, Any]:
-    """Plans the window; the final reply follows when it is over.
+) -> Mapping[str, Any] | None:
+    """Plans the window, and replies `accepted`; the final reply follows when it is over.
 
     All ranks take the same steps: those from `first` on, which lies so far ahead that every rank
     has heard of it; without it, the rank that first knows how far it is settles it for all.
@@ -31,7 +31,7 @@ def plan_request(
         state: What its wrappers share.
 
     Returns:
-        `accepted`, or `refused` with the reason.
+        `refused` with the reason; or None.
     """
     if recorder.closed:
         return _refusal("its recording has ended, and with it haiprof's hooks (haiprof attach)")
@@ -40,8 +40,11 @@ def plan_request(
     config = _config(request_id, arguments, recorder)
     if config is None:
         return _refusal("the request has options that do not fit")
+    if recorder.commands is not None:  # first: the training thread may end it before we are back
+        accepted = {"state": "accepted", "step": state.steps_of_job()}
+        recorder.commands.reply(request_id, accepted)
     attach(config, recorder=recorder, state=state, late=True)
-    return {"state": "accepted", "step": state.steps_of_job()}
+    return None
 
 
 def _config(

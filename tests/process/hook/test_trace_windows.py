@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from haiprof.in_job.installer import Installer
 from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.windows import live_request
 from haiprof.in_job.windows.driver import Tracer, attach
 from haiprof.in_job.windows.requested_windows import Recording
 from haiprof.in_job.windows.rolling_schedule import RollingSchedule
@@ -28,7 +29,7 @@ from haiprof.in_job.windows.slow_steps import SETTLED_STEPS
 from haiprof.in_job.windows.step_plan import Agreement
 from haiprof.in_job.windows.user_profilers import other_tool
 from haiprof.run_format.layout import RunPaths
-from tests.process.hook.conftest import small_model, train_step
+from tests.process.hook.conftest import Hook, small_model, train_step
 
 
 class Traced:
@@ -552,3 +553,33 @@ def test_ranks_keep_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     second.keep()
     assert second.is_kept(last, slow=False)
     assert second.window_count == 1
+
+
+def test_a_window_that_is_over_at_once_is_answered_last(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread may refuse it before the thread that took the request is back."""
+    replies: list[str] = []
+
+    class Replies:
+        def reply(self, _: str, content: Mapping[str, Any]) -> bool:
+            replies.append(str(content["state"]))
+            return True
+
+    def attach_and_train(config: dict[str, Any], **how: Any) -> Tracer:
+        tracer = attach(config, **how)
+        train(1, model_and_optimizer=pair)  # past the first step that was asked for
+        return tracer
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pair = small_model()
+    train(9, model_and_optimizer=pair)
+    while hook.recorder.commands is None:  # it reports in on its own thread
+        time.sleep(0.01)
+    monkeypatch.setattr(hook.recorder, "commands", Replies())
+    monkeypatch.setattr(live_request, "attach", attach_and_train)
+    arguments = {"count": 3, "first": 4, "window": 0, "ahead_s": 1, "valid_s": 60}
+    content = live_request.plan_request(
+        "1-a", arguments, recorder=hook.recorder, state=hook.installer.state
+    )
+    assert [*replies, *([] if content is None else [content["state"]])] == ["accepted", "refused"]
