@@ -19,8 +19,10 @@ from haiprof.cli.target import working_folder
 if TYPE_CHECKING:
     from haiprof.run_format.layout import RunPaths
 
+_SAVES = "--save"
+"""The launcher's verdict at the end of the job: it is made anew, and answers `verdict` later on."""
 KEPT_COMMANDS = ("verdict", "overview", "rank", "lines")
-_SWITCHES = ("--json", "--all")
+_SWITCHES = ("--json", "--all", _SAVES)
 _LOOKS = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM", "COLORTERM", "TZ", "LANG", "LC_ALL",
           "PYTHONIOENCODING", "PYTHONUTF8", "TTY_COMPATIBLE", "TTY_INTERACTIVE")  # fmt: skip
 """Environment on which the look of an output depends."""
@@ -36,11 +38,15 @@ class Question:
     name: str
     """Of the kept answer: everything that the output depends on but the run."""
     fingerprint: str
+    saves: bool
+    """Whether the command does more than print."""
 
     def load(self) -> dict[str, Any] | None:
         """The output of the same command before, by stream; None where it must be made."""
         from haiprof.run_format.kept_answers import read_answer
 
+        if self.saves:
+            return None
         found = read_answer(self.run, self.name, valid_for=self.fingerprint)
         whole = found and all(isinstance(found.get(name), str) for name in ("stdout", "stderr"))
         return found if whole else None
@@ -67,8 +73,8 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
         log_dir = Path(rest[place + 1])
         del rest[place : place + 2]
     targets = [word for word in rest if word not in _SWITCHES]
-    if words[0] == "rank":
-        targets = [word for word in targets if not word.isdecimal()]
+    numbers = [word for word in targets if word.isdecimal()] if words[0] == "rank" else []
+    targets = [word for word in targets if word not in numbers]
     if len(targets) > 1 or any(word.startswith("-") for word in targets):
         return None
     from haiprof.run_format.kept_answers import fingerprint
@@ -81,15 +87,33 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
             return None
     except (HaiprofError, OSError):
         return None  # the command itself says what is wrong
+    saves = _SAVES in rest
+    if saves and not _has_small_traces(run):
+        return None  # it leaves them alone, and `verdict` does not
     found = fingerprint(run)
     if found is None:
         return None
+    switches = sorted({word for word in rest if word in _SWITCHES} - {_SAVES})
     look = [os.environ.get(name) for name in _LOOKS]
     terminals = [_is_terminal(stream) for stream in (sys.stdout, sys.stderr)]
-    where = (str(run.root), working_folder())
-    parts = [list(words), where, look, shutil.get_terminal_size(), terminals]
+    is_card = words[0] == "verdict" and "--json" not in switches  # which shortens the run's path
+    where = (os.path.abspath(run.root) if is_card else str(run.root), working_folder())
+    asked = (words[0], *numbers, *switches)
+    parts = [asked, where, look, shutil.get_terminal_size(), terminals]
     name = hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12)
-    return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found)
+    return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found, saves=saves)
+
+
+def _has_small_traces(run: RunPaths) -> bool:
+    """Whether the launcher's verdict reads the run's traces, too."""
+    if not run.traces.is_dir():
+        return True
+    from haiprof.trace_analysis.pool import SMALL_BYTES
+
+    try:
+        return sum(path.stat().st_size for path in run.traces.iterdir()) <= SMALL_BYTES
+    except OSError:
+        return False
 
 
 def print_stored(answer: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ _FILE_LIMIT = 48
 """Answers of one run; a run that is asked in more ways begins anew."""
 _DEPTH = 4
 _ENTRY_LIMIT = 100_000
-_OWN = "answers"
+_DERIVED = "report"
+"""The folder of what is made from the rest: verdicts, pages, these answers."""
 
 
 def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None:
@@ -106,7 +107,7 @@ def _add_entries(
         entries = sorted(listed, key=lambda entry: entry.name)
     for entry in entries:
         name = entry.name
-        if name == _OWN or (only is not None and name not in only):
+        if name == _DERIVED or (only is not None and name not in only):
             continue
         if not entry.is_dir(follow_symlinks=False):
             s = entry.stat(follow_symlinks=False)
@@ -114,8 +115,6 @@ def _add_entries(
         elif depth:
             found.append(name)
             _add_entries(found, entry.path, depth - 1)
-            if found[-1] is name:  # an empty folder says nothing: `report` is made for the answers
-                found.pop()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from haiprof.cli import main
 from haiprof.run_format import kept_answers
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_list import run_list
+from haiprof.trace_analysis import pool
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 
 STEPS = 40
@@ -139,7 +140,7 @@ def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
     shutil.copytree(run.root, tmp_path / "copies" / "job-1")
     (entry,) = run_list(run.root.parent)
     assert (entry.step_count, entry.died_of) == (STEPS, None)
-    assert not run.answers.exists()  # nothing was computed that had to be kept
+    assert [name.partition("-")[0] for name in answers(run)] == ["verdict"]  # nothing was counted
     (copy,) = run_list(tmp_path / "copies")
     assert copy.step_count == STEPS
 
@@ -182,3 +183,40 @@ def test_process_id_is_no_question_about_the_newest_run(
     capsys.readouterr()
     assert main(["verdict", "4194305", "--log-dir", str(run.root.parent)]) != 0
     assert "no running job '4194305'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["verdict"], ["verdict", "."], ["verdict", "{run}"]])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_verdict_of_the_jobs_end_is_the_first_answer_too(
+    run: RunPaths,
+    words: list[str],
+    absolute: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher's own: made once, however the run is named, and made anew if asked."""
+    monkeypatch.chdir(run.root.parent)
+    assert main(["verdict", str(run.root) if absolute else run.root.name, "--save"]) == 0
+    first = capsys.readouterr()
+    [name] = answers(run)
+    assert run.verdict_json.exists()
+    asked = [word.format(run=run.root.name) for word in words]
+    assert main([*asked, *(["--log-dir", "."] if len(asked) == 1 else [])]) == 0
+    assert capsys.readouterr() == first
+    assert list(answers(run)) == [name]
+    run.verdict_json.unlink()
+    assert main(["verdict", "--save", "--log-dir", "."]) == 0
+    assert run.verdict_json.exists()
+
+
+def test_verdict_that_left_large_traces_alone_is_no_answer(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.traces.mkdir()
+    (run.traces / "rank0-0.pt.trace.json").write_text('{"traceEvents": []}')
+    monkeypatch.setattr(pool, "SMALL_BYTES", 10)
+    assert main(["verdict", str(run.root), "--save"]) == 0
+    assert not answers(run)
+    monkeypatch.undo()
+    assert main(["verdict", str(run.root), "--save"]) == 0
+    assert len(answers(run)) == 1
