@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -455,10 +456,11 @@ def main() -> None:
     if WORLD > 1:
         dist.init_process_group("gloo")
     # <setup>
-    began = time.monotonic()
+    began, faults = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step = globals()[STYLE]()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     truth = {"steps": step, "lost_s": LOST[0], "lost_count": LOST[1],
-             "waited_s": WAITED[0] if WAITED[1] else None,
+             "waited_s": WAITED[0] if WAITED[1] else None, "page_faults": faults,
              "train_s": time.monotonic() - (ENDS[0] - SECONDS if ENDS[0] else began)}  # fmt: skip
     where = os.environ.get("FAULTS_TRUTH")
     if where:

@@ -16,8 +16,9 @@ Beside --loaded, or where others used a quarter of a core, what is said of neigh
 is true, and left out. A fault that took less than a tenth of the time may be silent. A finding on a
 healthy job is a false one; a note (severity info) is not. work.py makes the models of this machine
 so large that a healthy job's loader takes 3 % of a step. Where the job's own clock says that
-it waited a tenth of its time all the same, with the machine for itself, it is not healthy: `not
-healthy`, whether that was found or not, and counted nowhere.
+it waited a tenth of its time all the same, with the machine for itself, or where its page faults
+took so long (memory that glibc gives back and takes again), it is not healthy: `not healthy`,
+whether that was found or not, and counted nowhere.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from draw import STEP_S, Case, draw, faulty_lines, write_job
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.thresholds import FAULT_NS
 
 RESULTS = Path(__file__).parents[1] / "results" / "faults.json"
 CGROUPS = (Path("/sys/fs/cgroup/cpu/haiprof_faults"), Path("/sys/fs/cgroup/haiprof_faults"))
@@ -55,6 +57,7 @@ USED_UP = (*range(1000, 1288), *range(2000, 2191))
 LIMIT_S = 90
 STRANGERS_CORES = 0.25
 SMALL_SHARE = 0.10
+FAULT_S = FAULT_NS / 1e9
 SURROUNDINGS = ("busy_neighbours", "cpu_stolen")
 QUOTA_US, PERIOD_US = 50_000, 100_000
 
@@ -197,10 +200,12 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
     ]  # fmt: skip
     right = [f for f in own if _is_right(case, f)]
     waited = max((t.get("waited_s") or 0.0) / max(t["train_s"], 1e-3) for t in truths)
+    faulted = max(t.get("page_faults", 0) * FAULT_S / max(t["train_s"], 1e-3) for t in truths)
     facts = {
         **numbers,
         "share": round(share, 3) if share else None,
         "waited": round(waited, 3),
+        "faulted": round(faulted, 3),
         "steps": truths[0]["steps"],
         "findings": [
             (f"{f.rule}/{f.cause}" if f.cause else f.rule)
@@ -214,6 +219,8 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
     if case.is_healthy:
         if not beside and waited >= SMALL_SHARE and {f.rule for f in own} <= {"dataloader_bound"}:
             return {**facts, "outcome": "not healthy"}
+        if faulted >= SMALL_SHARE and all(_is_of_page_faults(f) for f in own):
+            return {**facts, "outcome": "not healthy"}
         false = any(f.severity != "info" for f in own)
         return {**facts, "outcome": "false finding" if false else "note" if own else "silent"}
     if right and own[0] is right[0]:
@@ -226,6 +233,10 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
 def _is_right(case: Case, finding: Any) -> bool:
     accepted = {finding.rule, f"{finding.rule}/{finding.cause}"} & set(case.kind.accepted)
     return bool(accepted) and (case.rank is None or finding.rank in (case.rank, None))
+
+
+def _is_of_page_faults(finding: Any) -> bool:
+    return any("page faults" in evidence.name for evidence in finding.evidence)
 
 
 def _line(folder: Path, finding: Any) -> bool | None:
