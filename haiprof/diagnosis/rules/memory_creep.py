@@ -62,7 +62,7 @@ def memory_creep(inputs: RuleInputs) -> Judgement:
     )  # by its allocator: `gpu_memory_limit` judges that
     series = series.filter((pl.col("metric") != GPU_METRIC) | ~pl.col("rank").is_in(counted))
     long = [
-        (int(str(rank)), str(metric), rows["value"].to_numpy())
+        (int(str(rank)), str(metric), _by_step(inputs, int(str(rank)), rows))
         for (rank, metric), rows in series.group_by("rank", "metric", maintain_order=True)
         if rows.height >= TREND_MIN_POINTS
     ]
@@ -99,6 +99,16 @@ def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, worst: _Growth) ->
     rate = float((ends["grown"] / ends["ns"].clip(lower_bound=1)).sum())
     left = limit - float(ends["last"].sum())
     return max(left, 0.0) / rate if rate > 0 else None
+
+
+def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
+    """Samples as at equal distances of steps: what is kept of each step grows with them.
+
+    Over time, a leak looks like something that fills where steps become slower meanwhile.
+    """
+    values: Floats = rows["value"].to_numpy()
+    steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
+    return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
 
 
 def _grows(values: Floats) -> bool:

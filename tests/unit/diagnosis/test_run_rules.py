@@ -305,6 +305,23 @@ def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) ->
     assert ("memory_creep" in rules(judged(root))) is fires
 
 
+def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root: Path) -> None:
+    step_s, slower = sum(BALANCED) / 1e3, 4
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        data, forward, backward, optimizer = BALANCED
+        times = 1 if step < 400 else slower
+        return data * times, forward * times, backward * times, optimizer * times
+
+    def kept_bytes(seconds: float) -> int:
+        fast = min(seconds / step_s, 400.0)
+        return int(1e9 + 1e6 * (fast + max(seconds / step_s - 400, 0.0) / slower))
+
+    write_story(root, times, steps=700)
+    counters(root, lambda t: {"memory_rss_bytes": kept_bytes(t)})
+    assert "memory_creep" in rules(judged(root))
+
+
 def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=1200)
     counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
