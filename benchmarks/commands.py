@@ -33,7 +33,7 @@ COMMANDS = (
 )  # fmt: skip
 PROGRAM = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.insert(0, {root!r}); "
-    "from haiprof.__main__ import main; sys.exit(main())"
+    "from haiprof.__main__ import run; run()"
 )
 
 

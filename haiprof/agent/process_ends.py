@@ -142,7 +142,7 @@ class ProcessEnds:
             self._take(None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(self._wake)
-        while self._take(TOGETHER_S):
+        while self._watched and self._take(TOGETHER_S):
             pass
 
     def _take(self, wait_s: float | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import inspect
 import os
@@ -35,9 +34,6 @@ _MODULES = {
 _OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
 _INTERRUPTED = 130
-_GC_THRESHOLD = 20_000
-"""Imports and frames make many objects that stay: looking for garbage at each 700 of them takes a
-tenth of a short command's time."""
 
 
 def command_function(name: str) -> Callable[..., None]:
@@ -99,7 +95,6 @@ def run_command(argv: Sequence[str]) -> int:
     LOG_DIR.set(None)
     ADDRESS.set("")
     COMMAND_NAME.set(words[0] if words else "")
-    gc.set_threshold(_GC_THRESHOLD)
     return _run_on_addresses(words) if has_address(words) else _run_or_print(words)
 
 

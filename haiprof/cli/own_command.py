@@ -11,7 +11,7 @@ from haiprof.base.version import PACKAGE
 _PROGRAM = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; "
     f"sys.path.insert(0, {str(PACKAGE.parent)!r}); "
-    "from haiprof.__main__ import main; raise SystemExit(main())"
+    "from haiprof.__main__ import run; run()"
 )
 
 
