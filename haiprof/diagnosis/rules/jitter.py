@@ -28,6 +28,9 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "jitter"
+_OUTSIDE = "outside_the_model"
+"""What only some steps do between the phases is no part of the usual one. Other phases are left:
+a queue of batches that runs empty every so many steps is the loader's, too."""
 _NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 
 
@@ -160,6 +163,7 @@ def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
         lost_ratio=spikes.share,
         missing=("what happens in these steps: --keep-slow traces them",),
         cause=pause or (phase if named else "all_phases"),
+        explains=(_OUTSIDE,) if named and phase == "other" else (),
     )
 
 

@@ -34,20 +34,21 @@ def write_story(
     gpu: float | None = None,
     cores: float | None = None,
     noise: float = 0.02,
-    gap_ms: float = GAP_MS,
+    gap_ms: float | Callable[[int], float] = GAP_MS,
 ) -> Path:
-    """A run with these phase times, each shaken by a few percent."""
+    """A run with these phase times, each shaken by a few percent; `gap_ms` may be of the step."""
     run = write_run(root)
     random = np.random.default_rng(7)
     end_ns = START_NS
     for rank in range(ranks):
         rows, now = [], START_NS
         for step in range(steps):
+            gap_ns = int((gap_ms(step) if callable(gap_ms) else gap_ms) * NS_PER_MS)
             for kind, ms in zip(KINDS, times(rank, step), strict=True):
                 length = int(ms * NS_PER_MS * (1 + noise * random.standard_normal()))
                 if length > 0:
                     rows.append((kind, 0, now, now + length))
-                    now += length + int(gap_ms * NS_PER_MS)
+                    now += length + gap_ns
         uuid = f"GPU-{rank}" if gpu is not None else None
         device = "cpu" if gpu is None else "cuda"
         cost = {"type": "cost", "event_count": 240, "event_ns": 1_000, "elapsed_ns": now - START_NS}

@@ -262,6 +262,14 @@ def test_jitter_names_the_phase(root: Path) -> None:
     assert finding.cause == "forward"
 
 
+def test_what_only_some_steps_do_between_the_phases_is_jitter_first(root: Path) -> None:
+    gap_ms = lambda step: 80.0 if step % 20 == 0 else 0.2  # noqa: E731
+    write_story(root, lambda *_: BALANCED, steps=300, gap_ms=gap_ms)
+    first, second = judged(root).findings[:2]
+    assert (first.rule, first.cause) == ("jitter", "other")
+    assert (second.rule, second.explained_by) == ("outside_the_model", "jitter")
+
+
 def test_one_long_interruption_is_no_jitter(root: Path) -> None:
     times = lambda rank, step: (0.2, 5.0 if step != 150 else 5_000.0, *BALANCED[2:])  # noqa: E731
     assert "jitter" not in rules(verdict_of(root, times, steps=200))
