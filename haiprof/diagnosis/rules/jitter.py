@@ -147,6 +147,7 @@ def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
     count = len(spikes.steps)
     mean = spikes.excess_ns / count
     where = _NAMES[pause] if pause else phase if named else "several phases alike"
+    cause = pause or (phase if named else "all_phases")
     return Finding(
         rule=RULE,
         title=f"jitter: {count} steps take {duration_text(mean)} longer than those around them, "
@@ -162,8 +163,8 @@ def _finding(inputs: RuleInputs, spikes: _Spikes) -> Finding:
         confidence=0.7 if named or pause else 0.5,
         lost_ratio=spikes.share,
         missing=("what happens in these steps: --keep-slow traces them",),
-        cause=pause or (phase if named else "all_phases"),
-        explains=(_OUTSIDE,) if named and phase == "other" else (),
+        cause=cause,
+        explains=(_OUTSIDE,) if cause == "other" else (),
     )
 
 
