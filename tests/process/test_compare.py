@@ -72,7 +72,12 @@ def test_real_runs_ten_percent_apart_are_found_and_equal_ones_are_not(
     for attempt in range(3):  # on a machine with other load a comparison may stay undecided
         slower = recorded(script, f"slower{attempt}", 0.004, logs)
         status, found = compared(
-            slower, "--baseline", "last-good", "--fail-if-slower", "5%", folder=tmp_path / f"compared{attempt}"
+            slower,
+            "--baseline",
+            "last-good",
+            "--fail-if-slower",
+            "5%",
+            folder=tmp_path / f"compared{attempt}",
         )
         assert found["baseline"]["path"] == str(second)
         assert found["step_time"]["ratio"] == pytest.approx(1.18, abs=0.08)
