@@ -191,7 +191,14 @@ def _elsewhere(states: Sequence[RankState]) -> list[Suspect]:
 
 
 def _behind(states: Sequence[RankState]) -> list[Suspect]:
-    """Ranks that have begun fewer collectives of a group than the one that has begun most."""
+    """Ranks that have begun fewer collectives of a group than the one that has begun most.
+
+    One that waits for the others in an earlier collective is not named where a rank that is stopped
+    or does not answer, whose count is not known, explains it: data goes from rank to rank, and some
+    come through a collective in which others still wait.
+    """
+    silent = {suspect.rank for suspect in (*_stopped_ranks(states), *_mute(states))}
+    unknown = silent - {state.rank for state in states if state.collectives}
     found = []
     for group in sorted({name for state in states for name in state.collectives}):
         begun = {s.rank: s.collectives[group][0] for s in states if group in s.collectives}
@@ -199,7 +206,8 @@ def _behind(states: Sequence[RankState]) -> list[Suspect]:
         waiting = [rank for rank, count in begun.items() if count == most]
         for state in states:
             count = begun.get(state.rank, most)
-            if count < most and len(waiting) < len(begun):
+            waits_too = bool(unknown) and _waits(state)
+            if count < most and len(waiting) < len(begun) and not waits_too:
                 found.append(
                     Suspect(
                         rank=state.rank,

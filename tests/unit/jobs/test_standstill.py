@@ -37,6 +37,17 @@ def test_rank_that_does_not_answer_is_not_named_where_nobody_waits() -> None:
     assert suspects([state(0, stack=LOADS, collectives={}, before={}), mute(1)], []) == []
 
 
+@pytest.mark.parametrize("silent", [{"process_state": "T"}, {"process_state": "R"}])
+def test_rank_that_waits_for_a_stopped_one_in_an_earlier_collective_is_not_named(
+    silent: dict[str, Any],
+) -> None:
+    earlier: dict[str, Any] = {"collectives": {"0": [8, 8, 7]}, "before": {"0": [8, 8, 7]}}
+    found = suspects([state(0), state(1), state(2, **earlier), mute(3, **silent)], [])
+    assert [suspect.rank for suspect in found] == [3]
+    found = suspects([state(0), state(1), state(2, stack=LOADS, **earlier), mute(3, **silent)], [])
+    assert [suspect.rank for suspect in found] == [2, 3], "this one does not wait"
+
+
 def test_backend_without_a_recorder_is_compared_by_stacks() -> None:
     unknown: dict[str, Any] = {"collectives": {}, "before": {}}
     (suspect,) = suspects([state(0, **unknown), state(1, stack=LOADS, **unknown)], [])
