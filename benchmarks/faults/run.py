@@ -16,9 +16,9 @@ Beside --loaded, or where others used a quarter of a core, what is said of neigh
 is true, and left out. A fault that took less than a tenth of the time may be silent. A finding on a
 healthy job is a false one; a note (severity info) is not. work.py makes the models of this machine
 so large that a healthy job's loader takes 3 % of a step. Where the job's own clock says that
-it waited a tenth of its time all the same, with the machine for itself, or where its page faults
-took so long (memory that glibc gives back and takes again), it is not healthy: `not healthy`,
-whether that was found or not, and counted nowhere.
+it waited a tenth of its time all the same, with the machine for itself, it is not healthy: `not
+healthy`, whether that was found or not, and counted nowhere. Where its own page faults took so long
+(memory that glibc gives back and takes again) a finding about them is true, and `not healthy` too.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
     if case.is_healthy:
         if not beside and waited >= SMALL_SHARE and {f.rule for f in own} <= {"dataloader_bound"}:
             return {**facts, "outcome": "not healthy"}
-        if faulted >= SMALL_SHARE and all(_is_of_page_faults(f) for f in own):
+        if own and faulted >= SMALL_SHARE and all(_is_of_page_faults(f) for f in own):
             return {**facts, "outcome": "not healthy"}
         false = any(f.severity != "info" for f in own)
         return {**facts, "outcome": "false finding" if false else "note" if own else "silent"}
