@@ -30,6 +30,7 @@ from haiprof.diagnosis.thresholds import (
     MOST_RATIO,
     NOTE_SURE,
     PHASE_BEYOND_RATIO,
+    PLAIN_DRIFT_RATIO,
     STARVING_CORES,
 )
 from haiprof.diagnosis.work_per_step import MOST_POWER, grew_like_work, work_growth
@@ -118,6 +119,7 @@ def _finding(
     changed: tuple[tuple[str, Evidence], ...],
 ) -> Finding:
     where = f"most of it in {phase}" if phase else "in several phases alike"
+    is_plain = bool(changed) or found.growth >= PLAIN_DRIFT_RATIO
     since = int(series["step"][found.since])
     when = f"at step {since}" if found.is_sudden else f"little by little, since about step {since}"
     return Finding(
@@ -133,7 +135,7 @@ def _finding(
             *(evidence for _, evidence in changed),
         ),
         remedy=_remedy(phase, grown, changed),
-        confidence=0.7 if phase else 0.4,
+        confidence=0.7 if phase else 0.4 if is_plain else NOTE_SURE,
         lost_ratio=_lost_ratio(series, found),
         missing=(_WORK_UNKNOWN,),
         cause=("sudden" if found.is_sudden else "gradual") + _alike(phase, changed),
