@@ -72,7 +72,8 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
         place = rest.index("--log-dir")
         log_dir = Path(rest[place + 1])
         del rest[place : place + 2]
-    targets = [word for word in rest if word not in _SWITCHES]
+    switches = {word for word in rest if word in _SWITCHES}
+    targets = [word for word in rest if word not in switches]
     numbers = [word for word in targets if word.isdecimal()] if words[0] == "rank" else []
     targets = [word for word in targets if word not in numbers]
     if len(targets) > 1 or any(word.startswith("-") for word in targets):
@@ -87,18 +88,17 @@ def ask(words: Sequence[str], log_dir: Path) -> Question | None:
             return None
     except (HaiprofError, OSError):
         return None  # the command itself says what is wrong
-    saves = _SAVES in rest
+    saves = _SAVES in switches
     if saves and not _has_small_traces(run):
         return None  # it leaves them alone, and `verdict` does not
     found = fingerprint(run)
     if found is None:
         return None
-    switches = sorted({word for word in rest if word in _SWITCHES} - {_SAVES})
     look = [os.environ.get(name) for name in _LOOKS]
     terminals = [_is_terminal(stream) for stream in (sys.stdout, sys.stderr)]
     is_card = words[0] == "verdict" and "--json" not in switches  # which shortens the run's path
     where = (os.path.abspath(run.root) if is_card else str(run.root), working_folder())
-    asked = (words[0], *numbers, *switches)
+    asked = (words[0], *numbers, *sorted(switches - {_SAVES}))
     parts = [asked, where, look, shutil.get_terminal_size(), terminals]
     name = hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12)
     return Question(run=run, name=f"{words[0]}-{name.hexdigest()}", fingerprint=found, saves=saves)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.arrays import Floats
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.python_time import MIN_COUNT
@@ -192,7 +193,7 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     if loading.workers is None:
         return None
     rare = [_rare_share(inputs.of_rank(r)["dataloader_host_ns"].to_numpy()) for r in inputs.world]
-    typical = sorted(rare)[(len(rare) - 1) // 2]
+    typical = lower_median(rare)
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
     return LoaderCause(

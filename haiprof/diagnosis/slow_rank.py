@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import polars as pl
 
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.numa_binding import find_misplacement
@@ -66,12 +66,7 @@ def _beyond(inputs: RuleInputs, metric: str, rank: int) -> float:
     values = inputs.counted.of(metric)
     if rank not in values or len(values) < 2:
         return 0.0
-    return values[rank] - _typical(values)
-
-
-def _typical(values: Mapping[int, float]) -> float:
-    """The lower-median rank's: of two ranks the slow one is not typical."""
-    return sorted(values.values())[(len(values) - 1) // 2]
+    return values[rank] - lower_median(values.values())
 
 
 def _find_throttling(inputs: RuleInputs, rank: int) -> RankState | None:
@@ -100,7 +95,7 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState |
     if rank not in hungers or len(hungers) < 2:
         return None
     wait = inputs.core_waits[rank]
-    beyond = hungers[rank] - _typical(hungers)
+    beyond = hungers[rank] - lower_median(hungers.values())
     if beyond < HARDWARE_DIFFERENCE_RATIO or wait < DRIFT_PHASE_RATIO * share:
         return None
     return RankState(
@@ -159,4 +154,4 @@ def _is_given_the_same(inputs: RuleInputs, rank: int) -> bool:
     known = {rank: size for rank, size in sizes.rows() if rank in inputs.world}
     if rank not in known or len(known) < len(inputs.world):
         return False
-    return bool(known[rank] <= (1 + SAME_COUNT_RATIO) * _typical(known))
+    return bool(known[rank] <= (1 + SAME_COUNT_RATIO) * lower_median(known.values()))

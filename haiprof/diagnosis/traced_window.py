@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.diagnosis.finding import Abstention
 from haiprof.run_format.layout import RunPaths
 
@@ -68,7 +69,7 @@ def typical(values: pl.Series) -> float | None:
     """
     if values.is_empty() or values.null_count():
         return None
-    return float(values.sort()[(len(values) - 1) // 2])
+    return float(lower_median(values))
 
 
 def places(patterns: Patterns, table: str, by: str, where: pl.Expr | None = None) -> list[str]:

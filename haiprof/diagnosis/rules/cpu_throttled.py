@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
@@ -76,8 +77,8 @@ def _ranks(inputs: RuleInputs, host: str) -> list[int]:
 
 def _wait(inputs: RuleInputs, host: str) -> float | None:
     """Of the lower median rank of the host; None where none is known."""
-    waits = sorted(inputs.core_waits[r] for r in _ranks(inputs, host) if r in inputs.core_waits)
-    return waits[(len(waits) - 1) // 2] if waits else None
+    waits = [inputs.core_waits[r] for r in _ranks(inputs, host) if r in inputs.core_waits]
+    return lower_median(waits) if waits else None
 
 
 def _busy(inputs: RuleInputs, host: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -20,7 +21,7 @@ def small_batches(inputs: RuleInputs) -> Judgement:
     fill = typical(patterns.totals["occupancy_ratio"])
     if not medians or fill is None:
         return Abstention(rule=RULE, why="kernels' occupancy is not in the traces")
-    median = sorted(medians)[(len(medians) - 1) // 2]
+    median = lower_median(medians)
     if median >= SMALL_KERNEL_NS or fill >= SMALL_OCCUPANCY_RATIO:
         return None
     return Finding(
