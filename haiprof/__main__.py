@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import shutil
@@ -30,9 +29,11 @@ def run() -> NoReturn:
     if threading.active_count() > 1 or "multiprocessing" in sys.modules:
         raise SystemExit(status)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # full, or closed: Python says which
+        raise SystemExit(status) from None
     os._exit(status)
 
 

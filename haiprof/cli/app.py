@@ -121,7 +121,10 @@ def _run_or_print(words: list[str]) -> int:
         return _run(words)
     kept = question.load()
     if kept is not None:
-        print_stored(kept)
+        try:
+            print_stored(kept)
+        except BrokenPipeError:
+            return _reader_gone()
         return 0
     with Recording() as recording:
         status = _run(words)

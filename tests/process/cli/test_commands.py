@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from haiprof.run_format.manifest import read_manifest, write_manifest
 from tests.process.jobs import environment, run_command
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 
@@ -26,6 +29,26 @@ def test_reader_that_closes_stdout_gets_no_traceback(tmp_path: Path) -> None:
     assert done.stdout.startswith("{")
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_reader_that_is_gone_gets_the_kept_answer_no_other_way(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "job-1")
+    write_manifest(run, replace(read_manifest(run), end_wall_ns=time.time_ns()))
+    write_rank(run, spans_of("D F B O " * 40, span_ns=1_000_000, gap_ns=10_000))
+    haiprof = f"{sys.executable} -m haiprof verdict {run.root}"
+    subprocess.run(["bash", "-c", f"{haiprof} | cat"], capture_output=True, check=True)
+    assert list(run.answers.glob("verdict-*"))
+    program = f"(sleep 0.2; {haiprof}; echo $? >&2) | true"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["141"]
+
+
+def test_disk_that_is_full_is_not_taken_for_success(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "haiprof", "--version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
 
 
 @pytest.mark.parametrize(
