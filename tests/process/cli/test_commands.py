@@ -44,10 +44,13 @@ def test_reader_that_is_gone_gets_the_kept_answer_no_other_way(tmp_path: Path) -
 
 
 def test_disk_that_is_full_is_not_taken_for_success(tmp_path: Path) -> None:
-    short = "import haiprof.__main__ as start; start.main = lambda: print('short') or 0; start.run()"
-    command = [sys.executable, "-c", short]  # what is long is written before the end
+    program = "from haiprof import __main__ as m; m.main = lambda: print('short') or 0; m.run()"
+    command = [sys.executable, "-c", program]  # what is long is written before the end
+    environ = {k: v for k, v in environment().items() if k != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False
+        )
     assert done.returncode != 0
     assert "No space left" in done.stderr
 
