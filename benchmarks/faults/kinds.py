@@ -70,6 +70,11 @@ def when(condition: str, code: str) -> str:
     return f"if {condition}:\n{indented(code)}"
 
 
+def thread(body: str) -> str:
+    """A daemon thread that does the same again and again."""
+    return f"import threading\n\ndef refresh() -> None:\n    while True:\n{indented(indented(body))}\n\nthreading.Thread(target=refresh, daemon=True).start()"
+
+
 def backwards(code: str, where: str) -> dict[str, str]:
     """Pieces of an autograd function that does something in its backward, before or after."""
     function = (
@@ -103,7 +108,7 @@ FAULTS = (
     Kind(name="wait in forward", accepted=FORWARD, pieces={"forward": SLEEP}, magnitudes=(1, 5)),
     Kind(name="Python in forward", accepted=FORWARD, pieces={"forward": BURN}, magnitudes=(1, 5)),
     Kind(name="small share of Python in forward", accepted=FORWARD, pieces={"forward": BURN}, magnitudes=(0.15, 0.6)),
-    Kind(name="forward hook", accepted=FORWARD, pieces={"model_init": "self.inner.last.register_forward_hook(slow_hook)", "constants": "def slow_hook(*_):\n" + indented(BURN)}, magnitudes=(1, 5)),
+    Kind(name="forward hook", accepted=FORWARD, pieces={"model_init": "self.inner.head.register_forward_hook(slow_hook)", "constants": "def slow_hook(*_):\n" + indented(BURN)}, magnitudes=(1, 5)),
     Kind(name="numpy round trip in forward", accepted=FORWARD, pieces={"forward": "import numpy as np\n\nwith lost():\n    for _ in range(max(TURNS // 4000, 1)):\n        np.sort(x.detach().numpy().reshape(-1)[:4096])  # FAULT"}, magnitudes=(1, 4)),
     Kind(name="loop over elements in forward", accepted=("forward_bound", "host_bound", "garbage_collection"), pieces={"forward": "with lost():\n    for value in x.detach().flatten()[: max(TURNS // 40, 4)]:\n        float(value)  # FAULT"}, magnitudes=(1, 4)),
     Kind(name="augmentation in forward", accepted=FORWARD, pieces={"forward": "with lost(), torch.no_grad():\n    for _ in range(max(TURNS // 3000, 1)):\n        x = x.roll(1, 0)\n    [math_of(i) for i in range(TURNS // 2)]  # FAULT", "constants": "def math_of(i):\n    return i * i % 7"}, magnitudes=(1, 4)),
@@ -166,6 +171,9 @@ FAULTS = (
     Kind(name="rank 0 prepares and broadcasts", accepted=("ranks_uneven", "late_rank", "outside_the_model"), rank="first", ranks=(2,), styles=PLAIN, constants={"LOADER": False}, pieces={"batch": "with lost():\n    if RANK == 0:\n        sum(i * i for i in range(TURNS))  # FAULT\n    dist.broadcast(x, 0)"}, magnitudes=(0.6, 3)),
     Kind(name="one rank has more data", accepted=("ranks_uneven", "late_rank"), rank="last", ranks=(2,), styles=PLAIN, pieces={"batch": when("LAST", "x, y = x.repeat_interleave(3, 0), y.repeat_interleave(3, 0)")}),
     Kind(name="ranks' data uneven by turns", accepted=("data_imbalance",), ranks=(2,), styles=PLAIN, pieces={"batch": when("(step + RANK) % WORLD == 0", "times = DICE.choice((3, 4))\nx, y = x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)")}),
+    # other threads of Python: what the loop loses to them is not its own to count
+    Kind(name="thread that loops in Python", accepted=("interpreter_lock",), styles=LOOPS, pieces={"before_training": thread("sum(i * i for i in range(20_000))  # FAULT")}),
+    Kind(name="thread in long calls", accepted=("interpreter_lock",), styles=LOOPS, pieces={"before_training": "import re\n\n" + thread('re.match("(a|aa)+$", "a" * 29 + "!")  # FAULT\ntime.sleep(0.02)')}),
     # settings
     Kind(name="anomaly detection", accepted=("anomaly_detection", "backward_bound", "forward_bound", "costly_settings"), pieces={"setup": "torch.autograd.set_detect_anomaly(True)"}, ranks=(1,), families=("transformer", "lstm", "graph"), styles=PLAIN),
     Kind(name="profiler left on", accepted=("profiler_left_on", "outside_the_model"), pieces={"before_training": "profiler = torch.profiler.profile(with_stack=True)\nprofiler.start()\nimport atexit\n\natexit.register(profiler.stop)  # torch 2.13 crashes at exit without"}, ranks=(1,), styles=PLAIN, seconds=7),

@@ -66,6 +66,8 @@ class CodeQuestion:
 
 
 _STEP = TRAINING_PHASES[:6]
+_OTHER_THREADS = CODE_PHASES[OTHER_THREADS]
+_IN_OTHER_THREAD = "a core, in another thread that takes the interpreter lock"
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 """On the stack while torch.compile works, and not while what it has compiled runs."""
 _MODULE = "/torch/nn/modules/module.py"
@@ -85,6 +87,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
     EVALUATION_HEAVY: CodeQuestion(phases=("evaluation",), outside=_MODULE),
     "garbage_collection": CodeQuestion(phases=_STEP),
+    "interpreter_lock": CodeQuestion(phases=(_OTHER_THREADS,)),
     "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER, outside=_COMPILER),
     "too_few_cores": CodeQuestion(phases=_STEP, workers=True),
     "synchronising_calls": CodeQuestion(phases=_STEP),
@@ -120,7 +123,9 @@ class CodeAnswers:
         sure = [time for time in named if _is_sure(time)][:LINE_LIMIT]
         if finding.remedy.startswith(_MACHINE):
             return finding
-        lines = (*(_code_line(time, of, part) for time in sure), *self._other_threads(finding))
+        lines = tuple(_code_line(time, of, part) for time in sure)
+        if _OTHER_THREADS not in question.phases:
+            lines += tuple(self._other_threads(finding))
         if not lines:
             return finding
         late = float((chosen.late_ns > LATE_NS).mean()) if len(chosen.late_ns) else 0.0
@@ -148,6 +153,9 @@ class CodeAnswers:
         asked = question.phases if not named else (finding.cause,)
         phases = [CODE_PHASES.index(phase) for phase in asked]
         samples = samples.take(np.isin(samples.phase, phases))
+        if _OTHER_THREADS in asked:
+            own = samples.take(samples.worker < 0)
+            return own, function_times(own), _IN_OTHER_THREAD, self._cores(own)
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
         if question.outside:
@@ -200,12 +208,15 @@ class CodeAnswers:
         if finding.rank is not None:
             samples = samples.take(samples.rank == finding.rank)
         others = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
-        whole_ns = self._step_ns(samples)
-        used = float(others.weight_ns.sum()) / whole_ns if whole_ns else 0.0
+        used = self._cores(others)
         if used >= OTHER_MIN_CORES:
-            of = "a core, in another thread that takes the interpreter lock"
             for time in filter(_is_sure, function_times(others)[:1]):
-                yield _code_line(time, of, min(used, 1.0))
+                yield _code_line(time, _IN_OTHER_THREAD, used)
+
+    def _cores(self, samples: CodeSamples) -> float:
+        """Of the time of the judged steps, that of these samples; at most all of it."""
+        whole_ns = self._step_ns(samples)
+        return min(float(samples.weight_ns.sum()) / whole_ns, 1.0) if whole_ns else 0.0
 
     def _load(self, finding: Finding) -> CodeSamples:
         """Samples in the time that a finding is about: of some ranks, and of its own."""

@@ -262,6 +262,11 @@ still adds half a worker's batches. Own choice."""
 PAUSE_WARNING_RATIO = 0.05
 """Collector pauses of all ranks together, of the time in steps: half of TraceML's 10 %, as they are
 easy to remove. torchtitan (issue 148) found 1.5 % worth it. Own choice."""
+LOCK_WAIT_RATIO = 0.10
+LOCK_WAIT_SAMPLES = 5
+"""Of its samples, in which the training thread waited for the interpreter lock, at least and with
+95 % certainty: what shorter waits cost would be found by no other means either. Of five samples
+two have to. Own choice."""
 SAVE_WARNING_RATIO = 0.10
 """TraceML's 10 % and 20 % for what a step should not hold."""
 

@@ -12,10 +12,22 @@
  * after the next operator, however short, or else after the 5 ms.
  * No header of Python is needed: the three functions are of its stable ABI, and their addresses are
  * given. So one build serves every interpreter.
+ *
+ * It also sees, before it asks, whether the main thread itself waits for the lock, which only
+ * another thread of Python's can hold: it sleeps on a futex inside `_PyRuntime`, where CPython keeps
+ * the lock of the main interpreter, and no lock of a program's.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <link.h>
 #include <semaphore.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #define SLICE_NS 50000000L   /* so soon a sleep ends after stop */
 #define SPIN_NS 40000L       /* where another core is free, the sampling thread is there by then */
@@ -25,6 +37,7 @@
 typedef void *(*save_function)(void);
 typedef void (*restore_function)(void *);
 typedef int (*add_function)(int (*)(void *), void *);
+typedef int (*symbol_function)(const void *, Dl_info *, void **, int);
 
 static save_function save_thread;
 static restore_function restore_thread;
@@ -34,6 +47,8 @@ static atomic_int wanted;  /* a sample is due and not taken */
 static atomic_int queued;  /* the pending call is not made yet: the queue is the job's, too */
 EXPORTED atomic_int haiprof_stopped;
 EXPORTED atomic_llong haiprof_held_ns;  /* how long the main thread was held up, in all */
+EXPORTED atomic_int haiprof_lock_wait;  /* it waited for the lock when the sample was due; -1: not known */
+static unsigned long runtime_begin, runtime_end;
 
 static long long now_ns(void) {
     struct timespec time;
@@ -72,6 +87,35 @@ EXPORTED void haiprof_prepare(void *save, void *restore, void *add) {
     atomic_store(&wanted, 0);
     atomic_store(&queued, 0);
     atomic_store(&haiprof_stopped, 0);
+    atomic_store(&haiprof_lock_wait, -1);
+}
+
+/* Where `_PyRuntime` begins and ends; without that, whether the lock is waited for is not known. */
+EXPORTED void haiprof_find_lock(void *runtime, void *find_symbol) {
+    Dl_info info;
+    const ElfW(Sym) *symbol = 0;
+    runtime_begin = runtime_end = 0;
+    if (!((symbol_function)find_symbol)(runtime, &info, (void **)&symbol, RTLD_DL_SYMENT)) return;
+    if (!symbol || info.dli_saddr != runtime) return;
+    runtime_begin = (unsigned long)runtime;
+    runtime_end = runtime_begin + symbol->st_size;
+}
+
+/* /proc/self is the main thread: "running", or the number of its call, and then the arguments. */
+static int waits_for_lock(void) {
+    char text[256];
+    long number = 0;
+    unsigned long address = 0;
+    if (runtime_begin == runtime_end) return -1;
+    int file = open("/proc/self/syscall", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return -1;
+    ssize_t size = read(file, text, sizeof text - 1);
+    close(file);
+    if (size <= 0) return -1;
+    text[size] = 0;
+    if (strncmp(text, "running", 7) == 0) return 0;
+    if (sscanf(text, "%ld 0x%lx", &number, &address) != 2) return -1;
+    return number == SYS_futex && address >= runtime_begin && address < runtime_end;
 }
 
 /* Sleeps until a time and asks for the lock; returns 0 once stopped. Called without the lock. */
@@ -84,6 +128,7 @@ EXPORTED int haiprof_wait(long long due_ns) {
         struct timespec pause = {0, left};
         nanosleep(&pause, 0);
     }
+    atomic_store(&haiprof_lock_wait, waits_for_lock());
     while (sem_trywait(&taken) == 0) continue;
     atomic_store(&wanted, 1);
     if (!atomic_exchange(&queued, 1) && add_pending_call(hand_over, 0) != 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -32,10 +33,19 @@ class HandOver:
         api = ctypes.pythonapi
         given = (api.PyEval_SaveThread, api.PyEval_RestoreThread, api.Py_AddPendingCall)
         library.haiprof_prepare(*(ctypes.cast(function, ctypes.c_void_p) for function in given))
+        self._lock_wait = ctypes.c_int.in_dll(library, "haiprof_lock_wait")
+        with contextlib.suppress(ValueError, AttributeError):  # none is exported, or it is no glibc
+            runtime = ctypes.c_char.in_dll(api, "_PyRuntime")
+            find_symbol = ctypes.cast(ctypes.CDLL(None).dladdr1, ctypes.c_void_p)
+            library.haiprof_find_lock(ctypes.c_void_p(ctypes.addressof(runtime)), find_symbol)
 
     def wait(self, due_ns: int) -> bool:
         """Sleeps until a time of CLOCK_MONOTONIC, then asks for the lock; False once stopped."""
         return bool(self._wait(due_ns))
+
+    def lock_wait(self) -> int:
+        """Whether the main thread waited for the lock when the last sample was due; -1: unknown."""
+        return self._lock_wait.value
 
     def held_ns(self) -> int:
         """For how long the main thread was held up so far."""
@@ -59,5 +69,5 @@ def load_hand_over(thread: Callable[[], int]) -> HandOver | None:
     library = load_own_library("_hand_over")
     try:
         return None if library is None else HandOver(library)
-    except (OSError, AttributeError):  # built from another source
+    except (OSError, AttributeError, ValueError):  # built from another source
         return None

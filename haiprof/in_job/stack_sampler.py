@@ -29,9 +29,10 @@ HELD_AT_ONCE_NS = 50_000_000
 MAX_PENDING = 2000
 """Samples that wait for a disk; while there are as many, no more are taken."""
 OTHERS_EVERY = 4
+"""Each so many samples other threads are looked at, and where one of them must hold the lock."""
 OTHERS_LIMIT = 16
 THREAD_LIMIT = 256
-BUSY_SHARE = 0.2
+BUSY_SHARE = 0.05
 """A thread that used so much of a core since the last look runs; others wait for something."""
 _NAME_LIMIT = 80
 _NS_PER_S = 1_000_000_000
@@ -80,8 +81,8 @@ class StackSampler:
         self._note = note
         self._until = until
         self._tree = StackTree()
-        self._samples: list[tuple[int, int, int]] = []
-        self._others: list[tuple[int, int, int, int]] = []
+        self._samples: list[tuple[int, int, int, int]] = []
+        self._others: list[tuple[int, int, int, int, int]] = []
         self._threads: dict[str, int] = {}
         self._new_threads: list[tuple[int, str]] = []
         self._cpu: dict[int, tuple[int, int]] = {}
@@ -140,11 +141,14 @@ class StackSampler:
             "pid": os.getpid(),
             "time_ns": first,
             **self._tree.take_definitions(),
-            "offset_us": [(time - first) // _NS_PER_US for time, _, _ in samples],
-            "late_us": [late // _NS_PER_US for _, late, _ in samples],
-            "stack": [stack for _, _, stack in samples],
+            "offset_us": [(time - first) // _NS_PER_US for time, _, _, _ in samples],
+            "late_us": [late // _NS_PER_US for _, late, _, _ in samples],
+            "stack": [stack for _, _, stack, _ in samples],
             "cpu_ns": self._cpu_ns,
         }
+        waits = [wait for _, _, _, wait in samples]
+        if min(waits) >= 0:  # known of each
+            line["lock_waits"] = [number for number, wait in enumerate(waits) if wait]
         if others:
             line["others"] = [[(o[0] - first) // _NS_PER_US, *o[1:]] for o in others]
         return {**line, "threads": threads} if threads else line
@@ -200,13 +204,14 @@ class StackSampler:
         if self._stopped or len(self._samples) >= MAX_PENDING:
             return
         owner = self._thread()
-        looks_at_others = (self._looks + 1) % OTHERS_EVERY == 0
+        lock_wait = -1 if self._hand_over is None else self._hand_over.lock_wait()
+        looks_at_others = (self._looks + 1) % OTHERS_EVERY == 0 or lock_wait > 0
         stacks = read_stacks(
             None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
         )
         number = self._tree.find(stacks.get(owner, ()))
         time_ns = _now()
-        self._samples.append((time_ns, time_ns - due_ns, number))
+        self._samples.append((time_ns, time_ns - due_ns, number, lock_wait))
         self._looks += 1
         if looks_at_others:
             self._look_at_others(stacks, owner)
@@ -228,7 +233,8 @@ class StackSampler:
             if share >= BUSY_SHARE:
                 number = self._thread_number(str(getattr(thread, "name", ""))[:_NAME_LIMIT])
                 stack = self._tree.find(stacks[ident])
-                self._others.append((time_ns, number, stack, round(1000 * share)))
+                since_us = (time_ns - before_ns) // _NS_PER_US
+                self._others.append((time_ns, number, stack, round(1000 * share), since_us))
         self._cpu = used
 
     def _thread_number(self, name: str) -> int:

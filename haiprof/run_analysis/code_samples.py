@@ -25,10 +25,14 @@ CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
 OTHERS_EVERY = 4
-"""Each so many samples, other threads are looked at (`in_job/stack_sampler.py`)."""
+"""Each so many samples, other threads were looked at where their time is not written."""
 SLOW_RATIO = 1.5
 """A slow step takes so many times the rank's median step."""
 _AROUND_NS = 5_000_000_000
+_COLUMNS = (
+    "rank", "worker", "time_ns", "late_ns", "lock_wait", "step", "slow", "phase", "stack",
+    "weight_ns",
+)  # fmt: skip
 _FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
 
 
@@ -79,6 +83,8 @@ class CodeSamples:
     """Unix time."""
     late_ns: Ints
     """How long it came after its time."""
+    lock_wait: Ints
+    """1 where the training thread waited for the interpreter lock; -1 where that is not known."""
     step: Ints
     """-1 outside steps, and for workers."""
     slow: Bools
@@ -97,8 +103,7 @@ class CodeSamples:
 
     def take(self, rows: Bools) -> CodeSamples:
         """The chosen samples, with the same tree."""
-        columns = ("rank", "worker", "time_ns", "late_ns", "step", "slow", "phase", "stack")
-        chosen = {name: getattr(self, name)[rows] for name in (*columns, "weight_ns")}
+        chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return CodeSamples(tree=self.tree, notes=self.notes, **chosen)
 
 
@@ -123,9 +128,10 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
                     f"rank {rank.files.rank}: the stacks of {process.unknown_count} samples are "
                     "not known"
                 )
-    columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)] or [_NONE] * 9
-    names = ("rank", "worker", "time_ns", "late_ns", "step", "slow", "phase", "stack")
-    chosen = dict(zip((*names, "weight_ns"), columns, strict=True))
+    columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)] or [_NONE] * len(
+        _COLUMNS
+    )
+    chosen = dict(zip(_COLUMNS, columns, strict=True))
     chosen["slow"] = chosen["slow"].astype(np.bool_)
     return CodeSamples(tree=grower.tree(), notes=tuple(notes), **chosen)
 
@@ -157,6 +163,7 @@ def _columns(
         np.full(count, -1 if process.worker is None else process.worker),
         process.time_ns + rank.wall_offset_ns,
         process.late_ns,
+        process.lock_wait,
         step,
         slow,
         phase,
@@ -170,17 +177,19 @@ def _other_columns(
 ) -> tuple[np.ndarray, ...]:
     """Other threads: a look stands for the CPU time used since the one before."""
     count = len(stack)
-    between = spacing_ns(process.time_ns, process.other_time_ns)
+    between = OTHERS_EVERY * spacing_ns(process.time_ns, process.other_time_ns)
+    since = np.where(process.other_since_ns < 0, between, process.other_since_ns)
     return (
         np.full(count, rank.files.rank),
         np.full(count, -1 if process.worker is None else process.worker),
         process.other_time_ns + rank.wall_offset_ns,
         np.zeros(count, dtype=np.int64),
         np.full(count, -1),
+        np.full(count, -1),
         np.zeros(count, dtype=np.bool_),
         np.full(count, OTHER_THREADS),
         stack,
-        process.other_cores * OTHERS_EVERY * between,
+        process.other_cores * since,
     )
 
 

@@ -47,11 +47,15 @@ class SampledProcess:
     late_ns: Ints
     stack: Ints
     """0 where no Python code ran or the stack is not known."""
+    lock_wait: Ints
+    """1 where the training thread waited for the interpreter lock; -1 where that is not known."""
     other_time_ns: Ints
     """One per look at another Python thread of the process that was busy."""
     other_stack: Ints
     other_cores: Floats
     """Share of a core that it used since the look before."""
+    other_since_ns: Ints
+    """Time since the look before; -1 where that is not known."""
     unknown_count: int
     """Samples whose stack was left out, or is damaged."""
 
@@ -64,9 +68,9 @@ class _Read:
     libraries: tuple[str, ...] = ()
     frames: dict[int, Frame] = field(default_factory=dict)
     stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    parts: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
-    others: list[tuple[int, int, int]] = field(default_factory=list)
-    """Time, stack and thousandths of a core."""
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
+    others: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Time, stack, thousandths of a core and time since the look before."""
 
 
 def read_stack_file(path: Path) -> tuple[list[SampledProcess], tuple[str, ...]]:
@@ -114,12 +118,26 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
         and len({len(column) for column in columns}) == 1
     ):
         offset, late, stack = columns
-        read.parts.append((begin + offset * _NS_PER_US, late * _NS_PER_US, stack))
+        waits = _lock_waits(line, len(stack))
+        read.parts.append((begin + offset * _NS_PER_US, late * _NS_PER_US, stack, waits))
         others = line.get("others")
         for entry in others if isinstance(others, list) else []:
             values = _integers(entry).tolist()
-            if len(values) == 4:
-                read.others.append((begin + values[0] * _NS_PER_US, values[2], values[3]))
+            if len(values) in (4, 5):
+                since_ns = values[4] * _NS_PER_US if len(values) == 5 else -1
+                at_ns = begin + values[0] * _NS_PER_US
+                read.others.append((at_ns, values[2], values[3], since_ns))
+
+
+def _lock_waits(line: Mapping[str, Any], count: int) -> Ints:
+    """One per sample of a line: 1 where the lock was waited for; all -1 where that is not known."""
+    places = line.get("lock_waits")
+    if not isinstance(places, list):
+        return np.full(count, -1, dtype=np.int64)
+    found = np.zeros(count, dtype=np.int64)
+    numbers = _integers(places)
+    found[numbers[(numbers >= 0) & (numbers < count)]] = 1
+    return found
 
 
 def _number_entries(
@@ -146,12 +164,12 @@ def _process(pid: int, read: _Read) -> SampledProcess:
     number = {stack: place for place, stack in enumerate(order, start=1)}
     number[0] = 0
     frame_number = {frame: place for place, frame in enumerate(sorted(read.frames))}
-    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(3)]
-    time_ns, late_ns, stack = columns
+    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(4)]
+    time_ns, late_ns, stack, lock_wait = columns
     table = np.zeros(max(order, default=0) + 1, dtype=np.int64)
     table[[0, *order]] = [0, *range(1, len(order) + 1)]
     mapped = _renumber(stack, table)
-    others = np.array(read.others, dtype=np.int64).reshape(-1, 3).T
+    others = np.array(read.others, dtype=np.int64).reshape(-1, 4).T
     return SampledProcess(
         pid=pid,
         worker=read.worker,
@@ -162,9 +180,11 @@ def _process(pid: int, read: _Read) -> SampledProcess:
         time_ns=time_ns,
         late_ns=late_ns,
         stack=mapped,
+        lock_wait=lock_wait,
         other_time_ns=others[0],
         other_stack=_renumber(others[1], table),
         other_cores=others[2] / 1000,
+        other_since_ns=others[3],
         unknown_count=int(((mapped == 0) & (stack != 0)).sum()),
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 STACKS_VERSION = 1
 # History
-# 1: frames and stacks by number, samples as arrays beside each other
+# 1: frames and stacks by number, samples as arrays beside each other; `lock_waits`, and the time
+#    since the look before in `others`, were added
 
 HEADER, SAMPLES, END = "stacks", "samples", "end"
 """What a line is, in its field `type`: the first line of a process, its samples, its last line."""
@@ -28,7 +29,10 @@ SAMPLE_FIELDS = {
     "offset_us": "when each sample was taken",
     "late_us": "how long each sample came after its time: it waited for the interpreter or a core",
     "stack": "the stack of each sample; 0: no Python code ran; -1: left out, there were too many",
-    "others": "[offset_us, thread, stack, share of a core in 1/1000]: other threads that were busy",
+    "lock_waits": "which samples, counted from 0, found the training thread waiting for the "
+    "interpreter lock, which another thread held; left out where that is not known",
+    "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
+    "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
     "cpu_ns": "CPU time of the sampling thread so far",
 }  # fmt: skip

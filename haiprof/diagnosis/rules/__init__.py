@@ -30,6 +30,7 @@ from haiprof.diagnosis.rules.garbage_collection import garbage_collection
 from haiprof.diagnosis.rules.gpu_memory_limit import gpu_memory_limit
 from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
 from haiprof.diagnosis.rules.host_bound import host_bound
+from haiprof.diagnosis.rules.interpreter_lock import interpreter_lock
 from haiprof.diagnosis.rules.jitter import jitter
 from haiprof.diagnosis.rules.late_rank import late_rank
 from haiprof.diagnosis.rules.launch_bound import launch_bound
@@ -71,6 +72,7 @@ RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     checkpoint_stalls,
     evaluation_heavy,
     garbage_collection,
+    interpreter_lock,
     ranks_uneven,
     late_rank,
     data_imbalance,

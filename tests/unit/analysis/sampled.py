@@ -14,9 +14,15 @@ Stack = tuple[tuple[str, int, str], ...]
 
 def write_stacks(
     path: Path, samples: Sequence[tuple[int, Stack]], *, worker: int | None = None, pid: int = 7,
-    per_line: int = 5, libraries: Sequence[str] = (),
+    per_line: int = 5, libraries: Sequence[str] = (), waits: Sequence[bool] | None = None,
+    other: Stack = (),
 ) -> None:  # fmt: skip
-    """Writes (time_ns in whole us, stack) as the job would: so many samples in a line."""
+    """Writes (time_ns in whole us, stack) as the job would: so many samples in a line.
+
+    Args:
+        waits: Of each sample, whether the training thread waited for the interpreter lock.
+        other: What another thread was at, on a core since the sample before, each time it waited.
+    """
     writer = LineWriter(path)
     writer.append({
         "type": HEADER, "version": STACKS_VERSION, "pid": pid, "worker": worker, "time_ns": 0,
@@ -35,6 +41,19 @@ def write_stacks(
                 number = stacks.setdefault((number, place), len(stacks) + 1)
             numbers.append(number)
         begin = chosen[0][0]
+        more: dict[str, object] = {}
+        if waits is not None:
+            waited = [i for i in range(len(chosen)) if waits[first + i]]
+            number = 0
+            for frame in other:
+                place = frames.setdefault(frame, len(frames))
+                number = stacks.setdefault((number, place), len(stacks) + 1)
+            since_us = [(chosen[i][0] - samples[max(first + i - 1, 0)][0]) // 1000 for i in waited]
+            offsets = [(chosen[i][0] - begin) // 1000 for i in waited]
+            more = {"lock_waits": waited, "others": [
+                [offset, 0, number, 1000, since]
+                for offset, since in zip(offsets, since_us, strict=True)
+            ]}  # fmt: skip
         writer.append({
             "type": SAMPLES, "pid": pid, "time_ns": begin,
             "first_frame": frame_count,
@@ -45,5 +64,6 @@ def write_stacks(
             "late_us": [100] * len(chosen),
             "stack": numbers,
             "cpu_ns": 1000,
+            **more,
         })  # fmt: skip
     writer.close()

@@ -27,7 +27,8 @@ def samples(stacks: list[int], late: list[bool]) -> CodeSamples:
     same = np.zeros(count, dtype=np.int64)
     return CodeSamples(
         tree=tree, rank=same, worker=same - 1, time_ns=same, step=same, notes=(),
-        late_ns=np.where(late, 2 * LATE_NS, 0), slow=np.zeros(count, dtype=np.bool_),
+        late_ns=np.where(late, 2 * LATE_NS, 0), lock_wait=same - 1,
+        slow=np.zeros(count, dtype=np.bool_),
         phase=same + CODE_PHASES.index("forward"), stack=np.array(stacks),
         weight_ns=np.ones(count),
     )  # fmt: skip
