@@ -110,7 +110,7 @@ FAULTS = (
     Kind(name="small share of Python in forward", accepted=FORWARD, pieces={"forward": BURN}, magnitudes=(0.15, 0.6)),
     Kind(name="forward hook", accepted=FORWARD, pieces={"model_init": "self.inner.head.register_forward_hook(slow_hook)", "constants": "def slow_hook(*_):\n" + indented(BURN)}, magnitudes=(1, 5)),
     Kind(name="numpy round trip in forward", accepted=FORWARD, pieces={"forward": "import numpy as np\n\nwith lost():\n    for _ in range(max(TURNS // 4000, 1)):\n        np.sort(x.detach().numpy().reshape(-1)[:4096])  # FAULT"}, magnitudes=(1, 4)),
-    Kind(name="loop over elements in forward", accepted=("forward_bound", "host_bound", "garbage_collection"), pieces={"forward": "with lost():\n    for value in x.detach().flatten()[: max(TURNS // 40, 4)]:\n        float(value)  # FAULT"}, magnitudes=(1, 4)),
+    Kind(name="loop over elements in forward", accepted=("forward_bound", "host_bound", "garbage_collection"), pieces={"forward": "with lost():\n    for value in x.detach().flatten()[: max(TURNS // 40, 4)]:  # FAULT\n        float(value)  # FAULT"}, magnitudes=(1, 4)),
     Kind(name="augmentation in forward", accepted=FORWARD, pieces={"forward": "with lost(), torch.no_grad():\n    for _ in range(max(TURNS // 3000, 1)):\n        x = x.roll(1, 0)\n    [math_of(i) for i in range(TURNS // 2)]  # FAULT", "constants": "def math_of(i):\n    return i * i % 7"}, magnitudes=(1, 4)),
     Kind(name="printing in forward", accepted=FORWARD, pieces={"forward": "with lost(), (FOLDER / 'debug.txt').open('w') as file:\n    for i in range(max(TURNS // 6, 1)):\n        print(i, file=file)  # FAULT"}, magnitudes=(1, 4)),
     # backward
