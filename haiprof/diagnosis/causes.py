@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from haiprof.diagnosis.finding import SCOPES, SEVERITIES, Finding, Severity
 from haiprof.diagnosis.thresholds import (
@@ -50,9 +51,16 @@ def agreeing(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     by_rule = {f.rule: f for f in findings if not any(other.replaces(f) for other in findings)}
     for pair in CONTRADICTIONS:
         both = [by_rule[rule] for rule in pair if rule in by_rule]
-        if len(both) == len(pair) and (both[0].rank is None or both[0].rank != both[1].rank):
+        if len(both) < len(pair) or any(_explains_exactly(*each) for each in permutations(both)):
+            continue
+        if both[0].rank is None or both[0].rank != both[1].rank:
             del by_rule[min(both, key=lambda f: (f.lost_ratio or 0.0, f.confidence)).rule]
     return tuple(by_rule.values())
+
+
+def _explains_exactly(cause: Finding, other: Finding) -> bool:
+    """Whether the one names the other's own cause: who is late by turns contradicts none."""
+    return f"{other.rule}/{other.cause}" in cause.explains and cause.is_enough_for(other)
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -35,6 +35,10 @@ RANK_LIMIT = 8
 """Of a finding about all ranks, so many are looked at: their code is the same."""
 OTHER_MIN_CORES = 0.3
 """Another Python thread that uses so much of a core is named beside the training thread's lines."""
+WAITING_RATIO = 0.5
+WORKING_RATIO = 0.25
+"""Of a phase: who is in collectives for more than the one waits there for who is for less than the
+other. Own choice."""
 LATE_NS = 2_000_000
 LATE_RATIO = 0.5
 _MACHINE = "all phases grew"
@@ -169,6 +173,8 @@ class CodeAnswers:
             if len(loading.stack) and times and any(_WAIT in name for name in times[0].callees):
                 return loading, function_times(loading), "the workers' loading", 1.0
             return chosen, times, of, part
+        if not question.within:
+            samples = _of_working_ranks(samples)
         whole_ns = self._step_ns(samples)
         part = float(samples.weight_ns.sum()) / whole_ns if whole_ns else 0.0
         if "evaluation" in question.phases:
@@ -248,6 +254,20 @@ class CodeAnswers:
                 slow += int((step_ns > SLOW_RATIO * np.median(step_ns)).sum())
                 total += len(step_ns)
         return slow, total - slow
+
+
+def _of_working_ranks(samples: CodeSamples) -> CodeSamples:
+    """Without ranks that only wait, in a collective, for what another rank does in that phase."""
+    waits = samples.tree.within(COLLECTIVES)[samples.stack]
+    shares = {
+        int(rank): float(samples.weight_ns[waits & own].sum() / samples.weight_ns[own].sum())
+        for rank in np.unique(samples.rank)
+        if samples.weight_ns[own := samples.rank == rank].sum()
+    }
+    working = [rank for rank, share in shares.items() if share < WORKING_RATIO]
+    if not working or max(shares.values()) < WAITING_RATIO:
+        return samples
+    return samples.take(np.isin(samples.rank, working))
 
 
 def _is_sure(time: FunctionTime) -> bool:

@@ -274,8 +274,10 @@ SPIKE_RATIO = 1.5
 """A step this much longer than the steps around it is a spike: `--slow-ratio`'s default."""
 MORE_WORK_RATIO = 1.25
 LIKE_RATIO = 1.6
+LIKE_POWER = 2.0
 """A step with more work: forward and backward both take a quarter longer than around it, and their
-growth differs by less than this factor. What interrupts a step hits one of them. Own choice."""
+growth differs by less than this factor, or is of one the square of the other's at most, as that of
+attention. What interrupts a step hits one of them. Own choice."""
 SPIKE_WINDOW_STEPS = 21
 """Steps around it, of which the median is taken: ten before and ten after. Own choice."""
 SPIKE_MIN_COUNT = 3
@@ -319,9 +321,9 @@ SAME_WORK_CORRELATION = 0.3
 """Of two ranks' work over the steps, above which large steps are large for both: a bucket of long
 sequences, tasks that alternate. Own choice."""
 STEADILY_LAST_RATIO = 0.75
-"""A rank that is last at fewer collectives is late now and then, as others are; below a fifth of
-the step (COSTLY_CRITICAL_RATIO) that is a note: processes of one node are never alike. Own
-choice."""
+"""A rank that is last at fewer collectives, and that has less of the time by which ranks are late,
+is late now and then, as others are; one that is last at fewer of them is a note below a fifth of
+the step (COSTLY_CRITICAL_RATIO): processes of one node are never alike. Own choice."""
 PHASE_BEYOND_RATIO = 1.3
 """A phase is named as what grew where its part of the growth is this much more than its part of the
 step: what slows a machine down hits each phase by its length. Own choice."""

@@ -16,6 +16,7 @@ from haiprof.diagnosis.thresholds import (
     CORE_WAIT_WARNING_RATIO,
     DRIFT_PHASE_RATIO,
     JITTER_WARNING_RATIO,
+    LIKE_POWER,
     LIKE_RATIO,
     MORE_WORK_RATIO,
     MOST_RATIO,
@@ -95,14 +96,20 @@ def _is_spike(steps: pl.DataFrame, numbers: pl.DataFrame, around: pl.DataFrame) 
     """Steps that take half again as long as those around them, and are of the same kind.
 
     Another kind of step has another number of backward passes, or more work: forward and backward
-    are both longer by a good part, as with a longer sequence or a larger batch.
+    are both longer by a good part, as with a longer sequence or a larger batch, and most of what
+    the step takes longer is theirs.
     """
     whole, usual = numbers["step_ns"], around["step_ns"]
     grown = [
         numbers[name] / around[name].clip(1.0) for name in ("forward_host_ns", "backward_host_ns")
     ]
     less, more = pl.DataFrame(grown).min_horizontal(), pl.DataFrame(grown).max_horizontal()
-    works = (less > MORE_WORK_RATIO) & (more < less * LIKE_RATIO)
+    alike = (more < less * LIKE_RATIO) | (more < less**LIKE_POWER)
+    theirs = sum(
+        (numbers[name] - around[name] for name in ("forward_host_ns", "backward_host_ns")),
+        start=0.0 * whole,
+    )
+    works = (less > MORE_WORK_RATIO) & alike & (theirs > DRIFT_PHASE_RATIO * (whole - usual))
     passes = steps["micro_step_count"]
     return (whole > SPIKE_RATIO * usual) & ~works & (passes == passes.median())
 

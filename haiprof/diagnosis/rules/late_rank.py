@@ -74,6 +74,8 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
     )  # fmt: skip
     gpu = "its GPU's clock and temperature, " if inputs.uses_gpu else ""
     steady = float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO
+    of_group = float(inputs.lateness.filter(pl.col("group") == worst["group"])["late_ns"].sum())
+    always = steady or int(str(worst["late_ns"])) >= STEADILY_LAST_RATIO * of_group
     sure = 0.85 if count >= CRITICAL_MIN_STEPS else 0.6
     return Finding(
         rule=RULE,
@@ -97,6 +99,6 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
         "makes; a trace of both shows the operators (--trace). The other ranks only wait for it",
         confidence=sure if steady or share >= COSTLY_CRITICAL_RATIO else NOTE_SURE,
         lost_ratio=min(share, 1.0),
-        cause=None if steady else "now_and_then",
+        cause=None if always else "now_and_then",
         rank=rank,
     )

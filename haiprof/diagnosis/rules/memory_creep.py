@@ -24,6 +24,8 @@ from haiprof.run_analysis.gpu_memory import LEAK_REMEDY
 RULE = "memory_creep"
 SOON_NS = 24 * 3600 * NS_PER_S
 """A limit that is so near is said in the title."""
+ENDS_NS = 3600 * NS_PER_S
+"""With a limit so near the job is about to end: no loss of time is graver."""
 GPU_METRIC = "memory_used_bytes"
 _METRICS = {"memory_rss_bytes": "host memory", GPU_METRIC: "GPU memory"}
 _REMEDIES = {
@@ -134,11 +136,12 @@ def _growth(inputs: RuleInputs, rank: int, metric: str, values: Floats) -> _Grow
 def _finding(worst: _Growth, count: int, until_limit_ns: float | None) -> Finding:
     what = _METRICS[worst.metric]
     soon = until_limit_ns is not None and until_limit_ns < SOON_NS
+    ends = until_limit_ns is not None and until_limit_ns < ENDS_NS
     at_limit = f"; its limit is {duration_text(until_limit_ns)} away" if soon else ""
     until = Evidence(name="until its limit, if it goes on so", value=until_limit_ns, unit="ns")
     return Finding(
         rule=RULE,
-        severity="warning",
+        severity="critical" if ends else "warning",
         title=f"{what} grows by {bytes_text(round(worst.per_step_bytes))} per step on rank "
         f"{worst.rank}, {ratio_text(worst.share)} so far{at_limit}",
         evidence=(

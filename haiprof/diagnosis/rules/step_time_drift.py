@@ -43,6 +43,8 @@ _WORK_UNKNOWN = "whether the work per step changed (sequence length, curriculum)
 _ALL_PHASES = "_all_phases"
 _STARVED = "waiting for cores began"
 _FAULTED = "page faults began"
+_ONCE = {"gc": "a garbage collection came", "save": "a checkpoint was saved"}
+"""By the kind of pause: what came once proves nothing of the steps that follow."""
 
 
 def step_time_drift(inputs: RuleInputs) -> Judgement:
@@ -119,7 +121,8 @@ def _finding(
     changed: tuple[tuple[str, Evidence], ...],
 ) -> Finding:
     where = f"most of it in {phase}" if phase else "in several phases alike"
-    is_plain = bool(changed) or found.growth >= PLAIN_DRIFT_RATIO
+    lasting = [what for what, _ in changed if what not in _ONCE.values()]
+    is_plain = bool(lasting) or found.growth >= PLAIN_DRIFT_RATIO
     since = int(series["step"][found.since])
     when = f"at step {since}" if found.is_sudden else f"little by little, since about step {since}"
     return Finding(
@@ -322,8 +325,7 @@ def _changes(inputs: RuleInputs, since: int, began_ns: int) -> Iterable[tuple[st
     near = inputs.pauses.filter(pl.col("step").is_between(since - 1, since))
     longest = near.group_by("phase").agg(pl.col("duration_ns").max()).sort("phase")
     for phase, length in longest.rows():
-        what = {"gc": "a garbage collection came", "save": "a checkpoint was saved"}[phase]
-        yield what, Evidence(name=f"longest {phase} there", value=float(length), unit="ns")
+        yield _ONCE[phase], Evidence(name=f"longest {phase} there", value=float(length), unit="ns")
 
 
 def _remedy(phase: str | None, growth: float, changed: Sequence[tuple[str, Evidence]]) -> str:
