@@ -166,6 +166,25 @@ def test_slow_backward_is_named_where_phases_are_alike(tmp_path: Path) -> None:
     assert any("collectives-8" in note for note in Analyzer(root).notes())
 
 
+@pytest.mark.parametrize(("other_ms", "cause"), [(3, None), (24, "now_and_then")])
+def test_rank_is_late_now_and_then_where_others_are_late_for_as_long(
+    tmp_path: Path, other_ms: int, cause: str | None
+) -> None:
+    """Rank 1 is last at each first collective of a step, and the other at two after it."""
+    root = write_story(tmp_path / "run", lambda _, __: (1, 10, 60, 2), ranks=2, noise=0)
+    steps = Analyzer(root).steps().filter(pl.col("rank") == 0)["start_ns"].to_list()
+    for rank in range(2):
+        late = ((30, 25 * rank), (60, other_ms * (1 - rank)), (66, other_ms * (1 - rank)))
+        entries = [
+            entry(3 * n + place, at + (begin + by) * NS_PER_MS)
+            for n, at in enumerate(steps)
+            for place, (begin, by) in enumerate(late)
+        ]
+        write_dump(RunPaths(root).rank(rank).collectives(7), entries)
+    found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["late_rank"]
+    assert (found.rank, found.cause) == (1, cause)
+
+
 @pytest.mark.parametrize(
     ("begun_ms", "rule", "cause"),
     [

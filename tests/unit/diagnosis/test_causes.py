@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.diagnosis.causes import in_order
+from haiprof.diagnosis.causes import agreeing, in_order
 from haiprof.diagnosis.finding import SEVERITIES, Finding, Severity
 
 
@@ -54,6 +54,18 @@ def test_what_takes_long_on_all_ranks_is_why_one_and_another_are_late() -> None:
     assert all(f.explained_by is None for f in in_order([steady, hook]))
     small = replace(hook, lost_ratio=0.05)
     assert all(f.explained_by is None for f in in_order([turns, small]))
+
+
+def test_uneven_data_stays_beside_ranks_that_are_late_by_turns() -> None:
+    """And is contradicted by one that is always late, where that costs more."""
+    turns = replace(
+        finding("late_rank", cause="now_and_then"), lost_ratio=0.23, confidence=0.85, rank=0
+    )
+    explains = ("late_rank", "late_rank/now_and_then")
+    uneven = replace(finding("data_imbalance", explains=explains), lost_ratio=0.19, confidence=0.7)
+    assert [f.rule for f in in_order(agreeing([turns, uneven]))] == ["data_imbalance", "late_rank"]
+    steady = replace(turns, cause=None)
+    assert [f.rule for f in in_order(agreeing([steady, uneven]))] == ["late_rank"]
 
 
 def test_of_two_that_explain_each_other_the_weightier_is_the_cause() -> None:

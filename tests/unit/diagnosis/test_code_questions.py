@@ -25,6 +25,7 @@ MAIN = ("/home/me/train.py", 40, "main")
 LOAD = ("/home/me/data.py", 12, "load_image")
 OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
 FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+BROADCAST = (f"{SITE}/torch/distributed/distributed_c10d.py", 2900, "broadcast")
 LOG = ("/home/me/train.py", 70, "log_everything")
 SOMETIMES = ("/home/me/train.py", 80, "sometimes")
 
@@ -77,6 +78,19 @@ def test_with_workers_their_lines_are_named_not_the_wait_for_them(tmp_path: Path
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
     line = findings_of(root)["dataloader_bound"].code_lines[0]
     assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
+
+
+def test_line_is_of_the_rank_that_works_not_of_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    root = write_story(tmp_path / "run", lambda *_: (0.2, 4.0, 8.0, 2.0), ranks=2, gap_ms=8.0)
+    lines = {0: (MAIN, LOG), 1: (MAIN, SOMETIMES, BROADCAST)}
+    for rank, line in lines.items():
+        samples = sample(
+            RunFrames(root), lambda phase, _, line=line: line if phase == "other" else (MAIN,),
+            rank=rank,
+        )  # fmt: skip
+        write_stacks(RunPaths(root).rank(rank).stacks, samples)
+    (line,) = findings_of(root)["outside_the_model"].code_lines
+    assert line.function == "log_everything"
 
 
 def test_slow_steps_are_compared_with_usual_ones(tmp_path: Path) -> None:

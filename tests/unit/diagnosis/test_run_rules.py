@@ -80,6 +80,18 @@ def counters(
         write_records(node.records("host"), HOST, rows)
 
 
+def limited(root: Path, limit_bytes: float) -> None:
+    """Memory of a rank that grows by 20 MB a second, and the limit of its control group."""
+    counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
+    times = [START_NS + second * NS_PER_S for second in range(20)]
+    rows = [
+        row_of(CGROUP, time_ns=t, cgroup_index=0, memory_limit_bytes=int(limit_bytes))
+        for t in times
+    ]
+    node = RunPaths(root).node("node0")
+    write_records(node.records("cgroup"), CGROUP, rows, entities=[{"key": [0], "name": "own"}])
+
+
 def placed(root: Path, rank: int = 0, cpus: str = "0-1") -> None:
     line = {
         "type": "placement", "pid": 100 + rank, "start_ticks": 7, "allowed_cpus": cpus,
@@ -270,6 +282,12 @@ def test_what_only_some_steps_do_between_the_phases_is_jitter_first(root: Path) 
     assert (second.rule, second.explained_by) == ("outside_the_model", "jitter")
 
 
+def test_loader_that_stalls_while_all_else_is_slower_too_is_jitter(root: Path) -> None:
+    """Caches are cold after a wait: forward and backward are longer, and are not what takes long."""
+    times = lambda _, step: (900.0, 20.0, 20.0, 2.0) if step % 20 == 15 else BALANCED  # noqa: E731
+    assert found(verdict_of(root, times, steps=100), "jitter").cause == "dataloader"
+
+
 def test_one_long_interruption_is_no_jitter(root: Path) -> None:
     times = lambda rank, step: (0.2, 5.0 if step != 150 else 5_000.0, *BALANCED[2:])  # noqa: E731
     assert "jitter" not in rules(verdict_of(root, times, steps=200))
@@ -330,13 +348,18 @@ def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root:
     assert "memory_creep" in rules(judged(root))
 
 
+@pytest.mark.parametrize(("limit", "severity"), [(2e9, "critical"), (2e11, "warning")])
+def test_memory_that_ends_the_job_within_the_hour_is_grave(
+    root: Path, limit: float, severity: str
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    limited(root, limit)
+    assert found(judged(root), "memory_creep").severity == severity
+
+
 def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=1200)
-    counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
-    times = [START_NS + second * NS_PER_S for second in range(20)]
-    rows = [row_of(CGROUP, time_ns=t, cgroup_index=0, memory_limit_bytes=int(2e9)) for t in times]
-    node = RunPaths(root).node("node0")
-    write_records(node.records("cgroup"), CGROUP, rows, entities=[{"key": [0], "name": "own"}])
+    limited(root, 2e9)
     (creep,) = [f for f in judged(root).findings if f.rule == "memory_creep"]
     until = {e.name: e.value for e in creep.evidence}["until its limit, if it goes on so"]
     last = {e.name: e.value for e in creep.evidence}["at the end"]
@@ -731,6 +754,29 @@ def test_a_single_collection_is_told_as_one_and_is_a_note(root: Path) -> None:
 def test_steps_of_two_sizes_are_no_jitter(root: Path, every: int) -> None:
     times = lambda _, step: (0.2, 15.0, 30.0, 2.0) if step % every == 0 else BALANCED  # noqa: E731
     assert verdict_of(root, times, steps=200).findings == ()
+
+
+def test_larger_steps_whose_forward_grows_more_than_backward_are_no_jitter(root: Path) -> None:
+    times = lambda _, step: (0.2, 36.0, 42.0, 2.0) if step % 5 == 0 else (0.2, 6.0, 12.0, 2.0)  # noqa: E731
+    assert verdict_of(root, times, steps=200).findings == ()
+
+
+def test_a_drift_beside_a_single_collection_is_a_note(root: Path) -> None:
+    """It came once: what follows is the machine's, where nothing else changed."""
+
+    def gap_ns(step: int, now: int) -> list[tuple[int, int]]:
+        return [(now, 20 * NS_PER_MS)] if step == 120 else []
+
+    rows, shift = [], 0
+    for kind, depth, start, end in plain_steps(count=240, extra=gap_ns):
+        is_late = start >= START_NS + 120 * 18 * NS_PER_MS
+        longer = int(0.27 * (end - start)) if is_late and kind != schema.GC else 0
+        rows.append((kind, depth, start + shift, end + shift + longer))
+        shift += longer
+    write_line(root, rows)
+    drift = found(judged(root), "step_time_drift")
+    assert "a garbage collection came then too" in drift.title
+    assert drift.severity == "info"
 
 
 def test_collections_do_not_explain_what_costs_far_more(root: Path) -> None:
