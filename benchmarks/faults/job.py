@@ -284,6 +284,22 @@ def batches(loader: DataLoader | None) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, y
 
 
+def clock_waits() -> None:
+    """The same where a framework asks the loader."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    original = _BaseDataLoaderIter.__next__
+
+    def wait(self: object) -> object:
+        began = time.perf_counter()
+        batch = original(self)
+        WAITED[0] += time.perf_counter() - began if WAITED[1] else 0.0
+        WAITED[1] += 1
+        return batch
+
+    _BaseDataLoaderIter.__next__ = wait
+
+
 # -- the loop -----------------------------------------------------------------------------------
 
 ENDS = [0.0]
@@ -456,6 +472,8 @@ def main() -> None:
     if WORLD > 1:
         dist.init_process_group("gloo")
     # <setup>
+    if STYLE in ("trainer", "lightning"):
+        clock_waits()
     began, faults = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step = globals()[STYLE]()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults

@@ -283,7 +283,7 @@ def test_what_only_some_steps_do_between_the_phases_is_jitter_first(root: Path) 
 
 
 def test_loader_that_stalls_while_all_else_is_slower_too_is_jitter(root: Path) -> None:
-    """Caches are cold after a wait: forward and backward are longer, and are not what takes long."""
+    """Caches are cold after a wait: forward and backward take longer, and are not the cause."""
     times = lambda _, step: (900.0, 20.0, 20.0, 2.0) if step % 20 == 15 else BALANCED  # noqa: E731
     assert found(verdict_of(root, times, steps=100), "jitter").cause == "dataloader"
 
