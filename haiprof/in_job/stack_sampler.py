@@ -15,7 +15,7 @@ from haiprof.in_job.frames import Place, read_stacks, why_not_safe
 from haiprof.in_job.hand_over import HandOver, load_hand_over
 from haiprof.in_job.stack_tree import MAX_DEPTH, StackTree, take_all
 from haiprof.in_job.threads import start_deaf_thread
-from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import HEADER, LOCK_WAITS, SAMPLES, STACKS_VERSION
 
 DEFAULT_HZ = 20.0
 PACE = ((300.0, 1.0), (3600.0, 0.25), (float("inf"), 0.05))
@@ -146,9 +146,9 @@ class StackSampler:
             "stack": [stack for _, _, stack, _ in samples],
             "cpu_ns": self._cpu_ns,
         }
-        waits = [wait for _, _, _, wait in samples]
-        if min(waits) >= 0:  # known of each
-            line["lock_waits"] = [number for number, wait in enumerate(waits) if wait]
+        waits = "".join(LOCK_WAITS[wait] for _, _, _, wait in samples)
+        if waits.strip(LOCK_WAITS[-1]):
+            line["lock_wait"] = waits
         if others:
             line["others"] = [[(o[0] - first) // _NS_PER_US, *o[1:]] for o in others]
         return {**line, "threads": threads} if threads else line
@@ -176,8 +176,18 @@ class StackSampler:
     def _wait(self, due_ns: int) -> bool:
         """Sleeps until a sample is due; False once stopped."""
         if self._hand_over is not None:
-            return self._hand_over.wait(due_ns)
+            return self._hand_over.wait(due_ns, looks=self._looks_at_lock())
         return not self._wake.acquire(timeout=max(due_ns - _now(), 0) / _NS_PER_S)
+
+    def _looks_at_lock(self) -> bool:
+        """Whether the next sample asks the kernel who waits for the lock, which costs 0.1 ms.
+
+        Where no other thread of the job's runs Python hardly anybody can hold it.
+        """
+        return len(getattr(threading, "_active", ())) > 1 or self._is_turn_of_others()
+
+    def _is_turn_of_others(self) -> bool:
+        return (self._looks + 1) % OTHERS_EVERY == 0
 
     def _run(self) -> None:
         try:
@@ -205,7 +215,7 @@ class StackSampler:
             return
         owner = self._thread()
         lock_wait = -1 if self._hand_over is None else self._hand_over.lock_wait()
-        looks_at_others = (self._looks + 1) % OTHERS_EVERY == 0 or lock_wait > 0
+        looks_at_others = self._is_turn_of_others() or lock_wait > 0
         stacks = read_stacks(
             None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
         )

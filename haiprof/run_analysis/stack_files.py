@@ -130,14 +130,11 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
 
 
 def _lock_waits(line: Mapping[str, Any], count: int) -> Ints:
-    """One per sample of a line: 1 where the lock was waited for; all -1 where that is not known."""
-    places = line.get("lock_waits")
-    if not isinstance(places, list):
+    """One per sample of a line: 1 where the lock was waited for; -1 where that is not known."""
+    letters = text(line.get("lock_wait")) or ""
+    if len(letters) != count:
         return np.full(count, -1, dtype=np.int64)
-    found = np.zeros(count, dtype=np.int64)
-    numbers = _integers(places)
-    found[numbers[(numbers >= 0) & (numbers < count)]] = 1
-    return found
+    return np.array([{"0": 0, "1": 1}.get(letter, -1) for letter in letters], dtype=np.int64)
 
 
 def _number_entries(

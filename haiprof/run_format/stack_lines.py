@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STACKS_VERSION = 1
 # History
-# 1: frames and stacks by number, samples as arrays beside each other; `lock_waits`, and the time
+# 1: frames and stacks by number, samples as arrays beside each other; `lock_wait`, and the time
 #    since the look before in `others`, were added
 
 HEADER, SAMPLES, END = "stacks", "samples", "end"
@@ -29,8 +29,8 @@ SAMPLE_FIELDS = {
     "offset_us": "when each sample was taken",
     "late_us": "how long each sample came after its time: it waited for the interpreter or a core",
     "stack": "the stack of each sample; 0: no Python code ran; -1: left out, there were too many",
-    "lock_waits": "which samples, counted from 0, found the training thread waiting for the "
-    "interpreter lock, which another thread held; left out where that is not known",
+    "lock_wait": "a letter for each sample: 1 where the training thread waited for the interpreter "
+    "lock, which another thread held, 0 where not, - where nobody looked; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
@@ -38,6 +38,8 @@ SAMPLE_FIELDS = {
 }  # fmt: skip
 """The fields of a line of samples."""
 
+LOCK_WAITS = "01-"
+"""The letters of `lock_wait` for 0, 1 and -1: no, yes, and not known."""
 LEFT_OUT = -1
 """Number of the stack of samples whose stacks were too many to be told apart."""
 FILE_LIMIT_BYTES = 4 << 20

@@ -50,7 +50,8 @@ def write_stacks(
                 number = stacks.setdefault((number, place), len(stacks) + 1)
             since_us = [(chosen[i][0] - samples[max(first + i - 1, 0)][0]) // 1000 for i in waited]
             offsets = [(chosen[i][0] - begin) // 1000 for i in waited]
-            more = {"lock_waits": waited, "others": [
+            letters = "".join("1" if i in waited else "0" for i in range(len(chosen)))
+            more = {"lock_wait": letters, "others": [
                 [offset, 0, number, 1000, since]
                 for offset, since in zip(offsets, since_us, strict=True)
             ]}  # fmt: skip

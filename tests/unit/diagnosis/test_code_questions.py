@@ -82,15 +82,15 @@ def test_with_workers_their_lines_are_named_not_the_wait_for_them(tmp_path: Path
 
 def test_line_is_of_the_rank_that_works_not_of_the_one_that_waits_for_it(tmp_path: Path) -> None:
     root = write_story(tmp_path / "run", lambda *_: (0.2, 4.0, 8.0, 2.0), ranks=2, gap_ms=8.0)
-    lines = {0: (MAIN, LOG), 1: (MAIN, SOMETIMES, BROADCAST)}
-    for rank, line in lines.items():
-        samples = sample(
-            RunFrames(root), lambda phase, _, line=line: line if phase == "other" else (MAIN,),
-            rank=rank,
-        )  # fmt: skip
-        write_stacks(RunPaths(root).rank(rank).stacks, samples)
-    (line,) = findings_of(root)["outside_the_model"].code_lines
-    assert line.function == "log_everything"
+    busy: dict[int, Stack] = {0: (MAIN, LOG), 1: (MAIN, SOMETIMES, BROADCAST)}
+    for rank, stack in busy.items():
+
+        def at(phase: str, step: int, stack: Stack = stack) -> Stack:
+            return stack if phase == "other" else (MAIN,)
+
+        write_stacks(RunPaths(root).rank(rank).stacks, sample(RunFrames(root), at, rank=rank))
+    (found,) = findings_of(root)["outside_the_model"].code_lines
+    assert found.function == "log_everything"
 
 
 def test_slow_steps_are_compared_with_usual_ones(tmp_path: Path) -> None:
