@@ -51,9 +51,10 @@ def within(condition: Callable[[], _Found | None], what: str) -> _Found:
 
 
 def _lead_a_group() -> None:
-    """As a shell starts a command, also where the tests themselves run under nohup."""
+    """As a shell starts a command, also where the tests run under nohup or in the background."""
     os.setpgrp()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Launched:
