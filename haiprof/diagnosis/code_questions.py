@@ -71,7 +71,6 @@ class CodeQuestion:
 
 _STEP = TRAINING_PHASES[:6]
 _OTHER_THREADS = CODE_PHASES[OTHER_THREADS]
-_IN_OTHER_THREAD = "a core, in another thread that takes the interpreter lock"
 _COMPILER = "/torch/_dynamo/convert_frame.py"
 """On the stack while torch.compile works, and not while what it has compiled runs."""
 _MODULE = "/torch/nn/modules/module.py"
@@ -150,6 +149,8 @@ class CodeAnswers:
         samples = self._load(finding)
         if finding.rank is not None and question.against != "other_ranks":
             samples = samples.take(samples.rank == finding.rank)
+        if _OTHER_THREADS in question.phases:
+            return self._in_other_threads(samples)
         loading = samples.take(samples.phase == WORKER)
         if question.workers and len(loading.stack):
             return loading, function_times(loading), "the workers' loading", 1.0
@@ -157,9 +158,6 @@ class CodeAnswers:
         asked = question.phases if not named else (finding.cause,)
         phases = [CODE_PHASES.index(phase) for phase in asked]
         samples = samples.take(np.isin(samples.phase, phases))
-        if _OTHER_THREADS in asked:
-            own = samples.take(samples.worker < 0)
-            return own, function_times(own), _IN_OTHER_THREAD, self._cores(own)
         if question.within:
             samples = samples.take(samples.tree.within(question.within)[samples.stack])
         if question.outside:
@@ -213,16 +211,20 @@ class CodeAnswers:
         samples = self._load(finding)
         if finding.rank is not None:
             samples = samples.take(samples.rank == finding.rank)
-        others = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
-        used = self._cores(others)
+        _, times, of, used = self._in_other_threads(samples)
         if used >= OTHER_MIN_CORES:
-            for time in filter(_is_sure, function_times(others)[:1]):
-                yield _code_line(time, _IN_OTHER_THREAD, used)
+            for time in filter(_is_sure, times[:1]):
+                yield _code_line(time, of, used)
 
-    def _cores(self, samples: CodeSamples) -> float:
-        """Of the time of the judged steps, that of these samples; at most all of it."""
-        whole_ns = self._step_ns(samples)
-        return min(float(samples.weight_ns.sum()) / whole_ns, 1.0) if whole_ns else 0.0
+    def _in_other_threads(
+        self, samples: CodeSamples
+    ) -> tuple[CodeSamples, list[FunctionTime], str, float]:
+        """The same as `_ask`, of other Python threads beside the training threads."""
+        others = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
+        whole_ns = self._step_ns(others)
+        used = min(float(others.weight_ns.sum()) / whole_ns, 1.0) if whole_ns else 0.0
+        of = "a core, in another thread that takes the interpreter lock"
+        return others, function_times(others), of, used
 
     def _load(self, finding: Finding) -> CodeSamples:
         """Samples in the time that a finding is about: of some ranks, and of its own."""

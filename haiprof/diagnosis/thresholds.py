@@ -274,10 +274,9 @@ SPIKE_RATIO = 1.5
 """A step this much longer than the steps around it is a spike: `--slow-ratio`'s default."""
 MORE_WORK_RATIO = 1.25
 LIKE_RATIO = 1.6
-LIKE_POWER = 2.0
 """A step with more work: forward and backward both take a quarter longer than around it, and their
-growth differs by less than this factor, or is of one the square of the other's at most, as that of
-attention. What interrupts a step hits one of them. Own choice."""
+growth differs by less than this factor, or by no more than that of attention from what is done per
+token (MOST_POWER). What interrupts a step hits one of them. Own choice."""
 SPIKE_WINDOW_STEPS = 21
 """Steps around it, of which the median is taken: ten before and ten after. Own choice."""
 SPIKE_MIN_COUNT = 3

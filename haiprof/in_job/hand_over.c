@@ -125,9 +125,8 @@ static int waits_for_lock(void) {
     return number == SYS_futex && address >= runtime_begin && address < runtime_end;
 }
 
-/* Sleeps until a time and asks for the lock; returns 0 once stopped. Called without the lock.
- * `looks`: whether it says if the main thread waits for the lock, which takes longer than the rest. */
-EXPORTED int haiprof_wait(long long due_ns, int looks) {
+/* Sleeps until a time and asks for the lock; returns 0 once stopped. Called without the lock. */
+EXPORTED int haiprof_wait(long long due_ns) {
     for (;;) {
         long long left = due_ns - now_ns();
         if (atomic_load(&haiprof_stopped)) return 0;
@@ -136,7 +135,7 @@ EXPORTED int haiprof_wait(long long due_ns, int looks) {
         struct timespec pause = {0, left};
         nanosleep(&pause, 0);
     }
-    atomic_store(&haiprof_lock_wait, looks ? waits_for_lock() : -1);
+    atomic_store(&haiprof_lock_wait, waits_for_lock());
     while (sem_trywait(&taken) == 0) continue;
     atomic_store(&wanted, 1);
     if (!atomic_exchange(&queued, 1) && add_pending_call(hand_over, 0) != 0)

@@ -24,7 +24,7 @@ class HandOver:
         import ctypes
 
         self._wait = library.haiprof_wait
-        self._wait.argtypes, self._wait.restype = (ctypes.c_longlong, ctypes.c_int), ctypes.c_int
+        self._wait.argtypes, self._wait.restype = (ctypes.c_longlong,), ctypes.c_int
         self.over = ctypes.PyDLL(library._name).haiprof_over
         """Says that the sample is taken, and lets the main thread go on; called with the lock."""
         self.over.argtypes, self.over.restype = (), None
@@ -39,17 +39,9 @@ class HandOver:
             find_symbol = ctypes.cast(ctypes.CDLL(None).dladdr1, ctypes.c_void_p)
             library.haiprof_find_lock(ctypes.c_void_p(ctypes.addressof(runtime)), find_symbol)
 
-    def wait(self, due_ns: int, *, looks: bool) -> bool:
-        """Sleeps until a time of CLOCK_MONOTONIC, then asks for the lock.
-
-        Args:
-            due_ns: That time.
-            looks: Whether `lock_wait` is known afterwards.
-
-        Returns:
-            False once stopped.
-        """
-        return bool(self._wait(due_ns, looks))
+    def wait(self, due_ns: int) -> bool:
+        """Sleeps until a time of CLOCK_MONOTONIC, then asks for the lock; False once stopped."""
+        return bool(self._wait(due_ns))
 
     def lock_wait(self) -> int:
         """Whether the main thread waited for the lock when the last sample was due; -1: unknown."""

@@ -176,18 +176,8 @@ class StackSampler:
     def _wait(self, due_ns: int) -> bool:
         """Sleeps until a sample is due; False once stopped."""
         if self._hand_over is not None:
-            return self._hand_over.wait(due_ns, looks=self._looks_at_lock())
+            return self._hand_over.wait(due_ns)
         return not self._wake.acquire(timeout=max(due_ns - _now(), 0) / _NS_PER_S)
-
-    def _looks_at_lock(self) -> bool:
-        """Whether the next sample asks the kernel who waits for the lock, which costs 0.1 ms.
-
-        Where no other thread of the job's runs Python hardly anybody can hold it.
-        """
-        return len(getattr(threading, "_active", ())) > 1 or self._is_turn_of_others()
-
-    def _is_turn_of_others(self) -> bool:
-        return (self._looks + 1) % OTHERS_EVERY == 0
 
     def _run(self) -> None:
         try:
@@ -215,7 +205,7 @@ class StackSampler:
             return
         owner = self._thread()
         lock_wait = -1 if self._hand_over is None else self._hand_over.lock_wait()
-        looks_at_others = self._is_turn_of_others() or lock_wait > 0
+        looks_at_others = (self._looks + 1) % OTHERS_EVERY == 0 or lock_wait > 0
         stacks = read_stacks(
             None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
         )

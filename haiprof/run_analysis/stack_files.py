@@ -12,7 +12,7 @@ import numpy as np
 from haiprof.base.arrays import Floats, Ints
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_format.reader import read_lines
-from haiprof.run_format.stack_lines import HEADER, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import HEADER, LOCK_WAITS, SAMPLES, STACKS_VERSION
 
 _NS_PER_US = 1000
 _TIME_LIMIT_NS = 1 << 62
@@ -118,7 +118,7 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
         and len({len(column) for column in columns}) == 1
     ):
         offset, late, stack = columns
-        waits = _lock_waits(line, len(stack))
+        waits = _lock_wait(line, len(stack))
         read.parts.append((begin + offset * _NS_PER_US, late * _NS_PER_US, stack, waits))
         others = line.get("others")
         for entry in others if isinstance(others, list) else []:
@@ -129,12 +129,12 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
                 read.others.append((at_ns, values[2], values[3], since_ns))
 
 
-def _lock_waits(line: Mapping[str, Any], count: int) -> Ints:
+def _lock_wait(line: Mapping[str, Any], count: int) -> Ints:
     """One per sample of a line: 1 where the lock was waited for; -1 where that is not known."""
     letters = text(line.get("lock_wait")) or ""
     if len(letters) != count:
         return np.full(count, -1, dtype=np.int64)
-    return np.array([{"0": 0, "1": 1}.get(letter, -1) for letter in letters], dtype=np.int64)
+    return np.array([LOCK_WAITS.find(letter, 0, 2) for letter in letters], dtype=np.int64)
 
 
 def _number_entries(

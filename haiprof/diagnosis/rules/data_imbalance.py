@@ -72,5 +72,5 @@ def data_imbalance(inputs: RuleInputs) -> Judgement:
         missing=() if uneven else ("the size of each rank's batches",),
         is_own_work=uneven is not None,
         cause=phase if named else None,
-        explains=("late_rank", "late_rank/now_and_then"),
+        explains=("late_rank/now_and_then",),
     )

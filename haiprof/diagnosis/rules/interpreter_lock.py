@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from haiprof.base.units import ratio_text
+from haiprof.diagnosis.causes import PHASE_RULES
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.thresholds import LOCK_WAIT_RATIO, LOCK_WAIT_SAMPLES
@@ -26,8 +27,9 @@ def interpreter_lock(inputs: RuleInputs) -> Judgement:
     of C code that does not let go.
     """
     found = {rank: inputs.load_samples(rank) for rank in _asked_ranks(inputs)}
-    waits = {rank: _share(samples) for rank, samples in found.items()}
-    if max(wait.sample_count for wait in waits.values()) < LOCK_WAIT_SAMPLES:
+    shares = {rank: _share(samples) for rank, samples in found.items()}
+    waits = {rank: share for rank, share in shares.items() if share is not None}
+    if not waits:
         return Abstention(rule=RULE, why="too few samples say whether the lock was waited for")
     rank = max(waits, key=lambda each: waits[each].least)
     share, least = waits[rank].share, waits[rank].least
@@ -52,11 +54,7 @@ def interpreter_lock(inputs: RuleInputs) -> Judgement:
         confidence=0.9,
         lost_ratio=share,
         explains=(
-            "dataloader_bound",
-            "forward_bound",
-            "backward_bound",
-            "optimizer_bound",
-            "outside_the_model",
+            *PHASE_RULES,
             "host_bound",
             "gpu_waits_for_host",
             "launch_bound",
@@ -73,7 +71,7 @@ def interpreter_lock(inputs: RuleInputs) -> Judgement:
 
 
 def _asked_ranks(inputs: RuleInputs) -> tuple[int, ...]:
-    """The first, the typical and the last: what a run is asked of has to stay the same."""
+    """The first, the typical and the last one: reading the samples of all would take too long."""
     return tuple(dict.fromkeys((inputs.world[0], typical_rank(inputs), inputs.world[-1])))
 
 
@@ -83,20 +81,22 @@ class _Waits(NamedTuple):
     share: float
     least: float
     """With 95 % certainty."""
-    sample_count: int
-    """Samples that say whether it waited."""
 
 
-def _share(samples: CodeSamples) -> _Waits:
-    """By the time that each sample stands for: a long run is sampled less often later."""
+def _share(samples: CodeSamples) -> _Waits | None:
+    """By the time that each sample stands for: a long run is sampled less often later.
+
+    Returns:
+        None where too few samples say whether the thread waited.
+    """
     known = samples.take((samples.lock_wait >= 0) & (samples.worker < 0))
     weight, waits = known.weight_ns, known.lock_wait > 0
-    if not weight.sum():
-        return _Waits(0.0, 0.0, 0)
+    if len(weight) < LOCK_WAIT_SAMPLES or not weight.sum():
+        return None
     share = float(weight[waits].sum() / weight.sum())
     count = float(weight.sum() ** 2 / (weight**2).sum())  # Kish's effective number of samples
     low, _ = wilson(np.array([share * count]), np.array([count]))
-    return _Waits(share, float(low[0]), len(weight))
+    return _Waits(share, float(low[0]))
 
 
 def _other_cores(samples: CodeSamples) -> float | None:

@@ -16,7 +16,6 @@ from haiprof.diagnosis.thresholds import (
     CORE_WAIT_WARNING_RATIO,
     DRIFT_PHASE_RATIO,
     JITTER_WARNING_RATIO,
-    LIKE_POWER,
     LIKE_RATIO,
     MORE_WORK_RATIO,
     MOST_RATIO,
@@ -26,6 +25,7 @@ from haiprof.diagnosis.thresholds import (
     SPIKE_WINDOW_STEPS,
     TREND_P_VALUE,
 )
+from haiprof.diagnosis.work_per_step import MOST_POWER
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 RULE = "jitter"
@@ -100,15 +100,11 @@ def _is_spike(steps: pl.DataFrame, numbers: pl.DataFrame, around: pl.DataFrame) 
     the step takes longer is theirs.
     """
     whole, usual = numbers["step_ns"], around["step_ns"]
-    grown = [
-        numbers[name] / around[name].clip(1.0) for name in ("forward_host_ns", "backward_host_ns")
-    ]
+    names = ("forward_host_ns", "backward_host_ns")
+    grown = [numbers[name] / around[name].clip(1.0) for name in names]
     less, more = pl.DataFrame(grown).min_horizontal(), pl.DataFrame(grown).max_horizontal()
-    alike = (more < less * LIKE_RATIO) | (more < less**LIKE_POWER)
-    theirs = sum(
-        (numbers[name] - around[name] for name in ("forward_host_ns", "backward_host_ns")),
-        start=0.0 * whole,
-    )
+    alike = (more < less * LIKE_RATIO) | (more < less**MOST_POWER)
+    theirs = numbers.select(names).sum_horizontal() - around.select(names).sum_horizontal()
     works = (less > MORE_WORK_RATIO) & alike & (theirs > DRIFT_PHASE_RATIO * (whole - usual))
     passes = steps["micro_step_count"]
     return (whole > SPIKE_RATIO * usual) & ~works & (passes == passes.median())

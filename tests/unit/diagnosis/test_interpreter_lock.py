@@ -49,6 +49,16 @@ def test_one_rank_of_two_is_named(tmp_path: Path) -> None:
     assert "rank 1 waits for it" in found["interpreter_lock"].title
 
 
+def test_rank_that_says_nothing_of_the_lock_is_not_taken_for_one_that_never_waits(
+    tmp_path: Path,
+) -> None:
+    root = write_story(tmp_path / "run", lambda *_: (0.2, 10.0, 20.0, 2.0), ranks=2, steps=200)
+    samples = sample(RunFrames(root), lambda *_: TRAIN, rank=1)
+    write_stacks(RunPaths(root).rank(1).stacks, samples, waits=[True] * len(samples))
+    found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["interpreter_lock"]
+    assert found.rank is None
+
+
 def test_seldom_waits_are_no_finding(tmp_path: Path) -> None:
     verdict = judge(tmp_path, 15)
     assert "interpreter_lock" in verdict.checked
