@@ -18,8 +18,8 @@ setup(
         ),
         # No module of Python's, and without its headers: what a job's interpreter loads by ctypes.
         Extension(
-            "haiprof.in_job._hand_over",
-            ["haiprof/in_job/hand_over.c"],
+            "haiprof.in_job._sample_clock",
+            ["haiprof/in_job/sample_clock.c"],
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
             optional=True,
         ),

@@ -30,7 +30,7 @@ RATES = (1.0, 20.0, 50.0)
 LOOPS = {"mlp": "0.4 ms", "transformer": "30 ms"}
 SETTLE_S = 3.0
 SLICE_SAMPLES = 5
-"""Samples of which CPU time and hand-overs are read together."""
+"""Of at least so many samples, and a second as in a job, CPU time is read together."""
 MOST_STEP, MOST_CORE = 0.002, 0.001
 """Of a step of 30 ms, and of a core: what sampling may cost at the default rate."""
 
@@ -39,23 +39,22 @@ MOST_STEP, MOST_CORE = 0.002, 0.001
 class Times:
     """Microseconds per sample: of each sample, or means of slices."""
 
-    walk: list[float] = field(default_factory=list)
-    """CPU time with the interpreter lock: looking at the stack and finding its number."""
-    held: list[float] = field(default_factory=list)
-    """The training thread had handed the lock over, whoever had the core meanwhile."""
+    own: list[float] = field(default_factory=list)
+    """The training thread took samples itself."""
     cpu: list[float] = field(default_factory=list)
     """All of the sampling thread."""
 
+    def most(self) -> list[float]:
+        """What training is held up by, at most."""
+        return [own + cpu for own, cpu in zip(self.own, self.cpu, strict=True)]
 
-class TimedSampler(StackSampler):
-    """The sampler, with the CPU time of each sample beside it."""
 
-    walks: list[int]
+class CountingSampler(StackSampler):
+    """The sampler, which says how many samples it has."""
 
-    def _sample(self, due_ns: int) -> None:
-        began = time.thread_time_ns()
-        super()._sample(due_ns)
-        self.walks.append(time.thread_time_ns() - began)
+    def count(self) -> int:
+        """Samples so far."""
+        return len(self._samples)
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class Cost:
     loop: str
     hz: float
     step_ms: float
+    count: int
     times: Times
     late_us: float
 
@@ -74,19 +74,16 @@ def measure(loop: str, hz: float, count: int) -> Cost:
     step, ident, times = stepper(loop), threading.get_ident(), Times()
     settled = time.perf_counter() + SETTLE_S
     train(step, lambda: time.perf_counter() >= settled)
-    sampler = TimedSampler(lambda: ident, hz=hz, note=print)
-    sampler.walks = []
+    sampler = CountingSampler(lambda: ident, hz=hz, note=print)
     sampler.prepare()
     thread = threading.Thread(target=sample, args=(sampler, hz, times))
     thread.start()
-    step_ms = train(step, lambda: len(sampler.walks) >= count)
+    step_ms = train(step, lambda: sampler.count() >= count)
     sampler.stop()
     thread.join()
-    times.walk = [ns / 1e3 for ns in sampler.walks]
-    line = sampler.take_line() or {"late_us": [math.nan]}
-    return Cost(
-        loop=loop, hz=hz, step_ms=step_ms, times=times, late_us=statistics.median(line["late_us"])
-    )
+    taken, line = sampler.count(), sampler.take_line() or {"late_us": [math.nan]}
+    late_us = statistics.median(line["late_us"])
+    return Cost(loop=loop, hz=hz, step_ms=step_ms, count=taken, times=times, late_us=late_us)
 
 
 def train(step: Callable[[], None], is_over: Callable[[], bool]) -> float:
@@ -99,15 +96,15 @@ def train(step: Callable[[], None], is_over: Callable[[], bool]) -> float:
     return statistics.median(steps)
 
 
-def sample(sampler: TimedSampler, hz: float, times: Times) -> None:
+def sample(sampler: CountingSampler, hz: float, times: Times) -> None:
     """The body of the sampling thread, with its clocks read after each slice."""
     before = (time.thread_time_ns(), sampler.held_ns(), 0)
-    while sampler.sample_until(round(SLICE_SAMPLES * 1e9 / hz)):
-        now = (time.thread_time_ns(), sampler.held_ns(), len(sampler.walks))
-        cpu_ns, held_ns, taken = (a - b for a, b in zip(now, before, strict=True))
+    while sampler.sample_until(round(max(SLICE_SAMPLES / hz, 1.0) * 1e9)):
+        now = (time.thread_time_ns(), sampler.held_ns(), sampler.count())
+        cpu_ns, own_ns, taken = (a - b for a, b in zip(now, before, strict=True))
         if taken:
             times.cpu.append(cpu_ns / 1e3 / taken)
-            times.held.append(held_ns / 1e3 / taken)
+            times.own.append(own_ns / 1e3 / taken)
         before = now
 
 
@@ -135,24 +132,24 @@ def report(costs: Sequence[Cost], load: float) -> str:
     lines = [
         "# Cost of sampling stacks",
         "",
-        f"`benchmarks/stack_cost.py`, torch {torch.__version__}; means, 95 % intervals. Holding "
-        "the lock is CPU time; handed over is elapsed time, and longer where the sampling thread "
-        "waits for a core that others have. Shares of a step are samples per second times that. "
-        f"Allowed at the default 20 a second: {MOST_STEP:.1%} of a 30 ms step, {MOST_CORE:.1%} of "
-        "a core.",
+        f"`benchmarks/stack_cost.py`, torch {torch.__version__}; means, 95 % intervals. Taken by "
+        "the training thread is elapsed time, shared by all samples; training is held up by that "
+        "and, at most, by all CPU time of the sampling thread. Shares of a step are samples per "
+        f"second times that. Allowed at the default 20 a second: {MOST_STEP:.1%} of a 30 ms step, "
+        f"{MOST_CORE:.1%} of a core.",
         "",
         f"Load average of the machine before and after: {load:.1f} and {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores. Above their number all of it is more than on a free machine: "
         "caches are cold, and each wait for the interpreter lock wakes up more often.",
         "",
-        "| step | samples a second | samples | holds the lock | of a step | lock handed over "
+        "| step | samples a second | samples | taken by the training thread | held up, at most "
         "| of a step | CPU time of a sample | of a core | late by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c.step_ms:.2f} ms ({c.loop}) | {c.hz:g} | {len(c.times.walk)} | {us(c.times.walk)} "
-        f"| {share(c.times.walk, c.hz)} | {us(c.times.held)} | {share(c.times.held, c.hz)} "
-        f"| {us(c.times.cpu)} | {share(c.times.cpu, c.hz)} | {c.late_us:.0f} us |"
+        f"| {c.step_ms:.2f} ms ({c.loop}) | {c.hz:g} | {c.count} | {us(c.times.own)} "
+        f"| {us(c.times.most())} | {share(c.times.most(), c.hz)} | {us(c.times.cpu)} "
+        f"| {share(c.times.cpu, c.hz)} | {c.late_us:.0f} us |"
         for c in costs
     ]
     return "\n".join(lines) + "\n"

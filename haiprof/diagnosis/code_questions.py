@@ -24,6 +24,7 @@ from haiprof.run_analysis.code_samples import (
 )
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.stack_lines import LOCK_HELD
 
 FIRST_BATCH, EVALUATION_HEAVY = "first_batch", "evaluation_heavy"
 LINE_LIMIT = 3
@@ -131,7 +132,9 @@ class CodeAnswers:
             lines += tuple(self._other_threads(finding))
         if not lines:
             return finding
-        late = float((chosen.late_ns > LATE_NS).mean()) if len(chosen.late_ns) else 0.0
+        # A thread that held the lock took the sample itself: of the code that it was in.
+        missed = (chosen.late_ns > LATE_NS) & (chosen.lock_wait != LOCK_HELD)
+        late = float(missed.mean()) if len(missed) else 0.0
         missing = tuple(lack for lack in finding.missing if not lack.startswith(_WHICH_CODE))
         if late > LATE_RATIO:
             missing += (_late_text(late),)

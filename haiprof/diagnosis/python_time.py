@@ -9,12 +9,15 @@ import numpy as np
 from haiprof.base.arrays import Floats
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.lines import innermost_frame, wilson
+from haiprof.run_format.stack_lines import LOCK_HELD
 
 MIN_COUNT = 20
 """With fewer samples of a phase nothing is said of it."""
-LATE_NS = 2_000_000
 FREE_RATIO = 0.5
-"""Of no smaller share of the samples is judged what is late of them: it would be chance."""
+"""Of no smaller share of the samples is judged what is held of them: it would be chance."""
+DISPATCH_RATIO = 1 / 3
+"""Of an operator that takes a microsecond, what Python needs to call it: it holds the lock so long.
+Measured on `torch.add` of ten numbers, CPython 3.11."""
 _TORCH = "/torch/"
 
 
@@ -26,16 +29,16 @@ class PythonTime:
     """The innermost frame is not of torch: Python, a call that waits, another library; also
     operators that the job's own code calls by itself."""
     held_ratio: float
-    """Of that, while the interpreter was held: samples came late there, which operators of torch
-    and calls that wait let through."""
+    """Of that, while the thread held the interpreter lock for more than calls of operators: Python,
+    and C of other libraries. 0 where nobody looked who held it."""
 
 
-def python_time(samples: CodeSamples, phase: str, *, core_wait: float = 0.0) -> PythonTime | None:
+def python_time(samples: CodeSamples, phase: str) -> PythonTime | None:
     """How a phase of the training threads is shared; None with too few samples.
 
-    Samples come late also where the sampler itself waits for a core: as often as those of torch, or
-    as the training thread waited (`core_wait`), where that is more. Where the interpreter is held
-    for a share h of the time, h + (1 - h) w of the samples are late.
+    Whoever calls an operator holds the lock until it runs: as often as in torch's own frames, or
+    for DISPATCH_RATIO of the time, where that is more. Where Python beside that takes a share h,
+    the lock is held in h + (1 - h) of it.
     """
     chosen = (samples.phase == CODE_PHASES.index(phase)) & (samples.worker < 0)
     if int(chosen.sum()) < MIN_COUNT:
@@ -43,13 +46,13 @@ def python_time(samples: CodeSamples, phase: str, *, core_wait: float = 0.0) -> 
     tree = samples.tree
     of_torch = np.array([_TORCH in frame.file for frame in tree.frames] or [False], dtype=np.bool_)
     leaf, weight = tree.place[samples.stack[chosen]], samples.weight_ns[chosen]
-    own, late = ~of_torch[leaf], samples.late_ns[chosen] > LATE_NS
-    usual = float(late[~own].mean()) if (~own).any() else 0.0
-    usual = max(usual, core_wait)
-    beyond = float(late[own].mean()) - usual if own.any() else 0.0
-    held = max(beyond, 0.0) / max(1.0 - usual, FREE_RATIO)
+    own, held = ~of_torch[leaf], samples.lock_wait[chosen] == LOCK_HELD
+    usual = float(held[~own].mean()) if (~own).any() else 0.0
+    usual = max(usual, DISPATCH_RATIO)
+    beyond = float(held[own].mean()) - usual if own.any() else 0.0
+    python = max(beyond, 0.0) / max(1.0 - usual, FREE_RATIO)
     share = float(weight[own].sum()) / max(float(weight.sum()), 1.0)
-    return PythonTime(own_ratio=share, held_ratio=share * held)
+    return PythonTime(own_ratio=share, held_ratio=share * python)
 
 
 def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:

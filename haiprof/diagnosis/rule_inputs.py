@@ -123,7 +123,7 @@ class RuleInputs:
     def python_time(self, phase: str) -> PythonTime | None:
         """What of a phase is Python of the job's own, on the typical rank; None: not known."""
         rank = typical_rank(self)
-        return python_time(self.load_samples(rank), phase, core_wait=self.core_waits.get(rank, 0.0))
+        return python_time(self.load_samples(rank), phase)
 
     @property
     def world(self) -> tuple[int, ...]:

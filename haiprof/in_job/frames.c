@@ -11,8 +11,9 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <time.h>
 
-enum { VERSION = 1 }; /* also in frames.py */
+enum { VERSION = 2 }; /* also in frames.py */
 
 typedef struct {
     PyObject *code, *instruction, *back; /* names of attributes */
@@ -101,8 +102,70 @@ read_stacks(PyObject *module, PyObject *arguments)
     return stacks;
 }
 
+static Walk own_walk;           /* of `take_sample`, and the list that takes its samples */
+static PyObject *samples;
+static Py_ssize_t most_samples;
+
+/* Appends (time, lateness, state of the lock, stack) of a thread. Called with the lock, also in a
+ * pending call: nothing is raised, and no error is there before. For sample_clock.c. */
+static void
+take_sample(void *thread, long long due_ns, int lock_state)
+{
+    struct timespec now;
+    if (samples == NULL || PyList_Size(samples) >= most_samples) {
+        return;
+    }
+    int collects = PyGC_Disable();
+    PyObject *frame = (PyObject *)PyThreadState_GetFrame((PyThreadState *)thread);
+    PyObject *stack = read_stack(&own_walk, frame == NULL ? Py_None : frame);
+    Py_XDECREF(frame);
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    long long time_ns = now.tv_sec * 1000000000LL + now.tv_nsec;
+    PyObject *sample = stack == NULL
+        ? NULL
+        : Py_BuildValue("(LLiN)", time_ns, time_ns - due_ns, lock_state, stack);
+    if (sample == NULL || PyList_Append(samples, sample) < 0) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(sample);
+    if (collects) {
+        PyGC_Enable();
+    }
+}
+
+/* The address of `take_sample`, which from now on fills another list. */
+static PyObject *
+sample_into(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    PyObject *list, *until;
+    Py_ssize_t most, limit;
+    if (!PyArg_ParseTuple(arguments, "O!nOn", &PyList_Type, &list, &most, &until, &limit)) {
+        return NULL;
+    }
+    if (own_walk.code == NULL) {
+        own_walk.code = PyUnicode_InternFromString("f_code");
+        own_walk.instruction = PyUnicode_InternFromString("f_lasti");
+        own_walk.back = PyUnicode_InternFromString("f_back");
+        if (own_walk.code == NULL || own_walk.instruction == NULL || own_walk.back == NULL) {
+            return NULL;
+        }
+    }
+    PyObject *list_before = samples, *until_before = own_walk.until;
+    Py_INCREF(list);
+    Py_INCREF(until);
+    samples = list;
+    most_samples = most;
+    own_walk.until = until;
+    own_walk.limit = limit;
+    Py_XDECREF(list_before);
+    Py_XDECREF(until_before);
+    return PyLong_FromVoidPtr((void *)take_sample);
+}
+
 static PyMethodDef functions[] = {
     {"read_stacks", read_stacks, METH_VARARGS, NULL},
+    {"sample_into", sample_into, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,19 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType
 from typing import Any
 
-from haiprof.in_job.frames import Place, read_stacks, why_not_safe
-from haiprof.in_job.hand_over import HandOver, load_hand_over
+from haiprof.in_job.frames import Place, Sample, read_stacks, why_not_safe
+from haiprof.in_job.sample_clock import SampleClock, load_sample_clock
 from haiprof.in_job.stack_tree import MAX_DEPTH, StackTree, take_all
 from haiprof.in_job.threads import start_deaf_thread
-from haiprof.run_format.stack_lines import HEADER, LOCK_WAITS, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import (
+    HEADER,
+    LOCK_STATES,
+    LOCK_UNKNOWN,
+    LOCK_WAITED_FOR,
+    SAMPLES,
+    STACKS_VERSION,
+)
 
 DEFAULT_HZ = 20.0
 PACE = ((300.0, 1.0), (3600.0, 0.25), (float("inf"), 0.05))
 """The share of the rate that a run has up to an age in seconds: 20 Hz, then 5 Hz, then 1 Hz. A day
 is 100,000 samples then, and the first minutes are known best."""
 HELD_RATIO = 0.005
-"""Of the training thread's time, what samples may take: where cores are scarce and each hand-over
-of the interpreter lock takes milliseconds, samples become few, and stay where they fall."""
+"""Of the training thread's time, what samples may take that it takes itself: with stacks of
+hundreds of frames samples become few."""
 HELD_AT_ONCE_NS = 50_000_000
 """So much it may be at the start already, for short runs."""
 MAX_PENDING = 2000
@@ -53,12 +60,13 @@ def why_not_sampled() -> str:
 
 
 class StackSampler:
-    """One thread that looks at another one's frames.
+    """One thread that looks at another one's frames, or has it note them itself.
 
-    It has to hold the interpreter lock to look. `hand_over` has the training thread let go of it
-    between two bytecodes; without that it comes where that thread lets go of it for long, so that
-    what runs between small operators is seen too seldom, and what follows too often. `late_us` says
-    how long each sample waited. A thread of its own, as the one that writes may wait for a disk.
+    Who looks has to hold the interpreter lock. `sample_clock` finds who holds it when a sample is
+    due, and takes the sample without waiting; without that, it comes where the training thread lets
+    go of the lock for long, so that what runs between small operators is seen too seldom, and what
+    follows too often. `late_us` says how long each sample waited. A thread of its own, as the one
+    that writes may wait for a disk.
 
     Args:
         thread: Says which thread is sampled.
@@ -81,13 +89,14 @@ class StackSampler:
         self._note = note
         self._until = until
         self._tree = StackTree()
+        self._taken: list[Sample] = []
         self._samples: list[tuple[int, int, int, int]] = []
         self._others: list[tuple[int, int, int, int, int]] = []
         self._threads: dict[str, int] = {}
         self._new_threads: list[tuple[int, str]] = []
         self._cpu: dict[int, tuple[int, int]] = {}
         self._wake = _thread.allocate_lock()
-        self._hand_over: HandOver | None = None
+        self._clock: SampleClock | None = None
         self._held_before_ns = 0
         self._stopped = False
         self._cpu_ns = 0
@@ -104,15 +113,17 @@ class StackSampler:
         """Makes it ready for `sample_until`, on whichever thread."""
         self._wake.acquire()
         self._began_ns = _now()
-        self._hand_over = load_hand_over(self._thread)
-        self._held_before_ns = self._hand_over.held_ns() if self._hand_over is not None else 0
+        self._clock = load_sample_clock(
+            self._thread, self._taken, most=MAX_PENDING, until=self._until, limit=MAX_DEPTH
+        )
+        self._held_before_ns = 0 if self._clock is None else self._clock.held_ns()
 
     def stop(self) -> None:
         """Ends the thread, soon; from any thread."""
         if not self._stopped:
             self._stopped = True
-            if self._hand_over is not None:
-                self._hand_over.stop()
+            if self._clock is not None:
+                self._clock.stop()
             self._wake.release()
 
     def header(self, worker: int | None = None) -> dict[str, Any]:
@@ -146,9 +157,9 @@ class StackSampler:
             "stack": [stack for _, _, stack, _ in samples],
             "cpu_ns": self._cpu_ns,
         }
-        waits = "".join(LOCK_WAITS[wait] for _, _, _, wait in samples)
-        if waits.strip(LOCK_WAITS[-1]):
-            line["lock_wait"] = waits
+        states = "".join(LOCK_STATES[state] for _, _, _, state in samples)
+        if states.strip(LOCK_STATES[LOCK_UNKNOWN]):
+            line["lock_wait"] = states
         if others:
             line["others"] = [[(o[0] - first) // _NS_PER_US, *o[1:]] for o in others]
         return {**line, "threads": threads} if threads else line
@@ -159,25 +170,62 @@ class StackSampler:
         Returns:
             False once it has been stopped.
         """
-        began, ends = _now(), _now() + pause_ns
-        while not self._stopped and began < ends:
-            due = began + self._pause_ns()
-            if not self._wait(due):
-                return False
-            try:
-                self._sample(due)
-            finally:
-                if self._hand_over is not None:
-                    self._hand_over.over()
-            began = _now()
+        ends = _now() + pause_ns
+        while not self._stopped and _now() < ends:
+            known = self._thread() == threading.main_thread().ident
+            self._take_samples(self._due_times(ends), self._clock if known else None)
         self._cpu_ns = time.thread_time_ns()
         return not self._stopped
 
-    def _wait(self, due_ns: int) -> bool:
-        """Sleeps until a sample is due; False once stopped."""
-        if self._hand_over is not None:
-            return self._hand_over.wait(due_ns)
-        return not self._wake.acquire(timeout=max(due_ns - _now(), 0) / _NS_PER_S)
+    def _due_times(self, ends_ns: int) -> list[int]:
+        """When the next samples are due: up to a time, and until other threads are looked at."""
+        most = OTHERS_EVERY if self._has_other_threads() else MAX_PENDING
+        due = [_now() + self._pause_ns()]
+        while due[-1] < ends_ns and len(due) < most:
+            due.append(due[-1] + self._pause_ns())
+        return due
+
+    def _has_other_threads(self) -> bool:
+        """Whether the job has Python threads beside the one that is sampled."""
+        known = getattr(threading, "_active", {})
+        return len(known) - (self._thread() in known) - (_ident() in known) > 0
+
+    def _take_samples(self, due_ns: Sequence[int], clock: SampleClock | None) -> None:
+        """Waits and samples: at all of the times, or at the first one that needs a look from here.
+
+        Args:
+            due_ns: When samples are due.
+            clock: Takes most of them; None where the sampling thread takes all of them.
+        """
+        over = 0
+        if clock is None:
+            self._wake.acquire(timeout=max(due_ns[0] - _now(), 0) / _NS_PER_S)
+        else:
+            over = clock.take_samples(due_ns)
+        for time_ns, late_ns, known, stack in take_all(self._taken):
+            self._add(time_ns, late_ns, self._tree.find(stack), known)
+        if self._stopped:
+            return
+        is_due = over < len(due_ns)
+        state = clock.lock_state() if clock is not None and is_due else LOCK_UNKNOWN
+        owner, self._looks = self._thread(), self._looks + over + is_due
+        looks_at_others = self._looks >= OTHERS_EVERY or state == LOCK_WAITED_FOR
+        if not is_due and not looks_at_others:
+            return
+        stacks = read_stacks(
+            None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
+        )
+        if is_due:
+            time_ns, number = _now(), self._tree.find(stacks.get(owner, ()))
+            self._add(time_ns, time_ns - due_ns[over], number, state)
+        if looks_at_others:
+            self._looks = 0
+            self._look_at_others(stacks, owner)
+
+    def _add(self, time_ns: int, late_ns: int, stack: int, lock_state: int) -> None:
+        """Takes one sample, unless too many wait for a disk."""
+        if len(self._samples) < MAX_PENDING:
+            self._samples.append((time_ns, late_ns, stack, lock_state))
 
     def _run(self) -> None:
         try:
@@ -197,24 +245,7 @@ class StackSampler:
 
     def held_ns(self) -> int:
         """For how long the training thread has waited for samples."""
-        return 0 if self._hand_over is None else self._hand_over.held_ns() - self._held_before_ns
-
-    def _sample(self, due_ns: int) -> None:
-        """Takes one sample."""
-        if self._stopped or len(self._samples) >= MAX_PENDING:
-            return
-        owner = self._thread()
-        lock_wait = -1 if self._hand_over is None else self._hand_over.lock_wait()
-        looks_at_others = (self._looks + 1) % OTHERS_EVERY == 0 or lock_wait > 0
-        stacks = read_stacks(
-            None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
-        )
-        number = self._tree.find(stacks.get(owner, ()))
-        time_ns = _now()
-        self._samples.append((time_ns, time_ns - due_ns, number, lock_wait))
-        self._looks += 1
-        if looks_at_others:
-            self._look_at_others(stacks, owner)
+        return 0 if self._clock is None else self._clock.held_ns() - self._held_before_ns
 
     def _look_at_others(self, stacks: Mapping[int, Sequence[Place]], owner: int) -> None:
         """Which other Python threads used a core, and what they are at: may hold the lock."""

@@ -84,7 +84,7 @@ class CodeSamples:
     late_ns: Ints
     """How long it came after its time."""
     lock_wait: Ints
-    """1 where the training thread waited for the interpreter lock; -1 where that is not known."""
+    """How the training thread stood to the interpreter lock, as LOCK_HELD and the others say."""
     step: Ints
     """-1 outside steps, and for workers."""
     slow: Bools

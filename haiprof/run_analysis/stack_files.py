@@ -12,7 +12,7 @@ import numpy as np
 from haiprof.base.arrays import Floats, Ints
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_format.reader import read_lines
-from haiprof.run_format.stack_lines import HEADER, LOCK_WAITS, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import HEADER, LOCK_HELD, LOCK_STATES, SAMPLES, STACKS_VERSION
 
 _NS_PER_US = 1000
 _TIME_LIMIT_NS = 1 << 62
@@ -48,7 +48,7 @@ class SampledProcess:
     stack: Ints
     """0 where no Python code ran or the stack is not known."""
     lock_wait: Ints
-    """1 where the training thread waited for the interpreter lock; -1 where that is not known."""
+    """How the training thread stood to the interpreter lock: LOCK_HELD and the others."""
     other_time_ns: Ints
     """One per look at another Python thread of the process that was busy."""
     other_stack: Ints
@@ -130,11 +130,13 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
 
 
 def _lock_wait(line: Mapping[str, Any], count: int) -> Ints:
-    """One per sample of a line: 1 where the lock was waited for; -1 where that is not known."""
+    """One per sample of a line: how the training thread stood to the interpreter lock."""
     letters = text(line.get("lock_wait")) or ""
     if len(letters) != count:
         return np.full(count, -1, dtype=np.int64)
-    return np.array([LOCK_WAITS.find(letter, 0, 2) for letter in letters], dtype=np.int64)
+    return np.array(
+        [LOCK_STATES.find(letter, 0, LOCK_HELD + 1) for letter in letters], dtype=np.int64
+    )
 
 
 def _number_entries(

@@ -30,7 +30,8 @@ SAMPLE_FIELDS = {
     "late_us": "how long each sample came after its time: it waited for the interpreter or a core",
     "stack": "the stack of each sample; 0: no Python code ran; -1: left out, there were too many",
     "lock_wait": "a letter for each sample: 1 where the training thread waited for the interpreter "
-    "lock, which another thread held, 0 where not, - where nobody looked; left out without any",
+    "lock, which another thread held, h where it held it itself, 0 where neither, - where nobody "
+    "looked; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
@@ -38,8 +39,10 @@ SAMPLE_FIELDS = {
 }  # fmt: skip
 """The fields of a line of samples."""
 
-LOCK_WAITS = "01-"
-"""The letters of `lock_wait` for 0, 1 and -1: no, yes, and not known."""
+LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1
+"""How the training thread stood to the interpreter lock when a sample was due."""
+LOCK_STATES = "01h-"
+"""The letters of `lock_wait` for these."""
 LEFT_OUT = -1
 """Number of the stack of samples whose stacks were too many to be told apart."""
 FILE_LIMIT_BYTES = 4 << 20

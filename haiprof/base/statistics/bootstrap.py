@@ -142,13 +142,14 @@ def _counts(count: int, block: int, draws: int) -> Iterator[Floats]:
     step = max(1, _CHUNK // count)
     for first in range(0, draws, step):
         rows = min(step, draws - first)
-        change = np.zeros((rows, count + block + 1))
+        width = count + block + 1
+        row = np.arange(rows)[:, None] * width
+        change = np.zeros(rows * width)
         for length, blocks in ((block, whole), (rest, 1 if rest else 0)):
-            starts = random.integers(0, count, (rows, blocks))
-            row = np.broadcast_to(np.arange(rows)[:, None], starts.shape)
-            np.add.at(change, (row, starts), 1)
-            np.add.at(change, (row, starts + length), -1)
-        ordered = np.cumsum(change, axis=1)[:, : count + block]
+            starts = (random.integers(0, count, (rows, blocks)) + row).ravel()
+            change += np.bincount(starts, minlength=change.size)
+            change -= np.bincount(starts + length, minlength=change.size)
+        ordered = np.cumsum(change.reshape(rows, width), axis=1)[:, : count + block]
         drawn = ordered[:, :count]
         drawn[:, :block] += ordered[:, count:]
         yield drawn

@@ -13,6 +13,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.thresholds import LOCK_WAIT_RATIO, LOCK_WAIT_SAMPLES
 from haiprof.run_analysis.code_samples import OTHER_THREADS, CodeSamples
 from haiprof.run_analysis.lines import wilson
+from haiprof.run_format.stack_lines import LOCK_WAITED_FOR
 
 RULE = "interpreter_lock"
 
@@ -20,11 +21,11 @@ RULE = "interpreter_lock"
 def interpreter_lock(inputs: RuleInputs) -> Judgement:
     """Fires where the training thread was found waiting for the lock in a tenth of the samples.
 
-    Before a sample is taken, the kernel is asked whether the thread sleeps on CPython's lock
-    (`in_job/hand_over.c`): it then waits for another thread, whatever that one does, and not for a
-    queue, a disk or a core. Beazley, Understanding the Python GIL (PyCon 2010), shows how an
-    operator that lets go of the lock for microseconds loses 5 ms each time, and all of a long call
-    of C code that does not let go.
+    Where another thread holds CPython's lock when a sample is due, the kernel is asked whether the
+    training thread sleeps on it (`in_job/sample_clock.c`): it then waits for that thread, whatever
+    that one does, and not for a queue, a disk or a core. Beazley, Understanding the Python GIL
+    (PyCon 2010), shows how an operator that lets go of the lock for microseconds loses 5 ms each
+    time, and all of a long call of C code that does not let go.
     """
     found = {rank: inputs.load_samples(rank) for rank in _asked_ranks(inputs)}
     shares = {rank: _share(samples) for rank, samples in found.items()}
@@ -90,7 +91,7 @@ def _share(samples: CodeSamples) -> _Waits | None:
         None where too few samples say whether the thread waited.
     """
     known = samples.take((samples.lock_wait >= 0) & (samples.worker < 0))
-    weight, waits = known.weight_ns, known.lock_wait > 0
+    weight, waits = known.weight_ns, known.lock_wait == LOCK_WAITED_FOR
     if len(weight) < LOCK_WAIT_SAMPLES or not weight.sum():
         return None
     share = float(weight[waits].sum() / weight.sum())

@@ -150,7 +150,7 @@ def critical_path(
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
     calls = runtime_calls(trace)
     gpu = device_events(trace, calls)
-    main = host.number_of(window.thread) if window.thread in host.threads else -1
+    main = host.number_of(window.thread)
     graph = Graph(
         host=host, gpu=gpu, causes=causes(trace, gpu, calls), main=main,
         joins=joins_by_thread(trace, host, gpu, calls, main=main),

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered_lengths, union
-from haiprof.trace_analysis.call_tree import CallTree, nest
+from haiprof.base.intervals import covered_lengths, union
 from haiprof.trace_analysis.dependencies.device_events import (
     USUAL_DELAY_NS,
     Bools,
@@ -19,6 +17,7 @@ from haiprof.trace_analysis.dependencies.device_events import (
 )
 from haiprof.trace_analysis.dependencies.host_events import LONG_GAP_NS, HostEvents
 from haiprof.trace_analysis.dependencies.host_waits import QUEUE, host_waits
+from haiprof.trace_analysis.dependencies.thread_handovers import hand_overs
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 NOTHING: Ints = np.empty(0, dtype=np.int64)
@@ -96,68 +95,29 @@ def _blocking_calls(
 
 
 def _between_threads(host: HostEvents, main: int) -> Iterator[_Part]:
-    """Hand-overs between the forward and backward threads, and threads woken after a pause."""
-    trees = {
-        number: nest(host.frame[host.rows_of(number)].filter(~pl.col("is_mark")))
-        for number in range(len(host.threads))
-    }
-    held = {number: union(NOTHING, NOTHING) for number in trees}
-    numbers = {thread: number for number, thread in enumerate(host.threads)}
-    for pair in host.backward_threads:
-        if pair.forward not in numbers or pair.backward not in numbers:
-            continue  # arrows lead there, but nothing ran there
-        forward, backward = numbers[pair.forward], numbers[pair.backward]
-        begins, ends, first, last = _forward_waits(trees[forward], trees[backward])
-        held[backward] = union(begins, ends)
-        yield _hand_over(forward, ends, last, backward)
-        yield _hand_over(backward, first, begins, forward)
-    for number, tree in trees.items():
+    """Hand-overs to and from threads of backward passes, and threads woken after a pause."""
+    held = [union(NOTHING, NOTHING)] * len(host.threads)
+    for found in hand_overs(host, host.threads[main]) if main >= 0 else ():
+        waiting, working = host.number_of(found.waiting), host.number_of(found.working)
+        held[working] = union(found.left, found.back)
+        began, left = found.began[found.was_idle], found.left[found.was_idle]
+        yield _hand_over(waiting, found.back, found.ended, working, assumed=False)
+        yield _hand_over(working, began, left, waiting, assumed=False)
+    for number, thread in enumerate(host.threads):
         if number != main:
-            yield _resumed_threads(tree, held[number], number, main)
+            starts = _resume_times(*host.work_of(thread))
+            starts = starts[covered_lengths(held[number], starts, starts + 1) == 0]
+            yield _hand_over(number, starts, starts, main, assumed=True)
 
 
-def _forward_waits(forward: CallTree, backward: CallTree) -> tuple[Ints, Ints, Ints, Ints]:
-    """Pauses of the forward thread while the backward thread worked, for which it waited.
-
-    Returns:
-        Begin and end of each, and when the backward thread's events in it began and ended.
-    """
-    begins, ends = _pauses(forward)
-    top = backward.depth == 0
-    starts_b, ends_b = backward.starts[top], np.maximum.accumulate(backward.ends[top])
-    first = np.searchsorted(starts_b, begins)
-    last = np.searchsorted(ends_b, ends, side="right") - 1
-    held = first <= last
-    return begins[held], ends[held], starts_b[first[held]], ends_b[last[held]]
+def _resume_times(starts: Ints, ends: Ints) -> Ints:
+    """When a thread begins, or goes on after a long pause: assumed to be woken by the main one."""
+    gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
+    found: Ints = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
+    return found
 
 
-def _pauses(tree: CallTree) -> tuple[Ints, Ints]:
-    """Gaps between consecutive starts and ends in which no leaf event runs."""
-    times = np.unique(np.concatenate([tree.starts, tree.ends]))
-    begins, ends = times[:-1], times[1:]
-    leaf = np.ones(len(tree.starts), dtype=np.bool_)
-    leaf[tree.parent[tree.parent >= 0]] = False
-    at = np.searchsorted(begins, tree.starts[leaf])
-    at = at[at < len(ends)]
-    busy = np.zeros(len(begins), dtype=np.bool_)
-    busy[at] = True
-    return begins[~busy], ends[~busy]
-
-
-def _resumed_threads(tree: CallTree, held: Intervals, number: int, main: int) -> _Part:
-    """Threads that begin, or resume after a long pause: assumed to be woken by the main thread."""
-    top = tree.depth == 0
-    starts = tree.starts[top]
-    reach = np.maximum.accumulate(tree.ends[top])
-    resumed = np.append(True, starts[1:] - reach[:-1] > LONG_GAP_NS)[: len(starts)]
-    resumed &= covered_lengths(held, starts, starts + 1) == 0  # the forward thread is known to wait
-    of, (time, cause, row, thread, call, known) = _hand_over(
-        number, starts[resumed], starts[resumed], main
-    )
-    return of, (time, cause, row, thread, call, ~known)
-
-
-def _hand_over(of: int, time: Ints, cause_time: Ints, thread: int) -> _Part:
+def _hand_over(of: int, time: Ints, cause_time: Ints, thread: int, *, assumed: bool) -> _Part:
     none = np.full(len(time), -1, dtype=np.int64)
-    same = np.zeros(len(time), dtype=np.bool_)
-    return none + 1 + of, (time, cause_time, none, none + 1 + thread, none, same)
+    inferred = np.full(len(time), assumed, dtype=np.bool_)
+    return none + 1 + of, (time, cause_time, none, none + 1 + thread, none, inferred)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.dependencies.host_events import HostEvents
+from haiprof.trace_analysis.dependencies.host_events import HostEvents, Thread
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-Thread = tuple[int, int]
-"""pid and tid."""
 Instance = int | tuple[int, int]
 """One of several ranges of a name, from 0; or the first and the last of those that are meant."""
 

@@ -157,6 +157,19 @@ def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
     )
 
 
+def launches_around(gpu: DeviceEvents, calls: RuntimeCalls, rows: Ints) -> tuple[Ints, Ints]:
+    """The event that each of some calls' thread launched last before it, and next; -1 for none."""
+    launched = gpu.launch_order(np.flatnonzero(gpu.call >= 0))
+    threads = calls.thread[gpu.call[launched]]
+    last, following = np.full((2, len(rows)), -1, dtype=np.int64)
+    for thread in np.unique(calls.thread[rows]):
+        of = np.flatnonzero(calls.thread[rows] == thread)
+        own = launched[threads == thread]
+        at = np.searchsorted(gpu.launched[own], calls.starts[rows[of]])
+        last[of], following[of] = np.append(own, -1)[at - 1], np.append(own, -1)[at]
+    return last, following
+
+
 def _numbers(keys: pl.DataFrame) -> Ints:
     """A number of each row; equal rows have the same."""
     found: Ints = keys.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()

@@ -15,6 +15,10 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 LONG_GAP_NS = 1_000_000
 """A thread that was idle for longer began again because of another one. Source: Chakra's
 trace_linker, enforce_inter_thread_order, threshold 1000 us."""
+AUTOGRAD = r"^autograd::engine|AccumulateGrad|Backward\d*$"
+"""Operators of backward passes; before 2021 only the functions themselves were recorded."""
+Thread = tuple[int, int]
+"""pid and tid."""
 
 
 class HostEvents:
@@ -51,7 +55,7 @@ class HostEvents:
         return found
 
     @cached_property
-    def threads(self) -> list[tuple[int, int]]:
+    def threads(self) -> list[Thread]:
         """Process and thread id of each thread; its place is the thread's number."""
         return self.frame.select("pid", "tid").unique(maintain_order=True).rows()
 
@@ -73,17 +77,25 @@ class HostEvents:
         first, last = np.searchsorted(self.thread_of_row, [thread, thread + 1])
         return slice(int(first), int(last))
 
+    def work_of(self, thread: Thread) -> tuple[Ints, Ints]:
+        """Starts and ends of a thread's operators and calls, one before those inside it."""
+        if thread not in self.threads:  # arrows may lead where nothing ran
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        rows = self.rows_of(self.threads.index(thread))
+        is_work = ~self.frame["is_mark"][rows].to_numpy()
+        return self.tree.starts[rows][is_work], self.tree.ends[rows][is_work]
+
     def rows_named(self, pattern: str) -> Ints:
         """Rows of `frame` with a name that matches a regular expression."""
         names = self.frame["name"].unique()
         matching = names.filter(names.cast(pl.String).str.contains(pattern))
         return np.flatnonzero(self.frame["name"].is_in(matching.implode()).to_numpy())
 
-    def number_of(self, thread: tuple[int, int]) -> int:
-        """The number of a thread."""
-        return self.threads.index(thread)
+    def number_of(self, thread: Thread) -> int:
+        """The number of a thread; -1 of one on which nothing ran."""
+        return self.threads.index(thread) if thread in self.threads else -1
 
-    def busiest_thread(self) -> tuple[int, int]:
+    def busiest_thread(self) -> Thread:
         """The thread with most operators and calls that is not one of backward passes."""
         counts = self.frame.filter(~pl.col("is_mark")).group_by("pid", "tid").len()
         if counts.is_empty():
@@ -98,15 +110,17 @@ class HostEvents:
 class BackwardThread:
     """A thread of the autograd engine, and the thread that ran the forward pass."""
 
-    backward: tuple[int, int]
-    forward: tuple[int, int]
+    backward: Thread
+    forward: Thread | None
+    """None where a thread is known by the names of its operators alone."""
 
 
 def backward_threads(trace: Trace) -> list[BackwardThread]:
     """Threads that ran gradients of operators of another thread.
 
     Known by the sequence numbers that PyTorch gives an operator and its gradient, where the
-    gradient names a forward thread; else by the arrows of category `fwdbwd`.
+    gradient names a forward thread; else by the arrows of category `fwdbwd`; else by the names of
+    their operators.
     """
     numbered = trace.ops.filter(pl.col("sequence_number") >= 0)
     gradients = numbered.filter(pl.col("forward_tid") > 0)
@@ -117,7 +131,14 @@ def backward_threads(trace: Trace) -> list[BackwardThread]:
         pairs = _pairs(
             arrows.filter(pl.col("phase") == "f"), arrows.filter(pl.col("phase") == "s"), "id"
         )
-    return pairs
+    return pairs or _named_threads(trace.ops) if gradients.is_empty() else pairs
+
+
+def _named_threads(ops: pl.DataFrame) -> list[BackwardThread]:
+    """Threads with operators of backward passes, where neither numbers nor arrows are recorded."""
+    named = ops.filter(pl.col("name").cast(pl.String).str.contains(AUTOGRAD))
+    threads = named.select("pid", "tid").drop_nulls().unique().sort("pid", "tid").rows()
+    return [BackwardThread(backward=(pid, tid), forward=None) for pid, tid in threads]
 
 
 def _pairs(later: pl.DataFrame, earlier: pl.DataFrame, key: str) -> list[BackwardThread]:

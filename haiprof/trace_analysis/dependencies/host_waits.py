@@ -16,6 +16,7 @@ from haiprof.trace_analysis.dependencies.device_events import (
     Bools,
     DeviceEvents,
     RuntimeCalls,
+    launches_around,
 )
 from haiprof.trace_format.blocking_calls import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -109,7 +110,7 @@ def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostW
     event = np.full(len(syncs), -1, dtype=np.int64)
     stream, device, until = _recorded_scopes(trace, calls, syncs)
     assumed = stream < 0
-    last = _last_launch(gpu, calls, syncs)
+    last, _ = launches_around(gpu, calls, syncs)
     guessed = assumed & (last >= 0)
     stream[guessed] = gpu.frame["stream"].fill_null(-1).to_numpy()[last[guessed]]
     device[guessed] = gpu.device[last[guessed]]
@@ -121,19 +122,6 @@ def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostW
     within = gpu.latest_within(starts[missed], ends[missed])
     event[missed] = np.where((within < 0) & (done[missed] <= starts[missed]), event[missed], within)
     return HostWaits(STREAM, syncs, event, assumed)
-
-
-def _last_launch(gpu: DeviceEvents, calls: RuntimeCalls, syncs: Ints) -> Ints:
-    """The event that each call's thread launched last before it; -1 without any."""
-    launched = gpu.launch_order(np.flatnonzero(gpu.call >= 0))
-    threads = calls.thread[gpu.call[launched]]
-    found = np.full(len(syncs), -1, dtype=np.int64)
-    for thread in np.unique(calls.thread[syncs]):
-        of = np.flatnonzero(calls.thread[syncs] == thread)
-        own = launched[threads == thread]
-        at = np.searchsorted(gpu.launched[own], calls.starts[syncs[of]])
-        found[of] = np.append(own, -1)[at - 1]
-    return found
 
 
 def _recorded_scopes(trace: Trace, calls: RuntimeCalls, syncs: Ints) -> tuple[Ints, Ints, Ints]:

@@ -10,14 +10,12 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.base.intervals import covered_lengths, union
+from haiprof.trace_analysis.dependencies.thread_handovers import HandOvers
 from haiprof.trace_analysis.what_if.loader import WORKERS_TID, Batches
 
 DONE, MARK, LAUNCH, BLOCK_BEGIN, BLOCK_END = "done", "mark", "launch", "block_begin", "block_end"
 _TIES = {BLOCK_END: 0, DONE: 1, MARK: 2, LAUNCH: 3, BLOCK_BEGIN: 4}
 """Order of points of one thread at one time: a wait ends before what follows it."""
-AUTOGRAD = r"^autograd::engine|AccumulateGrad|Backward\d*$"
-"""Spans of backward passes; before 2021 only the functions themselves were recorded."""
 Bools = npt.NDArray[np.bool_]
 _Key = tuple[int, str, int]
 
@@ -49,25 +47,13 @@ class Host:
     """Threads that launch kernels and that nothing in the trace starts: they keep their times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Handoffs:
-    """Handoffs of the main thread to another: backward passes on autograd's thread."""
-
-    tid: int
-    left_ns: Ints
-    """Last thing that the main thread does before."""
-    begin_ns: Ints
-    end_ns: Ints
-    back_ns: Ints
-    """Next thing that the main thread does."""
-
-
 def host(
     spans: pl.DataFrame,
     calls: Calls,
     main_tid: int,
     *,
     window: tuple[int, int],
+    handed: Sequence[HandOvers] = (),
     batches: Batches | None = None,
 ) -> Host:
     """The host threads of a rank.
@@ -77,36 +63,35 @@ def host(
         calls: The calls among them that matter.
         main_tid: The thread that trains.
         window: Start and end in ns.
+        handed: Waits of threads for each other.
         batches: Of a loader with workers, which make one after the other beside all threads.
 
     Returns:
-        Chains of points, one per thread. While autograd's thread works and the main thread does
-        nothing, the main thread waits for it: an arrow there and one back. Other threads that
-        launch kernels run by themselves from where they begin: nothing in a trace says what they
-        wait for. Threads that launch none, such as NCCL's watchdog, are left out.
+        Chains of points, one per thread. Where a thread waits for another one, an arrow leads there
+        and one back. Other threads that launch kernels run by themselves from where they begin:
+        nothing in a trace says what they wait for. Threads that launch none, such as NCCL's
+        watchdog, are left out.
     """
-    handoffs = _handoffs(spans, main_tid)
     launching = calls.launches["tid"].unique().to_list()
-    linked = [main_tid, *(found.tid for found in handoffs)]
+    linked = [main_tid, *(found.working[1] for found in handed)]
     spans = spans.filter(pl.col("tid").is_in([*linked, *launching]))
     blocking = calls.blocking.filter(pl.col("tid").is_in(spans["tid"].implode()))
     calls = replace(calls, blocking=_with_batches(blocking, batches, main_tid))
-    points = _points(spans, calls, handoffs, main_tid, window, batches)
+    points = _points(spans, calls, handed, main_tid, window, batches)
     time, tid = points["time_ns"].to_numpy(), points["tid"].to_numpy()
     chained = np.flatnonzero(tid[1:] == tid[:-1])
     sources, targets = chained, chained + 1
     lengths = time[targets] - time[sources]
     is_work = np.ones(len(chained), dtype=bool)
-    for found in handoffs:
-        main, other = tid[sources] == main_tid, tid[sources] == found.tid
-        gaps = (found.end_ns[:-1], found.begin_ns[1:])
-        is_work &= ~(main & _inside(time[sources], time[targets], found.left_ns, found.back_ns))
-        is_work &= ~(other & _inside(time[sources], time[targets], *gaps))
+    for found in handed:
+        waiting, working = (tid[sources] == of[1] for of in (found.waiting, found.working))
+        is_work &= ~(waiting & _inside(time[sources], time[targets], found.left, found.back))
+        idle = (found.rested[found.was_idle], found.began[found.was_idle])
+        is_work &= ~(working & _inside(time[sources], time[targets], *idle))
     waits = _is_wait(points, sources, targets)
     lengths[waits] = np.minimum(lengths[waits], _least_cost(points, calls, sources[waits]))
     lengths[~is_work] = 0
-    there, back = _arrows(points, handoffs, main_tid)
-    arrows = np.concatenate([there, back])
+    arrows = _arrows(points, handed)
     ready = _ready_arrows(points, batches, main_tid)
     return Host(
         points=points,
@@ -122,47 +107,10 @@ def host(
     )
 
 
-def _handoffs(spans: pl.DataFrame, main_tid: int) -> list[_Handoffs]:
-    names = spans.filter(pl.col("name").str.contains(AUTOGRAD))
-    main = _outside_autograd(spans.filter(pl.col("tid") == main_tid))
-    stamps = np.unique(np.concatenate([main["ts_ns"].to_numpy(), main["end_ns"].to_numpy()]))
-    return [
-        _bursts(spans.filter(pl.col("tid") == tid).sort("ts_ns"), stamps, tid)
-        for tid in names["tid"].unique().sort()
-        if tid != main_tid
-    ]
-
-
-def _outside_autograd(spans: pl.DataFrame) -> pl.DataFrame:
-    """A thread's spans without those of autograd, such as gradients on the CPU."""
-    own = spans.filter(pl.col("name").str.contains(AUTOGRAD))
-    backward = union(own["ts_ns"].to_numpy(), own["end_ns"].to_numpy())
-    begins = spans["ts_ns"].to_numpy()
-    return spans.filter(pl.Series(covered_lengths(backward, begins, begins + 1)) == 0)
-
-
-def _bursts(spans: pl.DataFrame, stamps: Ints, tid: int) -> _Handoffs:
-    """Runs of a thread's spans during which the main thread neither begins nor ends anything."""
-    begin, end = spans["ts_ns"].to_numpy(), spans["end_ns"].to_numpy()
-    at = np.searchsorted(stamps, begin, side="right")
-    inner = (at > 0) & (at < len(stamps))
-    begin, end, at = begin[inner], end[inner], at[inner]
-    heads = np.flatnonzero(np.append(True, at[1:] != at[:-1])[: len(at)])
-    back = stamps[at[heads]]
-    last = np.maximum.reduceat(end, heads) if len(heads) else end
-    return _Handoffs(
-        tid=tid,
-        left_ns=stamps[at[heads] - 1],
-        begin_ns=begin[heads],
-        end_ns=np.minimum(last, back),
-        back_ns=back,
-    )
-
-
 def _points(
     spans: pl.DataFrame,
     calls: Calls,
-    handoffs: list[_Handoffs],
+    handed: Sequence[HandOvers],
     main_tid: int,
     window: tuple[int, int],
     batches: Batches | None,
@@ -171,10 +119,11 @@ def _points(
     bounds = spans.group_by("tid").agg(first=pl.col("ts_ns").min(), last=pl.col("end_ns").max())
     marks = [(main_tid, MARK, list(window))]
     marks += [(tid, MARK, [first, last]) for tid, first, last in bounds.rows()]
-    for found in handoffs:
-        marks.append((main_tid, MARK, [*found.left_ns.tolist(), *found.back_ns.tolist()]))
-        marks.append((found.tid, MARK, found.begin_ns.tolist()))
-        marks.append((found.tid, DONE, found.end_ns.tolist()))
+    for found in handed:
+        marks.append((found.waiting[1], MARK, [*found.left.tolist(), *found.back.tolist()]))
+        marks.append((found.working[1], MARK, found.began[found.was_idle].tolist()))
+        rested = found.rested[found.was_idle].tolist()
+        marks.append((found.working[1], DONE, [*rested, *found.ended.tolist()]))
     if batches is not None:
         # They worked on the first batch from before the window on.
         marks.append((WORKERS_TID, MARK, [window[0], *batches.ready_ns.tolist()]))
@@ -221,12 +170,7 @@ def _ready_arrows(points: pl.DataFrame, batches: Batches | None, main_tid: int) 
     """Pairs of points: from when a batch was made to where the main thread goes on with it."""
     if batches is None:
         return np.empty((0, 2), dtype=np.int64)
-    rows = points.with_row_index("point").filter(
-        ((pl.col("tid") == WORKERS_TID) & (pl.col("role") == MARK))
-        | ((pl.col("tid") == main_tid) & (pl.col("role") == BLOCK_END))
-    )
-    columns = rows.select("tid", "role", "time_ns", "point").rows()
-    place = {(tid, role, time): at for tid, role, time, at in columns}
+    place = _places(points)
     made = [(WORKERS_TID, MARK, time) for time in batches.ready_ns.tolist()]
     taken = [(main_tid, BLOCK_END, time) for time in batches.taken_ns.tolist()]
     return _pairs(place, made, taken)
@@ -259,20 +203,26 @@ def _least_cost(points: pl.DataFrame, calls: Calls, begins: Ints) -> Ints:
     return found["least"].fill_null(0).to_numpy()
 
 
-def _arrows(points: pl.DataFrame, handoffs: list[_Handoffs], main_tid: int) -> tuple[Ints, Ints]:
-    """Pairs of points: from the main thread to each burst, and from the burst back."""
-    there, back = [np.empty((0, 2), dtype=np.int64)], [np.empty((0, 2), dtype=np.int64)]
-    marks = points.with_row_index("point").filter(pl.col("role").is_in([MARK, DONE]))
-    columns = ("tid", "role", "time_ns", "point")
-    place = {(tid, role, time): at for tid, role, time, at in marks.select(*columns).rows()}
-    for found in handoffs:
-        main = [(main_tid, MARK, time) for time in found.left_ns.tolist()]
-        begin = [(found.tid, MARK, time) for time in found.begin_ns.tolist()]
-        end = [(found.tid, DONE, time) for time in found.end_ns.tolist()]
-        again = [(main_tid, MARK, time) for time in found.back_ns.tolist()]
-        there.append(_pairs(place, main, begin))
-        back.append(_pairs(place, end, again))
-    return np.concatenate(there), np.concatenate(back)
+def _arrows(points: pl.DataFrame, handed: Sequence[HandOvers]) -> Ints:
+    """Pairs of points: from a thread that waits to the one that works for it, and back."""
+    found = [np.empty((0, 2), dtype=np.int64)]
+    place = _places(points)
+    for each in handed:
+        (_, waiting), (_, working) = each.waiting, each.working
+        for earlier, later in (
+            ((waiting, MARK, each.left[each.was_idle]), (working, MARK, each.began[each.was_idle])),
+            ((working, DONE, each.ended), (waiting, MARK, each.back)),
+        ):
+            keys = ([(tid, role, time) for time in times.tolist()]
+                    for tid, role, times in (earlier, later))  # fmt: skip
+            found.append(_pairs(place, *keys))
+    return np.concatenate(found)
+
+
+def _places(points: pl.DataFrame) -> Mapping[_Key, int]:
+    """The last point of each thread, role and time."""
+    rows = points.select("tid", "role", "time_ns").rows()
+    return {key: at for at, key in enumerate(rows)}
 
 
 def _pairs(place: Mapping[_Key, int], earlier: Sequence[_Key], later: Sequence[_Key]) -> Ints:

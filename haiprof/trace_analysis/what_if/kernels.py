@@ -15,6 +15,7 @@ from haiprof.trace_analysis.dependencies.device_events import (
     DeviceEvents,
     RuntimeCalls,
     device_events,
+    launches_around,
 )
 from haiprof.trace_analysis.dependencies.host_waits import (
     DEVICE,
@@ -105,13 +106,7 @@ def _next_launches(kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
     A trace without synchronisation events does not say which stream waits.
     """
     waits = calls.find(WAIT_CALL)
-    launched = kernels.launch_order(np.flatnonzero(kernels.call >= 0))
-    threads = calls.thread[kernels.call[launched]]
-    found = np.full(len(waits), -1, dtype=np.int64)
-    for thread in np.unique(calls.thread[waits]):
-        of, own = np.flatnonzero(calls.thread[waits] == thread), launched[threads == thread]
-        at = np.searchsorted(kernels.launched[own], calls.starts[waits[of]])
-        found[of] = np.append(own, -1)[at]
+    _, found = launches_around(kernels, calls, waits)
     return calls.starts[waits[found >= 0]], found[found >= 0]
 
 

@@ -151,7 +151,9 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
         blocking=blocking.with_columns(idle=~pl.col("call").is_in(busy["call"].implode())),
     )
     batches, has_workers = worker_batches(trace, bounds, window.main_tid)
-    threads = host(window.spans, calls, window.main_tid, window=bounds, batches=batches)
+    threads = host(
+        window.spans, calls, window.main_tid, window=bounds, handed=window.handed, batches=batches
+    )
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
     return _Rank(
         window=window,

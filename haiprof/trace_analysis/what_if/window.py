@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.what_if.host import AUTOGRAD
+from haiprof.trace_analysis.dependencies.host_events import HostEvents
+from haiprof.trace_analysis.dependencies.thread_handovers import HandOvers, hand_overs
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 
@@ -24,6 +25,8 @@ class ReplayWindow:
     spans: pl.DataFrame
     """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
     window's), `correlation` of calls."""
+    handed: tuple[HandOvers, ...]
+    """Waits of its threads for each other."""
 
 
 def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
@@ -43,6 +46,7 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
             f"{trace.path}: no operators or runtime calls to replay",
             hint="profile with ProfilerActivity.CPU",
         )
+    host = HostEvents(trace)
     marks = trace.steps
     if steps is not None:
         marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
@@ -58,14 +62,25 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
         begin, end, tid = (
             _edge(spans, "ts_ns", "min"),
             _edge(spans, "end_ns", "max"),
-            _busiest(spans),
+            host.busiest_thread()[1],
         )
     inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
         end_ns=pl.min_horizontal("end_ns", pl.lit(end))
     )
     return ReplayWindow(
-        begin_ns=begin, end_ns=end, main_tid=tid, step_count=marks.height or 1, spans=inside
+        begin_ns=begin,
+        end_ns=end,
+        main_tid=tid,
+        step_count=marks.height or 1,
+        spans=inside,
+        handed=_find_waits(host, tid, (begin, end)),
     )
+
+
+def _find_waits(host: HostEvents, main_tid: int, window: tuple[int, int]) -> tuple[HandOvers, ...]:
+    """Hand-overs of which both sides are in the window."""
+    main = [thread for thread in host.threads if thread[1] == main_tid]
+    return tuple(found.within(*window) for found in hand_overs(host, main[0]))
 
 
 def _spans(trace: Trace) -> pl.DataFrame:
@@ -78,11 +93,3 @@ def _spans(trace: Trace) -> pl.DataFrame:
 
 def _edge(frame: pl.DataFrame, column: str, which: str) -> int:
     return int(getattr(frame[column], which)())
-
-
-def _busiest(spans: pl.DataFrame) -> int:
-    """The thread with most spans that is not autograd's."""
-    autograd = spans.filter(pl.col("name").str.contains(AUTOGRAD))["tid"].unique()
-    others = spans.filter(~pl.col("tid").is_in(autograd.implode()))
-    counts = (others if others.height else spans).group_by("tid").len().sort("len", "tid")
-    return int(counts["tid"][-1])

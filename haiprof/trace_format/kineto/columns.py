@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def _json_text(raw: bytes) -> str | None:
     return " ".join(raw.decode("utf-8", "replace").split())
 
 
+@cache
 def _getter(name: str) -> Getter:
-    """A loop over one attribute; compiled, it takes half the time of `attrgetter`."""
+    """A loop over one attribute; compiled once, it takes half the time of `attrgetter`."""
     found: Getter = eval(f"lambda rows: [row.{name} for row in rows]")  # a name of our own schema
     return found
 

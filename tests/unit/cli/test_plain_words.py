@@ -54,7 +54,7 @@ def test_help_errors_and_unusual_forms_are_left_to_typer(name: str) -> None:
         assert plain_arguments(function, words) is None
 
 
-@pytest.mark.parametrize("line", ["trace-report --rank -1", "verdict --last 0", "rank --rank x"])
+@pytest.mark.parametrize("line", ["trace-report . --rank -1", "verdict --last 0", "rank --rank x"])
 def test_value_that_is_refused_is_left_to_typer(line: str) -> None:
     name, *words = line.split()
     assert plain_arguments(command_function(name), words) is None

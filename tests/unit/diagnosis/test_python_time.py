@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from haiprof.diagnosis.python_time import LATE_NS, MIN_COUNT, python_time
+from haiprof.diagnosis.python_time import DISPATCH_RATIO, MIN_COUNT, python_time
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_format.stack_lines import LOCK_ELSEWHERE, LOCK_HELD, LOCK_UNKNOWN
 
 OWN, TORCH = 1, 2
 
 
-def samples(stacks: list[int], late: list[bool]) -> CodeSamples:
+def samples(stacks: list[int], held: list[bool]) -> CodeSamples:
     """Samples in forward that end in the job's own code or in torch's."""
     count = len(stacks)
     tree = CodeTree(
@@ -27,7 +28,7 @@ def samples(stacks: list[int], late: list[bool]) -> CodeSamples:
     same = np.zeros(count, dtype=np.int64)
     return CodeSamples(
         tree=tree, rank=same, worker=same - 1, time_ns=same, step=same, notes=(),
-        late_ns=np.where(late, 2 * LATE_NS, 0), lock_wait=same - 1,
+        late_ns=same, lock_wait=np.where(held, LOCK_HELD, LOCK_ELSEWHERE),
         slow=np.zeros(count, dtype=np.bool_),
         phase=same + CODE_PHASES.index("forward"), stack=np.array(stacks),
         weight_ns=np.ones(count),
@@ -35,18 +36,18 @@ def samples(stacks: list[int], late: list[bool]) -> CodeSamples:
 
 
 @pytest.mark.parametrize(
-    ("stacks", "late", "own", "held"),
+    ("stacks", "holds", "own", "held"),
     [
         ([TORCH] * 40, [False] * 40, 0.0, 0.0),  # the model's own operators
         ([OWN] * 20 + [TORCH] * 20, [False] * 40, 0.5, 0.0),  # operators that the job calls itself
         ([OWN] * 20 + [TORCH] * 20, [True] * 20 + [False] * 20, 0.5, 0.5),  # loops in Python
-        ([OWN] * 20 + [TORCH] * 20, [True] * 40, 0.5, 0.0),  # the sampler itself got no core
+        ([OWN] * 20 + [TORCH] * 20, [True] * 40, 0.5, 0.0),  # operators so small that calls count
     ],
 )
 def test_python_is_told_from_operators(
-    stacks: list[int], late: list[bool], own: float, held: float
+    stacks: list[int], holds: list[bool], own: float, held: float
 ) -> None:
-    found = python_time(samples(stacks, late), "forward")
+    found = python_time(samples(stacks, holds), "forward")
     assert found is not None
     assert (found.own_ratio, found.held_ratio) == pytest.approx((own, held))
 
@@ -58,18 +59,22 @@ def test_few_samples_tell_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "wait", "held"),
+    ("count", "held"),
     [
-        (24, 0.6, 0.0),  # six of ten are late by the wait alone, however few of torch there are
-        (37, 0.4, 0.875),  # the interpreter is held in 0.875, and the rest late in four of ten
-        (40, 0.98, 0.04),  # next to all are late anyway: nothing is made of the last two
+        (10, 0.0),  # calls of small operators hold the lock as often
+        (20, (0.5 - DISPATCH_RATIO) / (1 - DISPATCH_RATIO)),
+        (40, 1.0),
     ],
 )
-def test_samples_are_late_as_often_as_the_thread_waits_for_a_core(
-    late: int, wait: float, held: float
-) -> None:
-    found = python_time(
-        samples([OWN] * 40, [True] * late + [False] * (40 - late)), "forward", core_wait=wait
-    )
+def test_calls_of_operators_are_no_python_of_the_job(count: int, held: float) -> None:
+    found = python_time(samples([OWN] * 40, [True] * count + [False] * (40 - count)), "forward")
     assert found is not None
     assert found.held_ratio == pytest.approx(held)
+
+
+def test_without_a_look_at_the_lock_nothing_is_said_of_it() -> None:
+    unknown = samples([OWN] * 40, [True] * 40)
+    unknown.lock_wait[:] = LOCK_UNKNOWN
+    found = python_time(unknown, "forward")
+    assert found is not None
+    assert (found.own_ratio, found.held_ratio) == (1.0, 0.0)

@@ -19,6 +19,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.run_format.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
 from haiprof.run_format.writer import LineWriter, RecordWriter
 from tests.fake_rdma import FakePort, FakeRdma, efa, hfi1, mana, mlx5_roce, rxe
+from tests.sampling import examples
 from tests.unit.analysis.recorded import CLOCK, write_run
 from tests.unit.samplers.records import Row, rows
 
@@ -305,7 +306,9 @@ def recorded(
 
 growths = st.lists(st.integers(0, 1 << 33), min_size=2, max_size=8)
 each_time = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

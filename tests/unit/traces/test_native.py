@@ -16,7 +16,7 @@ from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.native import NativeColumns
 from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES
 from tests.sampling import examples
-from tests.unit.analysis.trace.shared import REAL_TRACES, traces
+from tests.unit.analysis.trace.shared import FEW_TRACES, traces
 from tests.unit.traces.texts import LAYOUTS, Event, Read, compact, kernel, op, read
 
 pytestmark = pytest.mark.skipif(not native.is_compiled(), reason="the scanner was not built")
@@ -67,7 +67,7 @@ def assert_same(path: Path) -> LoadReport | None:
     return found.report
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_real_traces_are_read_alike_and_mostly_compiled(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

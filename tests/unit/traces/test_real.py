@@ -16,7 +16,7 @@ import pytest
 from haiprof.trace_format.kineto import native
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES, TraceColumn
-from tests.unit.analysis.trace.shared import REAL_TRACES, traces
+from tests.unit.analysis.trace.shared import FEW_TRACES, traces
 
 
 def files(name: str) -> list[Path]:
@@ -81,7 +81,7 @@ def scale(value: Any, column: TraceColumn) -> float | None:
     return number * column.scale if math.isfinite(number) else None
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_every_event_of_a_real_trace_is_in_its_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from haiprof.trace_analysis.patterns.cached import as_answers, cached_patterns, 
 from haiprof.trace_analysis.patterns.worker import WorkerPattern, worker_pattern
 from haiprof.trace_analysis.report_cache import pack_answers, unpack_answers
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit.analysis.trace.shared import REAL_TRACES, traces
+from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, traces
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_pattern_is_the_same_after_it_was_packed(name: str) -> None:
     path = next(iter(TraceAnalysis(traces(name)).files.values())).path
     pattern = worker_pattern(Trace(path))

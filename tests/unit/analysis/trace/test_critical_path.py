@@ -182,6 +182,33 @@ def test_backward_thread_is_followed(tmp_path: Path) -> None:
     assert path.confidence == "recorded"
 
 
+def test_gradient_on_the_main_thread_starts_nothing_that_already_ran(tmp_path: Path) -> None:
+    """A parameter on the CPU: its gradient is added by the caller of backward(), in between."""
+    gradient = {"Sequence number": 3, "Fwd thread id": 1}
+    trace = trace_of(tmp_path, [
+        mark("window", 0, 100), op("mul", 10, 20, **{"Sequence number": 3, "Fwd thread id": 0}),
+        op("MulBackward0", 40, 10, tid=2, **gradient), op("AccumulateGrad", 55, 3),
+        op("ReluBackward0", 52, 8, tid=2), op("AddmmBackward0", 62, 10, tid=2), op("step", 80, 15),
+    ])  # fmt: skip
+    path = critical_path(trace, annotation="window")
+    check_covers(path)
+    assert [name for name in names(path) if name] == [
+        "window", "mul", "MulBackward0", "ReluBackward0", "AddmmBackward0", "step", "window"
+    ]  # fmt: skip
+
+
+def test_backward_thread_is_known_by_names_where_nothing_else_tells(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, [
+        mark("window", 0, 100), op("mul", 10, 20), op("MulBackward0", 40, 35, tid=2),
+        op("step", 80, 15),
+    ])  # fmt: skip
+    path = critical_path(trace, annotation="window")
+    assert [name for name in names(path) if name] == [
+        "window", "mul", "MulBackward0", "step", "window"
+    ]  # fmt: skip
+    assert path.confidence == "recorded"
+
+
 def test_graph_launch_leads_to_all_its_kernels(tmp_path: Path) -> None:
     """D17: one launch, many kernels, on two streams."""
     trace = trace_of(tmp_path, [

@@ -16,7 +16,7 @@ from haiprof.trace_analysis.execution.chakra import chakra_graph
 from haiprof.trace_analysis.execution.link import link
 from haiprof.trace_analysis.execution.pairs import pairs
 from haiprof.trace_analysis.what_if.scenarios import scenarios
-from tests.unit.analysis.trace.shared import REAL_TRACES, REPOSITORY, traces
+from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, REPOSITORY, traces
 
 GOLDEN = REPOSITORY / "tests" / "data" / "dependencies"
 
@@ -75,7 +75,7 @@ def answers(name: str) -> dict[str, Any]:
     return plain
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_answers_are_as_they_were(name: str) -> None:
     assert answers(name) == json.loads((GOLDEN / f"{name}.json").read_text())
 

@@ -15,7 +15,7 @@ import haiprof
 from haiprof.trace_analysis import report, report_cache
 from haiprof.trace_analysis.report import TraceReport, standard_report
 from tests.unit.analysis.trace.shared import (
-    REAL_TRACES,
+    FEW_TRACES,
     Counting,
     kernel,
     launch,
@@ -60,7 +60,7 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_a_second_report_opens_no_trace_and_says_the_same(name: str) -> None:
     first, count = asked(traces(name))
     assert count == len(first.ranks)

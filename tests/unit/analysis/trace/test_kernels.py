@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.kernels import across_ranks, kernels, limit_kernels
 from tests.unit.analysis.trace.shared import (
-    REAL_TRACES,
+    FEW_TRACES,
     WITHOUT_D11,
     Event,
     as_hta_sees,
@@ -83,7 +83,7 @@ def test_kernels_of_a_cpu_trace_are_an_empty_frame(tmp_path: Path) -> None:
     assert "std_ns" in found.columns
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_kernels_are_those_of_the_file(name: str) -> None:
     for trace in ranks_of(name).values():
         expected: dict[str, list[int]] = {}

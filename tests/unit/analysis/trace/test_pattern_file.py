@@ -15,7 +15,7 @@ from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
 from haiprof.cli import main
 from haiprof.diagnosis.functions.reports import function_reports
 from haiprof.trace_analysis.patterns.pattern_file import SIZE_LIMIT_BYTES, reduce_patterns
-from tests.unit.analysis.trace.shared import REAL_TRACES, event, kernel, rank_file, step, traces
+from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, rank_file, step, traces
 from tests.unit.diagnosis.trace_stories import Story, write_ranks
 
 
@@ -29,7 +29,7 @@ def answer(path: Path) -> dict[str, Any]:
     return function_reports(TraceAnalysis(path).patterns()).as_json()
 
 
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", FEW_TRACES)
 def test_real_traces_may_be_discarded(tmp_path: Path, name: str) -> None:
     files = reduce_patterns(traces(name), tmp_path / "out")
     assert max(file.stat().st_size for file in files) <= SIZE_LIMIT_BYTES

@@ -121,6 +121,36 @@ def test_backward_runs_while_the_main_thread_waits(tmp_path: Path) -> None:
     assert predicted(found, faster_operator("aten::mul")) == [510]
 
 
+def test_main_thread_works_while_another_one_goes_backward(tmp_path: Path) -> None:
+    """A gradient on the CPU takes its time; what ran meanwhile did not wait for it."""
+    name = "autograd::engine::evaluate_function: MulBackward0"
+    events = [
+        step(1, 0, 600),
+        event("aten::mul", "cpu_op", 10, 90),
+        event(name, "cpu_op", 120, 100, tid=2),
+        event("AccumulateGrad", "cpu_op", 230, 200),
+        event(name, "cpu_op", 220, 100, tid=2),
+        event("aten::add", "cpu_op", 520, 50),
+    ]
+    found = analysis(tmp_path, [events])
+    assert predicted(found, faster_operator("AccumulateGrad", 2)) == [500]
+    assert predicted(found, faster_operator("aten::mul")) == [510]
+
+
+def test_forward_in_threads_of_its_own_is_no_reason_not_to_wait(tmp_path: Path) -> None:
+    """nn.DataParallel: a thread per device runs the forward pass, and the main thread waits."""
+    forward, gradient = {"Fwd thread id": 0}, {"Fwd thread id": 1}
+    number = {"Sequence number": 7}
+    events = [
+        step(1, 0, 600),
+        event("scatter", "cpu_op", 10, 20),
+        event("aten::mul", "cpu_op", 40, 50, tid=3, **number, **forward),
+        event("MulBackward0", "cpu_op", 120, 380, tid=2, **number, **gradient),
+        event("aten::add", "cpu_op", 520, 50),
+    ]
+    assert predicted(analysis(tmp_path, [events]), faster_operator("MulBackward0", 2)) == [410]
+
+
 def test_thread_without_launches_holds_nothing_up(tmp_path: Path) -> None:
     watch = [launch(0, at, 2, name="cudaEventQuery", tid=77) for at in range(0, 400, 50)]
     found = analysis(tmp_path, [[*gpu_bound(), *watch]])
