@@ -63,7 +63,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     deadline = time.monotonic() + plan.seconds
     results = [_untouched(item, "the time was up") for item in plan.items]
     before = signal.signal(signal.SIGTERM, _end)
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+    # What an item has started may still be dying, and write there.
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         recordings = Path(folder) / "recordings"
         recordings.mkdir()
         try:
@@ -100,9 +101,15 @@ def _run_one(item: Item, plan: Plan, folder: Path, seconds: float) -> dict[str, 
                   seconds=seconds)  # fmt: skip
     began = time.monotonic()
     log = scratch / "log"
-    child = _fork(item, bench, log)
+    # No signal between the start of the item and the `try` that ends it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    child = _fork(item, bench, log, blocked)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         state, reason, cpu_s = _await(child, began + seconds)
+    except (Ended, KeyboardInterrupt):
+        os.kill(child, signal.SIGKILL)  # it may not have come to its session yet
+        raise
     finally:
         _kill_group(child)
     content = _content(figures)
@@ -119,8 +126,8 @@ def _run_one(item: Item, plan: Plan, folder: Path, seconds: float) -> dict[str, 
     }  # fmt: skip
 
 
-def _fork(item: Item, bench: Bench, log: Path) -> int:
-    """Starts the item in a session of its own; its pid."""
+def _fork(item: Item, bench: Bench, log: Path, mask: set[int]) -> int:
+    """Starts the item in a session of its own, with this mask of signals; its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -132,6 +139,7 @@ def _fork(item: Item, bench: Bench, log: Path) -> int:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _redirect(log)
         os.environ.update(item.environment)
         os.chdir(bench.scratch)
