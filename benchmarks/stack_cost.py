@@ -26,7 +26,7 @@ from loop import stepper
 
 from haiprof.in_job.stack_sampler import StackSampler
 
-RATES = (1.0, 20.0, 50.0)
+RATES = (1.0, 5.0, 20.0, 50.0)
 LOOPS = {"mlp": "0.4 ms", "transformer": "30 ms"}
 SETTLE_S = 3.0
 SLICE_SAMPLES = 5
@@ -135,7 +135,8 @@ def report(costs: Sequence[Cost], load: float) -> str:
         f"`benchmarks/stack_cost.py`, torch {torch.__version__}; means, 95 % intervals. Taken by "
         "the training thread is elapsed time, shared by all samples; training is held up by that "
         "and, at most, by all CPU time of the sampling thread. Shares of a step are samples per "
-        f"second times that. Allowed at the default 20 a second: {MOST_STEP:.1%} of a 30 ms step, "
+        f"second times that. By default samples are taken 20 times a second for 30 s, then "
+        f"5 times, and once from an hour on. Allowed: {MOST_STEP:.1%} of a 30 ms step, "
         f"{MOST_CORE:.1%} of a core.",
         "",
         f"Load average of the machine before and after: {load:.1f} and {os.getloadavg()[0]:.1f} on "

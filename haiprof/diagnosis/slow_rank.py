@@ -89,14 +89,17 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState |
     """Waiting for cores must make most of what the rank loses.
 
     Ranks are compared by their wait for each second in which they could run: one that works more
-    also waits more, and is not starved by that.
+    also waits more, and is not starved by that. One that works no more, and waits for longer by
+    most of what it loses, is.
     """
     hungers = {r: _hunger(inputs, r) for r in inputs.core_waits}
     if rank not in hungers or len(hungers) < 2:
         return None
-    wait = inputs.core_waits[rank]
+    wait, most = inputs.core_waits[rank], DRIFT_PHASE_RATIO * share
     beyond = hungers[rank] - lower_median(hungers.values())
-    if beyond < HARDWARE_DIFFERENCE_RATIO or wait < DRIFT_PHASE_RATIO * share:
+    is_hungrier = beyond >= HARDWARE_DIFFERENCE_RATIO and wait >= most
+    waits_on = wait - lower_median(inputs.core_waits.values()) >= most
+    if not is_hungrier and not (waits_on and _works_on(inputs, rank) < most):
         return None
     return RankState(
         cause="waits_for_cores",
@@ -105,6 +108,13 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState |
         "affinity), and give it cores of its own",
         evidence=(Evidence(name=f"rank {rank}: waits for a core", value=wait, unit="ratio"),),
     )
+
+
+def _works_on(inputs: RuleInputs, rank: int) -> float:
+    """Cores that a rank uses beyond the typical one; infinite where that is not known."""
+    if rank not in inputs.main_cores or len(inputs.main_cores) < 2:
+        return float("inf")
+    return inputs.main_cores[rank] - lower_median(inputs.main_cores.values())
 
 
 def _hunger(inputs: RuleInputs, rank: int) -> float:

@@ -826,8 +826,22 @@ def test_processes_side_by_side_are_told_from_restarts(root: Path, gap_ms: int, 
     assert verdict.step_count == 60
 
 
-def test_rank_that_works_more_is_not_called_starved(root: Path) -> None:
-    """Rank 1 gets a core whenever it wants one in two of three cases; rank 0 in one of three."""
+@pytest.mark.parametrize(
+    ("cores", "cause"),
+    [
+        ([(0.1, 0.2), (0.5, 0.4)], "forward"),
+        ([(0.5, 0.12), (0.5, 0.25)], "waits_for_cores"),
+        ([(0.4, 0.12), (0.6, 0.25)], "forward"),
+    ],
+)
+def test_rank_that_works_more_is_not_called_starved(
+    root: Path, cores: list[tuple[float, float]], cause: str
+) -> None:
+    """Rank 1's forward takes a fifth of the step longer. Each runs and waits for a core so long.
+
+    First rank 1 gets a core in more of the cases than rank 0. Then it runs as long, and waits for
+    longer; and then it runs for longer, too.
+    """
     times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
     write_story(root, times, ranks=2, steps=200)
     rows = [
@@ -836,10 +850,10 @@ def test_rank_that_works_more_is_not_called_starved(root: Path) -> None:
                cpu_ns=int(run * (t - START_NS + NS_PER_S)),
                run_queue_wait_ns=int(wait * (t - START_NS + NS_PER_S)))
         for t in np.arange(START_NS - NS_PER_S, START_NS + 6 * NS_PER_S, NS_PER_S / 2)
-        for r, (run, wait) in enumerate([(0.1, 0.2), (0.5, 0.4)])
+        for r, (run, wait) in enumerate(cores)
     ]  # fmt: skip
     write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
-    assert found(judged(root), "ranks_uneven").cause == "forward"
+    assert found(judged(root), "ranks_uneven").cause == cause
 
 
 @pytest.mark.parametrize(("faults", "is_named"), [(100_000, True), (5_000, False)])
