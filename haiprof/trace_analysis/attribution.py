@@ -9,11 +9,12 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
+from haiprof.trace_analysis.captures import captured_calls
 from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_analysis.temporal import Steps, gpu_events, step_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-NESTING, EXTERNAL_ID = "nesting", "external_id"
+NESTING, EXTERNAL_ID, CAPTURE = "nesting", "external_id", "capture"
 _MODULE = "nn.Module: "
 _STEP = "ProfilerStep#"
 
@@ -31,15 +32,24 @@ class GpuLaunches:
     """Row of the tree of each GPU event's innermost operator; -1 where there is none."""
     by_id: pl.Series
     """Whether that row was found by the external id, as no operator encloses the call."""
+    captured: pl.Series
+    """Whether it is the operator whose call was captured into the CUDA graph that was launched."""
+    made_by: pl.DataFrame
+    """`pid`, `tid`, `ts_ns`, `dur_ns` of each GPU event's launch, or of the call that was captured;
+    null where it is not in the trace."""
 
 
-def with_operator(trace: Trace, steps: Steps = None, *, annotations: bool = False) -> GpuLaunches:
+def with_operator(
+    trace: Trace, steps: Steps = None, *, annotations: bool = False, captures: bool = False
+) -> GpuLaunches:
     """GPU events with the innermost operator around their launch.
 
     Args:
         trace: One rank's.
         steps: Only what was launched in these profiler steps.
         annotations: Whether record_function ranges count as operators.
+        captures: Whether kernels of a CUDA graph belong to the operators that were captured, each
+            of which ran once, however often the graph was launched.
     """
     spans = _without_steps(trace.ops)
     if annotations:
@@ -47,7 +57,8 @@ def with_operator(trace: Trace, steps: Steps = None, *, annotations: bool = Fals
         spans = pl.concat([ranges, spans.select(ranges.columns)])
     tree = nest(spans)
     gpu = with_call(gpu_events(trace, steps), trace.runtime)
-    row = _around(tree, gpu)
+    made_by = _made_by(trace, gpu) if captures else _launched_by(gpu)
+    row = _around(tree, made_by)
     said = np.where(row < 0, _by_external_id(tree, gpu), -1)
     end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
     return GpuLaunches(
@@ -55,6 +66,8 @@ def with_operator(trace: Trace, steps: Steps = None, *, annotations: bool = Fals
         gpu=gpu.with_columns(launch_delay_ns=(pl.col("ts_ns") - end).clip(0)),
         row=np.maximum(row, said),
         by_id=pl.Series(said >= 0),
+        captured=made_by["captured"],
+        made_by=made_by.drop("captured"),
     )
 
 
@@ -66,7 +79,9 @@ def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         `dur_ns`, `correlation`; `call` that launched it; `launch_delay_ns` from that call's end to
         its own start, 0 where it began before; `operator` and `operator_event`, the innermost CPU
         operator around the call on its thread; `top_operator`, the outermost; `matched_by`,
-        `nesting` or `external_id` (no operator is around the call, but the profiler noted one);
+        `nesting`, `external_id` (no operator is around the call, but the profiler noted one), or
+        `capture`: of a CUDA graph, what is around the call that was captured (`captured_calls`),
+        here and below;
         `module`, the innermost nn.Module around the call, where Python functions were recorded;
         `annotation`, the innermost record_function range that is no profiler step. Null where
         there is none, or where the launch is not in the trace.
@@ -74,9 +89,13 @@ def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         Source: nesting is what Kineto and HTA's call stacks go by. External ids are taken only
         where they are ids of operators: Kineto of 2022 and 2023 wrote the correlation there.
     """
-    owned = with_operator(trace, steps)
+    owned = with_operator(trace, steps, captures=True)
     tree, row = owned.tree, owned.row
-    by_id = pl.when(owned.by_id).then(pl.lit(EXTERNAL_ID)).otherwise(pl.lit(NESTING))
+    matched_by = (
+        pl.when(owned.by_id).then(pl.lit(EXTERNAL_ID))
+        .when(owned.captured).then(pl.lit(CAPTURE))
+        .otherwise(pl.lit(NESTING))
+    )  # fmt: skip
     top = np.where(row < 0, -1, roots(tree.parent)[row]) if len(tree.parent) else row
     return owned.gpu.select(
         "event",
@@ -87,9 +106,9 @@ def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         _at(tree.spans["name"], row).alias("operator"),
         _at(tree.spans["event"], row).alias("operator_event"),
         _at(tree.spans["name"], top).alias("top_operator"),
-        pl.when(pl.Series(row >= 0)).then(by_id).alias("matched_by"),
-        _name_around(_modules(trace), owned.gpu).str.strip_prefix(_MODULE).alias("module"),
-        _name_around(_ranges(trace), owned.gpu).alias("annotation"),
+        pl.when(pl.Series(row >= 0)).then(matched_by).alias("matched_by"),
+        _name_around(_modules(trace), owned.made_by).str.strip_prefix(_MODULE).alias("module"),
+        _name_around(_ranges(trace), owned.made_by).alias("annotation"),
     )
 
 
@@ -106,10 +125,12 @@ def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         again; `kernel_count` and `gpu_self_ns` of GPU events of which it is the innermost
         operator; `kernel_total_count` and `gpu_total_ns`, those of operators inside it included,
         each once; `launch_delay_mean_ns` and `launch_delay_max_ns` of its own, null where it has
-        none. GPU events without an operator are a row with `operator` null, so that `gpu_self_ns`
-        adds up to all GPU time; kernels that ran at the same time count in full.
+        none. Kernels of a CUDA graph count for the operators that were captured, where the capture
+        is in the trace. GPU events without an operator are a row with `operator` null, so
+        that `gpu_self_ns` adds up to all GPU time; kernels that ran at the same time count
+        in full.
     """
-    owned = with_operator(trace, steps)
+    owned = with_operator(trace, steps, captures=True)
     name = _at(owned.tree.spans["name"], owned.row)
     kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name.alias("operator"))
     delay = pl.col("launch_delay_ns")
@@ -231,18 +252,39 @@ def _by_external_id(tree: CallTree, gpu: pl.DataFrame) -> Ints:
     return found
 
 
-def _around(tree: CallTree, gpu: pl.DataFrame) -> Ints:
-    """Row of the innermost span that encloses each GPU event's call; -1 where there is none."""
-    calls = gpu.select("pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns").with_row_index("at")
-    calls = calls.drop_nulls("ts_ns")
-    found = np.full(len(gpu), -1, dtype=np.int64)
-    found[calls["at"].to_numpy()] = innermost(tree, calls)
+def _launched_by(gpu: pl.DataFrame) -> pl.DataFrame:
+    """`pid`, `tid`, `ts_ns`, `dur_ns` of each GPU event's launch; `captured` is False."""
+    return gpu.select(
+        "pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns", captured=pl.lit(value=False)
+    )
+
+
+def _made_by(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
+    """The same, of the call that was captured where that is known."""
+    calls = captured_calls(trace, gpu)
+    if calls.is_empty():
+        return _launched_by(gpu)
+    joined = gpu.join(calls, on="event", how="left", maintain_order="left")
+    return joined.select(
+        pid=pl.coalesce("captured_pid", "pid"),
+        tid=pl.coalesce("captured_tid", "tid"),
+        ts_ns=pl.coalesce("captured_ts_ns", "call_ts_ns"),
+        dur_ns=pl.coalesce("captured_dur_ns", "call_dur_ns"),
+        captured=pl.col("captured_ts_ns").is_not_null(),
+    )
+
+
+def _around(tree: CallTree, calls: pl.DataFrame) -> Ints:
+    """Row of the innermost span that encloses each call; -1 where there is none."""
+    known = calls.with_row_index("at").drop_nulls("ts_ns")
+    found = np.full(len(calls), -1, dtype=np.int64)
+    found[known["at"].to_numpy()] = innermost(tree, known)
     return found
 
 
-def _name_around(spans: pl.DataFrame, gpu: pl.DataFrame) -> pl.Series:
+def _name_around(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
     tree = nest(spans)
-    return _at(tree.spans["name"], _around(tree, gpu))
+    return _at(tree.spans["name"], _around(tree, calls))
 
 
 def _at(values: pl.Series, rows: Ints) -> pl.Series:

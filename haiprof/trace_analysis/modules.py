@@ -9,6 +9,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns
+from haiprof.trace_analysis.captures import GRAPH_LAUNCH
 from haiprof.trace_analysis.temporal import Steps, step_window
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -16,8 +17,6 @@ MODULE, ANNOTATION, FUNCTION = "module", "annotation", "function"
 _MODULE = "nn.Module: "
 _FORWARD = r"\.py\(\d+\): forward$"
 _BACKWARD = "autograd::engine::evaluate_function"
-GRAPH_LAUNCH = "GraphLaunch"
-"""In the names of the calls of CUDA and HIP that launch a graph."""
 # Ranges that hold whole steps, or a single collective.
 _NO_PART = r"^(?:ProfilerStep|nccl:|gloo:|mpi:|ucc:|record_param_comms)"
 
@@ -50,9 +49,10 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         `backward_device_ns` likewise of GPU events launched by its autograd nodes. Durations of
         events that ran at the same time count in full. `graph_kernel_count` and
         `graph_device_self_ns` are what of its own, forward and backward, a CUDA graph launched:
-        those kernels count for the part that launched the graph, since no trace of torch.profiler
-        says in which part each was captured. The row with `path` null is of GPU events
-        launched in no part, so that both self columns add up to all GPU time.
+        those kernels count for the part that launched the graph, as its capture, which
+        would say in which part each was captured, is not in the trace, or cannot be told
+        from others. The row with `path` null is of GPU events launched in no part, so that
+        both self columns add up to all GPU time.
 
         Source: autograd joins an operator with its node by a sequence number: the node's forward
         operator is the last one begun before with that number (torch.autograd.profiler).
@@ -146,10 +146,10 @@ def _host_times(tree: CallTree, paths: pl.Series, window: tuple[int, int] | None
 
 def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
     """GPU events: `dur_ns`, `row` of the part that launched them, `is_backward`, `of_graph`."""
-    owned = with_operator(trace, steps)
+    owned = with_operator(trace, steps, captures=True)
     is_node = owned.tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD)
     node = owned.tree.climb(owned.row, is_node.to_numpy())  # the autograd node at or around each
-    calls = owned.gpu.select("pid", "tid", ts_ns="call_ts_ns", dur_ns="call_dur_ns")
+    calls = owned.made_by
     known = calls.with_row_index("at").drop_nulls("ts_ns")
     row = np.full(len(calls), -1, dtype=np.int64)
     row[known["at"].to_numpy()] = innermost(tree, known)
@@ -159,7 +159,8 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
         "dur_ns",
         row=pl.Series(row),
         is_backward=pl.Series(inside),
-        of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False),
+        of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False)
+        & ~owned.captured,
     )
 
 

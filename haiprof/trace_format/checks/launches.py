@@ -20,7 +20,7 @@ from haiprof.trace_format.kineto.times import Flags
 
 # Calls that start kernels. Copies and sets are not among them: one of no bytes starts nothing.
 _LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"
-_BEGIN_CAPTURE, _END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
+BEGIN_CAPTURE, END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
 _TOLERANCE_NS = 1_000
 """Some traces have whole microseconds."""
 _NONE = -(1 << 62)
@@ -206,10 +206,10 @@ def _sorted_out(
 
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> Flags:
     """Whether each call lies between the beginning and the end of a capture of its thread."""
-    marks = _calls_named(runtime, f"{_BEGIN_CAPTURE}|{_END_CAPTURE}")
+    marks = _calls_named(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}")
     if marks.is_empty():
         return np.zeros(len(alone), dtype=np.bool_)
-    is_end = marks["name"].cast(pl.String).str.contains(_END_CAPTURE).to_numpy()
+    is_end = marks["name"].cast(pl.String).str.contains(END_CAPTURE).to_numpy()
     threads, starts = marks["tid"].fill_null(-1).to_numpy(), marks["ts_ns"].to_numpy()
     calls, call_threads = alone["ts_ns"].to_numpy(), alone["tid"].fill_null(-1).to_numpy()
     found = np.zeros(len(alone), dtype=np.bool_)
