@@ -101,6 +101,7 @@ def train(job: Job, rank: int, steps: int) -> Iterator[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(Samples(job), batch_size=job.batch, num_workers=job.workers)
     seconds = job.forward_ms / 1e3 * job.batch / BATCH
+    reduced = torch.zeros(1 << 20)
     late = job.late_ms / 1e3 / job.layers if rank == 1 else 0.0
     for batch in islice(loader, steps):
         x = model(batch)
@@ -108,7 +109,7 @@ def train(job: Job, rank: int, steps: int) -> Iterator[float]:
             x = forward(x, seconds + late, job.real, job.backward_ratio)
         x.sum().backward()
         for _ in range(job.reduce_count):
-            dist.all_reduce(torch.zeros(1 << 20))
+            dist.all_reduce(reduced)
         optimizer.step()
         optimizer.zero_grad()
         yield time.perf_counter()
