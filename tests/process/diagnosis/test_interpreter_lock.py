@@ -57,7 +57,7 @@ def judge(tmp_path: Path, other: str) -> list[Finding]:
     return list(diagnose(Analyzer(job.log_dir)).findings)
 
 
-@pytest.mark.parametrize("other", ["loop", "long_calls"])
+@pytest.mark.parametrize("other", ["loop", pytest.param("long_calls", marks=pytest.mark.proof)])
 def test_a_thread_that_holds_the_interpreter_lock_is_named(tmp_path: Path, other: str) -> None:
     found = {finding.rule: finding for finding in judge(tmp_path, other)}["interpreter_lock"]
     assert found.lost_ratio is not None

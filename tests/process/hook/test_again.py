@@ -103,7 +103,7 @@ def train(folder: Path, mode: str, runs: list[RunPaths]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.proof)])
 def test_hook_goes_in_twice_between_two_steps(tmp_path: Path, mode: str) -> None:
     runs = run_dirs(tmp_path, 2)
     said = train(tmp_path, mode, runs)
