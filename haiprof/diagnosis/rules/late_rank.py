@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from haiprof.base.statistics.lower_median import lower_median
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, median
@@ -14,6 +15,7 @@ from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
     COSTLY_CRITICAL_RATIO,
     CRITICAL_MIN_STEPS,
+    EXPLAINED_RATIO,
     MIN_STEPS,
     NOTE_SURE,
     RANK_EXCESS_WARNING_RATIO,
@@ -47,7 +49,7 @@ def late_rank(inputs: RuleInputs) -> Judgement:
     if share - lost < RANK_EXCESS_WARNING_RATIO:
         return Abstention(rule=RULE, why=explain_by_steal(ratio_text(share), lost))
     found = _finding(inputs, worst, share)
-    state = state_of(inputs, worst["rank"], share)
+    state = state_of(inputs, worst["rank"], _mean_share(inputs, worst, share))
     if state is None:
         return found
     return replace(
@@ -57,6 +59,21 @@ def late_rank(inputs: RuleInputs) -> Judgement:
         evidence=(*found.evidence, *state.evidence),
         cause=state.cause,
     )
+
+
+def _mean_share(inputs: RuleInputs, worst: dict[str, object], share: float) -> float:
+    """What a rank loses on average, as counters have it: its lateness less the others'.
+
+    Of ranks that are late by turns the median step says more than that. Not less than half of the
+    median: a single late step of the others' says nothing of what makes this one late.
+    """
+    of_group = inputs.lateness.filter(pl.col("group") == worst["group"])
+    others = of_group.filter(pl.col("rank") != worst["rank"])["late_ns"]
+    trained_ns = inputs.trained_ns.get(int(str(worst["rank"])), 0.0)
+    if not len(others) or not trained_ns:
+        return share
+    mean = (int(str(worst["late_ns"])) - lower_median(others.to_list())) / trained_ns
+    return min(max(mean, EXPLAINED_RATIO * share), share)
 
 
 def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Finding:

@@ -14,11 +14,13 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.units import NS_PER_MS
+from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.lateness import HostClock, arrivals, host_clocks, lateness
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.tables.process import PROCESS
 from haiprof.trace_format.flight_recorder import read_flight
+from tests.unit.analysis.recorded import row_of, write_records
 from tests.unit.diagnosis.stories import START_NS, write_story
 
 STEP_NS = 100 * NS_PER_MS
@@ -181,6 +183,32 @@ def test_rank_is_late_now_and_then_where_others_are_late_for_as_long(
             for place, (begin, by) in enumerate(late)
         ]
         write_dump(RunPaths(root).rank(rank).collectives(7), entries)
+    found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["late_rank"]
+    assert (found.rank, found.cause) == (1, cause)
+
+
+@pytest.mark.parametrize(("wait", "cause"), [(0.42, "waits_for_cores"), (0.35, None)])
+def test_wait_for_cores_is_compared_with_the_mean_lateness(
+    tmp_path: Path, wait: float, cause: str | None
+) -> None:
+    """Rank 1 is 25 ms late in three steps of four, the other in one: 17 % of the time in all."""
+    root = write_story(tmp_path / "run", lambda _, __: (1, 10, 60, 2), ranks=2, noise=0)
+    steps = Analyzer(root).steps().filter(pl.col("rank") == 0)["start_ns"].to_list()
+    for rank in range(2):
+        entries = [
+            entry(n, at + (30 + 25 * (rank == (n % 4 > 0))) * NS_PER_MS)
+            for n, at in enumerate(steps)
+        ]
+        write_dump(RunPaths(root).rank(rank).collectives(7), entries)
+    passed = [(t, int(t - START_NS + NS_PER_S)) for t in
+              range(START_NS - NS_PER_S, START_NS + 6 * NS_PER_S, NS_PER_S // 2)]  # fmt: skip
+    rows = [
+        row_of(PROCESS, time_ns=time, pid=100 + rank, start_ticks=7, process_count=1,
+               cpu_main_ns=int(0.45 * ns), cpu_ns=int(0.45 * ns),
+               run_queue_wait_ns=int(share * ns))
+        for time, ns in passed for rank, share in enumerate((0.30, wait))
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
     found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["late_rank"]
     assert (found.rank, found.cause) == (1, cause)
 
