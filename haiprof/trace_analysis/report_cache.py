@@ -14,21 +14,20 @@ import io
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.version import PACKAGE, __version__
 from haiprof.trace_analysis.files import TraceFile
-from haiprof.trace_format.checks.finding import Finding
 from haiprof.trace_format.file_ranks import rank_in_run
 from haiprof.trace_format.kineto.cache import content_key
-from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
 
 Answer = pl.DataFrame | TraceFile | MissingDataError
@@ -145,14 +144,11 @@ def unpack_answers(data: bytes, path: Path) -> dict[str, Answer]:
 def _decode(kind: str, data: bytes, path: Path) -> Answer:
     if kind == "frame":
         return pl.read_ipc_stream(io.BytesIO(data))
-    content = json.loads(data)
     if kind == "missing":
-        return MissingDataError(content[0], hint=content[1])
-    report = content["report"]
-    lists = {name: tuple(report[name]) for name in ("examples", "file_notes")}
-    findings = tuple(
-        Finding(**{**each, "answers": tuple(each["answers"])})
-        for each in content.get("findings", [])
-    )
-    report = LoadReport(**{**report, **lists})
-    return TraceFile(**{**content, "path": path, "report": report, "findings": findings})
+        text, hint = msgspec.json.decode(data, type=tuple[str, str])
+        return MissingDataError(text, hint=hint)
+    return replace(_TRACE_FILES.decode(data), path=path)
+
+
+_TRACE_FILES = msgspec.json.Decoder(TraceFile, dec_hook=lambda kind, value: kind(value))
+"""Checks the type of every field: whoever wrote the file may mean harm."""

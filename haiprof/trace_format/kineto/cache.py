@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import msgspec
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
@@ -55,9 +56,7 @@ class TraceColumns:
         self._parts: dict[str, list[list[Any]]] = content["parts"]
         """Of each table: checksum, columns, place and length of each part."""
         self.metadata: dict[str, Any] = content["metadata"]
-        told = content["report"]
-        lists = {name: tuple(told[name]) for name in ("examples", "file_notes")}
-        self.report = LoadReport(**{**told, **lists, "path": str(path)})
+        self.report = replace(msgspec.convert(content["report"], LoadReport), path=str(path))
         self._texts = pl.Enum(self._part(_TEXTS, 0).frame()["text"])
 
     @property

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import msgspec
 
 from haiprof.trace_format.checks.finding import Finding
 from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
 
 _VERSION = 1  # of the checks: findings of another one are worked out anew
 _SIZE_LIMIT_BYTES = 1 << 20
-_UNFIT = (OSError, ValueError, KeyError, TypeError, RecursionError)
+_UNFIT = (OSError, ValueError, RecursionError)
 """What reading of a damaged entry raises."""
 
 
@@ -37,16 +38,7 @@ def recall_findings(key: str) -> KeptFindings | None:
         data = file.read(_SIZE_LIMIT_BYTES)
         if int(data[:8], 16) != zlib.crc32(data[8:]):
             return None
-        content = json.loads(data[8:])
-        findings = tuple(
-            Finding(**{**each, "answers": tuple(each["answers"])}) for each in content["findings"]
-        )
-        window = content["window"]
-        return KeptFindings(
-            findings=findings,
-            corrected=frozenset(content["corrected"]),
-            window=None if window is None else (int(window[0]), int(window[1])),
-        )
+        return msgspec.json.decode(data[8:], type=KeptFindings)
     return None
 
 
@@ -57,12 +49,7 @@ def keep_findings(key: str, kept: KeptFindings) -> None:
         key: Of the trace's columns.
         kept: What was found.
     """
-    content = {
-        "findings": [asdict(finding) for finding in kept.findings],
-        "corrected": sorted(kept.corrected),
-        "window": kept.window,
-    }
-    body = json.dumps(content).encode()
+    body = msgspec.json.encode(kept, order="deterministic")
     if len(body) + 8 < _SIZE_LIMIT_BYTES:
         with contextlib.suppress(OSError), new_entry(_name(key)) as file:
             file.write(b"%08x" % zlib.crc32(body) + body)
