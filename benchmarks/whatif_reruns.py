@@ -124,6 +124,7 @@ def run_rank(rank: int, case: Case, folder: str, rounds: int) -> None:
         text = "\n".join(f"{before} {after}" for before, after in times)
         (Path(folder) / "times").write_text(text)
     if case.ranks > 1:
+        dist.barrier()  # gloo aborts a rank whose peer is gone before its own threads have ended
         dist.destroy_process_group()
 
 

@@ -46,7 +46,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "agent": {"prometheus_client", "pynvml"},
     "launch": {"submitit", "yaml"},
     "run_analysis": {"fsspec", "numpy", "polars"},
-    "trace_analysis": {"dask_jobqueue", "distributed", "numpy", "polars"},
+    "trace_analysis": {"dask_jobqueue", "distributed", "msgspec", "numpy", "polars"},
     "live": {"polars"},
     "diagnosis": {"numpy", "polars"},
     "show": {"IPython", "jinja2", "markupsafe", "numpy", "plotly", "polars", "rich",
