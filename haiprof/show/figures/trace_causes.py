@@ -40,7 +40,7 @@ def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         title: First line of the figure.
     """
     now_ns = [found["reproduced_step_ns"][0]] if found.height else []
-    return _time_bars(
+    figure = _time_bars(
         ["as it is", *found["change"]][: len(now_ns) + found.height],
         [*now_ns, *found["predicted_step_ns"]],
         [0.0] * len(now_ns) + found["saved_ratio"].to_list(),
@@ -48,6 +48,16 @@ def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
         share="shorter by %{customdata:.3g} %",
         title=title or "<b>What would make the step shorter</b>",
     )
+    _, size = time_unit(now_ns[0] if now_ns else None)
+    above, below = (
+        [0.0] * len(now_ns)
+        + ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
+        for name in ("high_step_ns", "low_step_ns")
+    )
+    figure.update_traces(
+        error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    )
+    return figure
 
 
 def _time_bars(

@@ -27,6 +27,7 @@ _COMMON = (
     "collective_count", "unmatched_count", "apart_count", "ahead_count",
 )  # fmt: skip
 _COLUMNS = (("name", "if"), ("predicted_step_ns", "step"), ("saved_ratio", "shorter by"))
+_INTERVAL = (("low_step_ns", "at least"), ("high_step_ns", "at most (95 %)"))
 _DOUBTFUL_RATIO = 0.05
 """Above this share of unexplained time a note is shown."""
 _GROUPS = {"optype": "operation", "stage": "stage", "dp_rank": "data-parallel rank"}
@@ -122,9 +123,10 @@ def what_if_view(answers: WhatIfAnswers) -> RenderableType:
     first += f"{duration_text(explained)} replayed from its dependencies ({_sign_text(off)})"
     title = "What would help most" if answers.ranked else "Predictions"
     rows = answers.predictions.with_columns(pl.col("saved_ratio").clip(0.0), name=pl.col("change"))
+    columns = (*_COLUMNS, *(_INTERVAL if rows["low_step_ns"].count() else ()))
     return Group(
         Text(first, style="bold"),
-        section(title, *frame_table(rows, _COLUMNS, limit=20)),
+        section(title, *frame_table(rows, columns, limit=20)),
         *([notes_block(answers.notes)] if answers.notes else []),
     )
 
@@ -203,6 +205,8 @@ def _job_parts(job: JobAnswers) -> Iterator[RenderableType]:
 
 
 def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
+    if found["low_step_ns"].null_count():
+        yield "too few steps were traced to say how sure a prediction is: trace at least 4"
     share = common["unexplained_ratio"]
     if share > _DOUBTFUL_RATIO:
         yield (

@@ -75,8 +75,9 @@ class CauseQuestions(RankTraces):
 
         Returns:
             One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
-            `unexplained_ratio`, `predicted_step_ns`, `saved_ratio`, `shortened_ns`,
-            `changed_count`, `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
+            `unexplained_ratio`, `predicted_step_ns` with its interval (95 %) from `low_step_ns` to
+            `high_step_ns`, `saved_ratio`, `shortened_ns`, `changed_count`, `collective_count`,
+            `unmatched_count`, `apart_count`, `ahead_count`.
         """
         from haiprof.trace_analysis.skew import collective_waits
         from haiprof.trace_analysis.what_if.predict import predictions

@@ -52,7 +52,7 @@ def host(
     calls: Calls,
     main_tid: int,
     *,
-    window: tuple[int, int],
+    bounds_ns: Ints,
     handed: Sequence[HandOvers] = (),
     batches: Batches | None = None,
 ) -> Host:
@@ -62,7 +62,7 @@ def host(
         spans: Operators and runtime calls in the window: `name`, `tid`, `ts_ns`, `end_ns`.
         calls: The calls among them that matter.
         main_tid: The thread that trains.
-        window: Start and end in ns.
+        bounds_ns: Begins of steps, and the end of the last.
         handed: Waits of threads for each other.
         batches: Of a loader with workers, which make one after the other beside all threads.
 
@@ -77,7 +77,7 @@ def host(
     spans = spans.filter(pl.col("tid").is_in([*linked, *launching]))
     blocking = calls.blocking.filter(pl.col("tid").is_in(spans["tid"].implode()))
     calls = replace(calls, blocking=_with_batches(blocking, batches, main_tid))
-    points = _points(spans, calls, handed, main_tid, window, batches)
+    points = _points(spans, calls, handed, main_tid, bounds_ns, batches)
     time, tid = points["time_ns"].to_numpy(), points["tid"].to_numpy()
     chained = np.flatnonzero(tid[1:] == tid[:-1])
     sources, targets = chained, chained + 1
@@ -112,12 +112,13 @@ def _points(
     calls: Calls,
     handed: Sequence[HandOvers],
     main_tid: int,
-    window: tuple[int, int],
+    bounds_ns: Ints,
     batches: Batches | None,
 ) -> pl.DataFrame:
     """All points, by thread and time."""
+    window = int(bounds_ns[0]), int(bounds_ns[-1])
     bounds = spans.group_by("tid").agg(first=pl.col("ts_ns").min(), last=pl.col("end_ns").max())
-    marks = [(main_tid, MARK, list(window))]
+    marks = [(main_tid, MARK, bounds_ns.tolist())]
     marks += [(tid, MARK, [first, last]) for tid, first, last in bounds.rows()]
     for found in handed:
         marks.append((found.waiting[1], MARK, [*found.left.tolist(), *found.back.tolist()]))

@@ -14,7 +14,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.trace_analysis.what_if.changes import COLLECTIVE, KERNEL, NETWORK, RANK, Change
 from haiprof.trace_analysis.what_if.graph import Graph
-from haiprof.trace_analysis.what_if.replay import RankGraph
+from haiprof.trace_analysis.what_if.replay import NEVER_CAUSED_NS, RankGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,16 @@ class Job:
     graph: Graph
     times: Ints
     """When each point was reached, ns since the beginning, shape (points,)."""
+    caused_ns: Ints
+    """When a host caused each point to be reached, shape (points,): see `RankGraph`."""
     lengths: Ints
     """ns of each edge as it was and with each change, shape (edges, 1 + changes)."""
     begun_ns: int
     """When the last rank began its first step, ns since the first one did."""
+    bounds_ns: Ints
+    """Of the rank that waits longest for its loader's workers, or began last: see `RankGraph`."""
+    by_batches: bool
+    """Whether the loader's workers limit the step: `bounds_ns` are of batches."""
     step_count: int
     collective_count: int
     """Of which waiting and transfer are told apart."""
@@ -44,7 +50,10 @@ class _Ranks:
     """Graphs of ranks beside each other."""
 
     begun_ns: int
+    bounds_ns: Ints
+    by_batches: bool
     times: Ints
+    caused_ns: Ints
     sources: Ints
     targets: Ints
     lengths: Ints
@@ -90,7 +99,6 @@ def join_ranks(
     apart = sum(graph.apart_count for graph in graphs.values())
     return replace(
         job,
-        begun_ns=ranks.begun_ns,
         step_count=counts.pop(),
         apart_count=apart,
         ahead_count=sum(graph.workers_ahead for graph in graphs.values()),
@@ -101,6 +109,8 @@ def _shift_clock(graph: RankGraph, offset_ns: int) -> RankGraph:
     return replace(
         graph,
         times=graph.times - offset_ns,
+        caused_ns=graph.caused_ns - np.where(graph.caused_ns < NEVER_CAUSED_NS, offset_ns, 0),
+        bounds_ns=graph.bounds_ns - offset_ns,
         begin_ns=graph.begin_ns - offset_ns,
         begins_ns=graph.begins_ns - offset_ns,
     )
@@ -119,9 +129,14 @@ def _side_by_side(graphs: Sequence[RankGraph], names: Sequence[int]) -> _Ranks:
     lengths = np.concatenate([graph.lengths for graph in graphs])
     kept = np.repeat(times[free, None], lengths.shape[1], axis=1)
     sources = [graph.sources + first for graph, _, first, _ in every]
+    caused = np.concatenate([[begin], *(graph.caused_ns for graph in graphs)])
+    leading = max(graphs, key=lambda graph: (graph.waited_ns, graph.begins_ns))
     return _Ranks(
         begun_ns=max(graph.begins_ns for graph in graphs) - begin,
+        bounds_ns=leading.bounds_ns - begin,
+        by_batches=leading.waited_ns > 0,
         times=times,
+        caused_ns=np.where(caused < NEVER_CAUSED_NS, caused - begin, caused),
         sources=np.concatenate([*sources, np.zeros(len(free), dtype=np.int64)]),
         targets=np.concatenate([targets, free]),
         lengths=np.concatenate([lengths, kept]),
@@ -190,8 +205,11 @@ def _with_collectives(ranks: _Ranks, members: pl.DataFrame, changes: Sequence[Ch
     return Job(
         graph=graph,
         times=np.concatenate([ranks.times, arrived]),
+        caused_ns=np.concatenate([ranks.caused_ns, arrived]),
+        bounds_ns=ranks.bounds_ns,
+        by_batches=ranks.by_batches,
         lengths=np.concatenate([lengths, entering]),
-        begun_ns=0,
+        begun_ns=ranks.begun_ns,
         apart_count=0,
         step_count=1,
         collective_count=count,

@@ -43,6 +43,21 @@ class Batches:
     waited: npt.NDArray[np.bool_]
     """Whether it was not ready when it was asked for."""
 
+    @property
+    def bounds(self) -> Ints:
+        """When each batch was taken that had been waited for.
+
+        From one to the next the workers were busy all the time. A window that begins or ends
+        elsewhere, such as between two batches that came together, holds more or less of their
+        work than of the steps'.
+        """
+        return self.taken_ns[self.waited]
+
+    @property
+    def waited_ns(self) -> int:
+        """For batches that were not ready."""
+        return int((self.taken_ns - self.asked_ns)[self.waited].sum())
+
 
 def worker_batches(
     trace: Trace, window: tuple[int, int], main_tid: int

@@ -11,6 +11,7 @@ from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.what_if.changes import Change
 from haiprof.trace_analysis.what_if.graph import plan_graph, times
+from haiprof.trace_analysis.what_if.intervals import step_shares
 from haiprof.trace_analysis.what_if.joining import Job, join_ranks
 from haiprof.trace_analysis.what_if.replay import RankGraph
 
@@ -21,6 +22,8 @@ PREDICTIONS_SCHEMA = {
     "error_ratio": pl.Float64,
     "unexplained_ratio": pl.Float64,
     "predicted_step_ns": pl.Int64,
+    "low_step_ns": pl.Int64,
+    "high_step_ns": pl.Int64,
     "saved_ratio": pl.Float64,
     "shortened_ns": pl.Int64,
     "changed_count": pl.Int64,
@@ -51,9 +54,11 @@ def predictions(
         (when a rank begins was decided before the window, and stays as it was);
         `reproduced_step_ns`, the replay of the same, with its `error_ratio`; `unexplained_ratio`,
         the share of the measured time that the replay reproduces only because it keeps delays that
-        nothing in its graph explains; `predicted_step_ns`; `saved_ratio`, what it gains over the
-        reproduced; `shortened_ns`, the work that the change took away, in sum over ranks;
-        `changed_count`, pieces of work that it made shorter or longer (0: it met nothing);
+        nothing in its graph explains; `predicted_step_ns`, with its interval from `low_step_ns` to
+        `high_step_ns` (95 %; None with fewer than 4 steps; see `intervals.step_shares`);
+        `saved_ratio`, what it gains over the reproduced; `shortened_ns`, the work that the change
+        took away, in sum over ranks; `changed_count`, pieces of work that it made shorter or longer
+        (0: it met nothing);
         `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
         communication kernels that are replayed as long as they were; `apart_count` of threads that
         launch kernels and keep their times, since nothing says what they wait for;
@@ -65,7 +70,8 @@ def predictions(
     """
     job = join_ranks(graphs, waits, changes, offsets)
     plan = plan_graph(job.graph)
-    spans = times(plan, job.lengths, _delays(job)).max(axis=0) - job.begun_ns
+    reached = times(plan, job.lengths, _delays(job))
+    spans = reached.max(axis=0) - job.begun_ns
     explained = int(times(plan, job.lengths[:, :1]).max()) - job.begun_ns
     measured = int(job.times.max()) - job.begun_ns
     if measured <= 0:
@@ -73,9 +79,10 @@ def predictions(
     shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
     changed = (job.lengths[:, :1] != job.lengths).sum(axis=0)
     reproduced = int(spans[0])
+    step_ns = reproduced / job.step_count
     common = {
         "measured_step_ns": round(measured / job.step_count),
-        "reproduced_step_ns": round(reproduced / job.step_count),
+        "reproduced_step_ns": round(step_ns),
         "error_ratio": reproduced / measured - 1,
         "unexplained_ratio": 1 - explained / measured,
         "collective_count": job.collective_count,
@@ -83,17 +90,23 @@ def predictions(
         "apart_count": job.apart_count,
         "ahead_count": job.ahead_count,
     }
+    shares = step_shares(
+        job, reached, spans, error_ratio=common["error_ratio"],
+        unexplained_ratio=common["unexplained_ratio"],
+    )  # fmt: skip
     rows = [
         {
             "change": str(change),
-            "predicted_step_ns": round(int(span) / job.step_count),
-            "saved_ratio": 1 - int(span) / reproduced,
+            "predicted_step_ns": round(share.value * step_ns),
+            "low_step_ns": None if share.low is None else round(share.low * step_ns),
+            "high_step_ns": None if share.high is None else round(share.high * step_ns),
+            "saved_ratio": 1 - share.value,
             "shortened_ns": int(less),
             "changed_count": int(count),
             **common,
         }
-        for change, span, less, count in zip(
-            changes, spans[1:], shortened[1:], changed[1:], strict=True
+        for change, share, less, count in zip(
+            changes, shares, shortened[1:], changed[1:], strict=True
         )
     ]
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)

@@ -26,10 +26,12 @@ from haiprof.trace_analysis.what_if.kernels import (
     stream_waits,
     with_cpu_collectives,
 )
-from haiprof.trace_analysis.what_if.loader import WORKERS_TID, worker_batches
+from haiprof.trace_analysis.what_if.loader import WORKERS_TID, Batches, worker_batches
 from haiprof.trace_analysis.what_if.shorten import HOST, WORKERS, Work, change_lengths
 from haiprof.trace_analysis.what_if.window import ReplayWindow, replay_window
 from haiprof.trace_format.kineto.rank_trace import Trace
+
+NEVER_CAUSED_NS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,14 @@ class RankGraph:
 
     times: Ints
     """When each point was reached, ns since 1970 on the rank's clock, shape (points,)."""
+    caused_ns: Ints
+    """When the host came to each point, or launched the kernel that begins or ends there, shape
+    (points,); of a loader's workers, which are ahead of it, `NEVER_CAUSED_NS`."""
+    bounds_ns: Ints
+    """When the host took each batch that it had waited for, where the loader's workers limit the
+    step; else when each step began and the last one ended."""
+    waited_ns: int
+    """For batches; 0 where the loader's workers do not limit the step."""
     sources: Ints
     targets: Ints
     """Ends of each edge, shape (edges,); the work of kernels comes first, by kernel."""
@@ -72,6 +82,7 @@ class _Rank:
     threads: Host
     waited: pl.DataFrame
     """From `blocking_calls`."""
+    batches: Batches | None
     workers_ahead: bool
     times: Ints
     """Of the hosts' points, then of the kernels' starts, then of their ends."""
@@ -85,6 +96,21 @@ class _Rank:
     def ends(self) -> Ints:
         """The point at which each kernel ends."""
         return self.starts + len(self.kernels.starts)
+
+    @property
+    def launched(self) -> Ints:
+        """When each kernel was launched; its start where that is not known."""
+        kernels = self.kernels
+        found: Ints = np.where(kernels.known, kernels.launched, kernels.starts)
+        return found
+
+    @property
+    def caused(self) -> Ints:
+        """When the host caused each point to be reached."""
+        points = self.threads.points
+        made = points["tid"].to_numpy() == WORKERS_TID
+        host = np.where(made, NEVER_CAUSED_NS, points["time_ns"].to_numpy())
+        return np.concatenate([host, self.launched, self.launched])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +145,12 @@ def rank_graph(
     lengths = np.concatenate([part.lengths for part in parts])
     work = _work(rank, parts, len(lengths))
     columns = [lengths, *(change_lengths(trace, change, lengths, work) for change in changes)]
-    base = clock_base_ns(trace)
+    base, caused = clock_base_ns(trace), rank.caused
     return RankGraph(
         times=rank.times + base,
+        caused_ns=np.where(caused < NEVER_CAUSED_NS, caused + base, caused),
+        bounds_ns=base + (rank.window.bounds_ns if rank.batches is None else rank.batches.bounds),
+        waited_ns=0 if rank.batches is None else rank.batches.waited_ns,
         sources=np.concatenate([part.sources for part in parts]),
         targets=np.concatenate([part.targets for part in parts]),
         lengths=np.stack(columns, axis=1),
@@ -152,12 +181,18 @@ def _rank(trace: Trace, steps: tuple[int, int] | None) -> _Rank:
     )
     batches, has_workers = worker_batches(trace, bounds, window.main_tid)
     threads = host(
-        window.spans, calls, window.main_tid, window=bounds, handed=window.handed, batches=batches
+        window.spans,
+        calls,
+        window.main_tid,
+        bounds_ns=window.bounds_ns,
+        handed=window.handed,
+        batches=batches,
     )
     times = [threads.points["time_ns"].to_numpy(), kernels.starts, kernels.ends]
     return _Rank(
         window=window,
         kernels=kernels,
+        batches=batches,
         workers_ahead=has_workers and batches is None,
         runtime=runtime,
         threads=threads,
@@ -283,7 +318,7 @@ def _work(rank: _Rank, parts: Sequence[_Edges], edges: int) -> Work:
     made = threads.points["tid"].to_numpy()[threads.targets] == WORKERS_TID
     place = np.where(made, len(names), len(names) + 1)
     label[count : count + host_count] = np.where(threads.is_work, place, -1)
-    begin[:count] = np.where(kernels.known, kernels.launched, kernels.starts)
+    begin[:count] = rank.launched
     begin[count : count + host_count] = rank.times[threads.sources]
     end = begin.copy()
     end[count : count + host_count] = rank.times[threads.targets]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
+from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.dependencies.host_events import HostEvents
 from haiprof.trace_analysis.dependencies.thread_handovers import HandOvers, hand_overs
@@ -20,13 +22,19 @@ class ReplayWindow:
     end_ns: int
     main_tid: int
     """The thread that trains."""
-    step_count: int
-    """Profiler steps in it; 1 where there are none."""
+    bounds_ns: Ints
+    """When each profiler step begins and the last one ends; of the whole window where there are
+    none."""
     spans: pl.DataFrame
     """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
     window's), `correlation` of calls."""
     handed: tuple[HandOvers, ...]
     """Waits of its threads for each other."""
+
+    @property
+    def step_count(self) -> int:
+        """Profiler steps in it; 1 where there are none."""
+        return len(self.bounds_ns) - 1
 
 
 def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
@@ -71,7 +79,7 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
         begin_ns=begin,
         end_ns=end,
         main_tid=tid,
-        step_count=marks.height or 1,
+        bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, end),
         spans=inside,
         handed=_find_waits(host, tid, (begin, end)),
     )

@@ -44,16 +44,69 @@ def loads(wait_ms: int, work_ms: int) -> list[Event]:
 
 def test_faster_operators_do_not_make_workers_faster(tmp_path: Path) -> None:
     found = analysis(tmp_path, [loads(60, 40)])
-    # Batches come every 100 ms whatever training does: only the last step's end is earlier.
-    assert predicted(found, faster_operator("aten::mm", 2)) == [round((600 - 20) / 6 * MS - 0.5)]
+    # Batches come every 100 ms whatever training does; that the window's last step is over sooner
+    # makes no step shorter.
+    assert predicted(found, faster_operator("aten::mm", 2)) == [100 * MS]
 
 
 def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None:
     found = analysis(tmp_path, [loads(60, 40)])
     half, none = predicted(found, faster_loader(2), faster_loader())
-    # The first batch is there after 30 ms; then one every 50 ms, or as fast as training is.
-    assert half == round((30 + 5 * 50 + 40) / 6 * MS - 0.5)
+    # A batch every 50 ms, or as fast as training is.
+    assert half == 50 * MS
     assert none == 40 * MS
+
+
+@pytest.mark.parametrize("count", [8, 7])
+def test_batches_that_come_in_pairs_are_counted_in_pairs(tmp_path: Path, count: int) -> None:
+    """Two workers hand over two batches at once; the window ends between two of them, or not."""
+    found: list[Event] = []
+    for number in range(count):
+        at = (number // 2 * 200 + number % 2 * 160) * MS
+        wait, whole = (120, 160) if number % 2 == 0 else (0.1, 40)
+        found += [
+            step(number, at, whole * MS),
+            event(WORKERS, "user_annotation", at, wait * MS),
+            event("aten::mm", "cpu_op", at + wait * MS, (whole - wait) * MS),
+        ]
+    changes = faster_operator("aten::mm", 2), faster_loader(2)
+    rows = analysis(tmp_path, [found]).what_if(*changes)
+    assert rows["saved_ratio"].to_list() == pytest.approx([0, 0.5], abs=0.001)
+
+
+def varying(factor: float) -> list[Event]:
+    """Steps of 100 ms, of which an operator takes now more and now less, another one the rest."""
+    found: list[Event] = []
+    for number in range(12):
+        at, own = number * 100 * MS, (20 + 5 * (number * 7 % 11 % 4) * factor) * MS
+        found += [
+            step(number, at, 100 * MS),
+            event("aten::mm", "cpu_op", at, own),
+            event("aten::add", "cpu_op", at + own, 100 * MS - own),
+        ]
+    return found
+
+
+def test_a_prediction_says_how_sure_it_is(tmp_path: Path) -> None:
+    widths = []
+    for number, factor in enumerate((0.0, 1.0, 2.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (row,) = analysis(folder, [varying(factor)]).what_if(faster_operator("mm", 2)).rows(
+            named=True
+        )  # fmt: skip
+        own = 20 + 5 * factor * sum(number * 7 % 11 % 4 for number in range(12)) / 12
+        assert row["predicted_step_ns"] == pytest.approx((100 - own / 2) * 1e6, rel=1e-3)
+        assert row["low_step_ns"] < row["predicted_step_ns"] < row["high_step_ns"]
+        widths.append((row["high_step_ns"] - row["low_step_ns"]) / own)
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_few_steps_say_nothing_of_how_sure(tmp_path: Path) -> None:
+    (row,) = (
+        analysis(tmp_path, [varying(1.0)[:9]]).what_if(faster_operator("mm", 2)).rows(named=True)
+    )
+    assert (row["low_step_ns"], row["high_step_ns"]) == (None, None)
 
 
 @pytest.mark.parametrize("poll_ms", [0.1, 3, 8])
