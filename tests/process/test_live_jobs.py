@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.base.options import ENV_ACTIVE
+from haiprof.linux.procfs import has_mapped
 from tests.process.live import LiveJob, torchrun, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("live jobs")]
@@ -237,14 +239,15 @@ def test_hook_waits_for_two_ranks_that_still_import_torch(tmp_path: Path) -> Non
     begin = "import sys; print('UP', flush=True)\n"
     Path(path).write_text(begin + Path(path).read_text())
     with LiveJob(tmp_path, torchrun(2, path), haiprof=False, said="UP") as job:
-        found = within(90, lambda: _attached(job))
+        within(90, lambda: _loading_torch(job) == 2)
+        found = job.ask_any("attach", job.pid, "--inject", "--time", "2")
         assert (found["how"], found["ranks"], found["refused"]) == ("injected", [0, 1], {})
         (tmp_path / "stop").touch()
         assert job.end().endswith("ENDS\n")
         assert job.process.returncode == 0
 
 
-def _attached(job: LiveJob) -> dict[str, object] | None:
-    """What came of it, once the ranks have loaded torch at least in part."""
-    done = job.ask_any("attach", job.pid, "--inject", "--time", "2")
-    return None if "no process of yours that has PyTorch loaded" in done["talk"] else done
+def _loading_torch(job: LiveJob) -> int:
+    """How many ranks have loaded torch at least in part; torchrun has before it starts them."""
+    ranks = psutil.Process(int(job.pid)).children(recursive=True)
+    return sum(has_mapped(rank.pid, b"libtorch") for rank in ranks)
