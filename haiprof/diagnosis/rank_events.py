@@ -114,14 +114,8 @@ def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]
 
 def _unix_ns(rank: RankFiles, line: Mapping[str, Any]) -> int | None:
     """When a line was written; None where that is not known, or is no time."""
-    offset, time = _wall_offset(rank.report.get("clock")), integer(line.get("time_ns"))
+    offset, time = rank.clock_offset_ns, integer(line.get("time_ns"))
     return None if offset is None or time is None else integer(time + offset)
-
-
-def _wall_offset(clock: object) -> int | None:
-    anchor: Mapping[str, Any] = clock if isinstance(clock, dict) else {}
-    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
-    return None if wall is None or mono is None else wall - mono
 
 
 def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:

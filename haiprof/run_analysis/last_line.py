@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.records import integer
 from haiprof.run_analysis.run_files import RankFiles
 from haiprof.run_analysis.stack_files import SampledProcess, read_stack_file
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
@@ -26,23 +25,20 @@ class LastLine:
 
 def last_line(rank: RankFiles) -> LastLine | None:
     """Where the training thread was at its last sample; None where none was kept."""
-    clock = rank.report.get("clock")
-    wall = integer(clock.get("wall_ns")) if isinstance(clock, dict) else None
-    mono = integer(clock.get("mono_ns")) if isinstance(clock, dict) else None
+    offset_ns = rank.clock_offset_ns
     try:
         processes, _ = read_stack_file(rank.paths.stacks)
     except RunFormatError:
         return None
     own = [p for p in processes if p.worker is None and p.pid == rank.report.get("pid")]
-    if not own or wall is None or mono is None:
+    if not own or offset_ns is None:
         return None
     sampled = own[-1]
     for place in range(len(sampled.stack) - 1, max(-1, len(sampled.stack) - _BACK), -1):
         frame = own_frame(_frames(sampled, int(sampled.stack[place])))
         if frame is not None:
-            return LastLine(
-                line=frame_text(frame), wall_ns=int(sampled.time_ns[place]) + wall - mono
-            )
+            wall_ns = int(sampled.time_ns[place]) + offset_ns
+            return LastLine(line=frame_text(frame), wall_ns=wall_ns)
     return None
 
 

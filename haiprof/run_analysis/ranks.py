@@ -91,7 +91,7 @@ def _is_nograd(found: Segmentation) -> Bools:
 
 
 def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
-    offset = _wall_offset(files, segments)
+    offset = files.clock_offset_ns if segments is None else segments.wall_offset_ns
     marks: dict[str, object] = {}
     for name in ("record_start", "record_end"):
         lines = files.of_type(name)
@@ -101,20 +101,6 @@ def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, obj
         marks[f"{name}_ns"] = integer((time or 0) + (offset or 0)) if known else None
         marks["recording_ended"] = text(line.get("reason"))
     return marks
-
-
-def _wall_offset(files: RankFiles, segments: RankSegments | None) -> int | None:
-    if segments is not None:
-        return segments.wall_offset_ns
-    return clock_offset_ns(files)
-
-
-def clock_offset_ns(files: RankFiles) -> int | None:
-    """Unix time minus the rank's own clock, as it wrote both down when it began to be recorded."""
-    clock = files.report.get("clock")
-    anchor = clock if isinstance(clock, dict) else {}
-    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
-    return None if wall is None or mono is None else wall - mono
 
 
 def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:

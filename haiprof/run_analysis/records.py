@@ -67,6 +67,14 @@ def text(value: object) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
+def clock_offset_ns(anchor: object) -> int | None:
+    """Unix time minus the monotonic clock, by a clock anchor in JSON; None without a whole one."""
+    if not isinstance(anchor, dict):
+        return None
+    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
+    return None if wall is None or mono is None else wall - mono
+
+
 def mean(values: pl.Series) -> float | None:
     """Mean without nulls; None where nothing is left."""
     value = values.mean()

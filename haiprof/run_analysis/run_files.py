@@ -9,7 +9,7 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.records import clock_offset_ns, integer, text
 from haiprof.run_format.layout import NodePaths, RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, newest_run, read_manifest
 from haiprof.run_format.reader import check_version, read_failures, read_json, read_lines
@@ -28,6 +28,11 @@ class RankFiles:
     """events.jsonl, in order."""
     notes: tuple[str, ...]
     """What was damaged."""
+
+    @property
+    def clock_offset_ns(self) -> int | None:
+        """Unix time minus the rank's clock, as it wrote both when it began to be recorded."""
+        return clock_offset_ns(self.report.get("clock"))
 
     def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
         """Lines of one type, in order."""

@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE, phase_frame
-from haiprof.run_analysis.records import integer
+from haiprof.run_analysis.records import clock_offset_ns
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 from haiprof.run_analysis.segments import RankSegments, load_segments
 from haiprof.run_analysis.step_frame import step_frame
@@ -122,18 +122,10 @@ class RunTracks:
     def _moved_ns(self, files: RankFiles) -> int:
         """What is subtracted from the Unix times of one rank's records."""
         said = self.inputs[files.rank].metadata.get("haiprof")
-        recorded = _wall_less_mono(files.report.get("clock"))
-        traced = _wall_less_mono(said.get("clock") if isinstance(said, dict) else None)
+        recorded = files.clock_offset_ns
+        traced = clock_offset_ns(said.get("clock") if isinstance(said, dict) else None)
         set_ns = traced - recorded if traced is not None and recorded is not None else 0
         return self.clocks[files.rank].moved_ns - set_ns
-
-
-def _wall_less_mono(anchor: object) -> int | None:
-    """Unix time less the monotonic clock, by an anchor as it is written; null without one."""
-    if not isinstance(anchor, dict):
-        return None
-    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
-    return None if wall is None or mono is None else wall - mono
 
 
 def _steps(segments: RankSegments) -> pl.DataFrame:

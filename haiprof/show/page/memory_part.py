@@ -12,7 +12,6 @@ import polars as pl
 from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, failed_allocations
-from haiprof.run_analysis.ranks import clock_offset_ns
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.labels import entity_label
 from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec
@@ -153,7 +152,7 @@ def _of_allocators(
 ) -> Iterator[pl.DataFrame]:
     last = {rank.rank: rank for rank in sorted(analyzer.files.ranks, key=lambda r: r.attempt)}
     for rank, series in levels.items():
-        offset_ns = clock_offset_ns(last[rank])
+        offset_ns = last[rank].clock_offset_ns
         if offset_ns is None:
             continue
         for metric in _LEVELS:
