@@ -7,12 +7,17 @@ import functools
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.safe_files import list_folder, make_folder, remove_file, whole_file
+from haiprof.base.safe_files import (
+    list_folder,
+    make_folder,
+    open_to_read,
+    remove_file,
+    whole_file,
+)
 from haiprof.base.version import PACKAGE, __version__
 from haiprof.run_format.layout import RunPaths
 
@@ -50,19 +55,19 @@ def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None
 
 
 def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] | None:
-    """A kept answer; None where there is none, it is not this user's, or the run has changed.
+    """A kept answer; None where there is none, or it is not believed, or the run has changed.
+
+    Believed is what only this user can have written: the run, the file and the folders between them
+    are this user's own, and nobody else may write to the file or those folders.
 
     Args:
         run: The run.
         name: Which answer.
         valid_for: `fingerprint(run)`.
     """
-    path = run.answer(name)
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-            text = file.read(_LIMIT_BYTES + 1) if own else b""
+        with open(open_to_read(run.answer(name), below=run.root, own=True), "rb") as file:
+            text = file.read(_LIMIT_BYTES + 1)
         content = json.loads(text) if len(text) <= _LIMIT_BYTES else None
     except (OSError, ValueError, RecursionError):
         return None
@@ -73,7 +78,7 @@ def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] |
 
 
 def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_for: str) -> None:
-    """Keeps an answer where the run is this user's and can be written to; else does nothing.
+    """Keeps an answer where `read_answer` would believe it; where it cannot, does nothing.
 
     Args:
         run: The run.
@@ -85,9 +90,7 @@ def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_f
     if len(text) > _LIMIT_BYTES:
         return
     with contextlib.suppress(OSError):
-        if os.stat(run.root).st_uid != os.geteuid():
-            return
-        make_folder(run.answers, below=run.root)
+        make_folder(run.answers, below=run.root, own=True)
         _make_room(run)
         with whole_file(run.answer(name), below=run.root, own=True) as file:
             file.write(text)

@@ -37,12 +37,14 @@ from haiprof.compat.tensorboard_folder import open_layout
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request
+from haiprof.run_format.kept_answers import keep_answer, read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from haiprof.show.scalar_files import write_scalars
 from haiprof.trace_analysis.report_cache import cache_entry, read_answers, store_answers
 from haiprof.trace_format.kineto import user_cache
 from haiprof.trace_format.kineto.cache import content_key, open_columns
+from tests.security.second_user import as_second_user
 from tests.unit.analysis.trace.shared import rank_file, step
 from tests.unit.launch.parts import HOST, new_run, part_of, put_down
 from tests.unit.rundir.small_run import write_small_run
@@ -203,6 +205,55 @@ def test_answers_that_others_may_have_written_are_not_believed(how: str, tmp_pat
     else:
         pytest.skip("only root can act as a second user")
     assert read_answers(place) is None
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "report folder", "link", "another's"])
+def test_kept_answers_that_others_may_have_written_are_not_believed(
+    how: str, tmp_path: Path
+) -> None:
+    run = write_small_run(tmp_path / "run")
+    keep_answer(run, "verdict", {"stdout": "all is well"}, valid_for="stamp")
+    assert read_answer(run, "verdict", valid_for="stamp") is not None
+    kept = run.answer("verdict")
+    if how == "link":
+        kept.rename(tmp_path / "moved")
+        kept.symlink_to(tmp_path / "moved")
+    elif how == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can act as a second user")
+        os.chown(run.answers, ATTACKER, ATTACKER)
+    else:
+        which = {"file": kept, "folder": run.answers, "report folder": run.report}[how]
+        which.chmod(0o666 if how == "file" else 0o777)
+    assert read_answer(run, "verdict", valid_for="stamp") is None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_no_answer_is_kept_or_removed_where_others_may_write(mode: int, tmp_path: Path) -> None:
+    run = write_small_run(tmp_path / "run")
+    run.answers.mkdir(parents=True)
+    for number in range(60):
+        (run.answers / f"{number}.json").touch()
+    run.answers.chmod(mode)
+    keep_answer(run, "verdict", {"stdout": ""}, valid_for="stamp")
+    assert len(list(run.answers.iterdir())) == 60
+
+
+@with_second_user
+def test_kept_answers_of_a_shared_run_are_its_owners_alone() -> None:
+    """With `--share all` others read the run, and work its answers out anew; its owner does not."""
+    with tempfile.TemporaryDirectory(prefix="haiprof-shared-") as shared:
+        os.chmod(shared, 0o755)
+        run = write_small_run(Path(shared) / "run")
+        for path in (run.root, *run.root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        shutil.rmtree(run.report, ignore_errors=True)
+        keep_answer(run, "verdict", {"stdout": "mine"}, valid_for="stamp")
+        assert stat.S_IMODE(run.answers.stat().st_mode) == 0o755
+        kept = read_answer(run, "verdict", valid_for="stamp")
+        assert kept == {"stdout": "mine"}
+        theirs = as_second_user(lambda: read_answer(run, "verdict", valid_for="stamp"))
+        assert theirs is None
 
 
 # -- TensorBoard -------------------------------------------------------------------------------
