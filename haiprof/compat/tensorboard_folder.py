@@ -18,13 +18,13 @@ from haiprof.base.safe_files import (
     remove_file,
     remove_folder,
 )
-from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
 from haiprof.trace_analysis.worker_files import Worker, files_by_window
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
 _FOLDER = "window"
 _WINDOW = re.compile(_FOLDER + r"\d+")
-_LINK = re.compile(r"rank\d+_[A-Za-z0-9-]+\.pt\.trace\.json(\.gz)?")
+_LINK = re.compile(r"rank\d+_[A-Za-z0-9-]+" + re.escape(PLAIN_TRACE_SUFFIX) + r"(\.gz)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
     for member in members:
         host = _UNSAFE.sub("-", member.host or "").strip("-")[:64] or "host"
         stem, number = f"rank{member.rank:0{digits}}_{host}", 1
-        ending = ".pt.trace.json.gz" if member.is_packed else ".pt.trace.json"
+        ending = TRACE_SUFFIX if member.is_packed else PLAIN_TRACE_SUFFIX
         name = stem + ending
         while name in found:
             number += 1

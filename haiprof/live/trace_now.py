@@ -13,8 +13,7 @@ from haiprof.live.ask import Answers, Member, ask, members
 from haiprof.live.missing_ranks import find_missing_ranks
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import TOO_LATE, read_members
-from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.raw_traces import TRACE_SUFFIX
+from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 
 AHEAD_S = 2.0
 """Ranks of one node hear of a request within two ticks of its agent."""

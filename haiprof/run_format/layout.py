@@ -12,6 +12,14 @@ AGREED_PREFIX = ".agreed-"  # in traces/.parts: files in which ranks settle what
 BOOT_FAILURES_NAME = (
     "failures.log"  # in_job/boot/sitecustomize.py spells it out: it imports nothing
 )
+SIDECAR_SUFFIX = ".part.json"
+RAW_SUFFIX = ".trace.json"
+ET_RAW_SUFFIX = ".et.json"
+ET_SUFFIX = ".et.json.gz"
+PLAIN_TRACE_SUFFIX = ".pt.trace.json"
+"""As torch.profiler's own handler for TensorBoard ends a file's name."""
+TRACE_SUFFIX = ".pt.trace.json.gz"
+"""The same, compressed: what a finished trace is called."""
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.options import safe_name
-from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.layout import (
+    ET_RAW_SUFFIX,
+    ET_SUFFIX,
+    RAW_SUFFIX,
+    SIDECAR_SUFFIX,
+    TRACE_SUFFIX,
+    RunPaths,
+)
 from haiprof.run_format.manifest import has_ended
 from haiprof.run_format.reader import read_json
 
-SIDECAR_SUFFIX = ".part.json"
-RAW_SUFFIX = ".trace.json"
-ET_RAW_SUFFIX = ".et.json"
-TRACE_SUFFIX = ".pt.trace.json.gz"
-"""As torch.profiler's own handler for TensorBoard ends a file's name."""
-ET_SUFFIX = ".et.json.gz"
 _SIDECAR_LIMIT_BYTES = 1 << 20
 _ABANDONED_S = 600.0  # a part of that age is no longer being finished
 _STEM = re.compile(

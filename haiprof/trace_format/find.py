@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.layout import MANIFEST_NAME
-from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX, SIDECAR_SUFFIX
+from haiprof.run_format.layout import ET_RAW_SUFFIX, ET_SUFFIX, MANIFEST_NAME, SIDECAR_SUFFIX
 from haiprof.trace_format.file_ranks import COPY_KEY, MERGED_KEY
 from haiprof.trace_format.run_windows import one_window, raw_traces
 

@@ -14,7 +14,7 @@ from typing import Any
 from haiprof.base.safe_files import make_folder, remove_file, rename
 from haiprof.in_job.identity import local_rank, rank_and_world, restart
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
 
@@ -47,12 +47,12 @@ class WindowFiles:
     @property
     def raw_draft(self) -> Path:
         """Where Kineto writes."""
-        return self._folder / f".{self._draft}.trace.json"
+        return self._folder / f".{self._draft}{RAW_SUFFIX}"
 
     @property
     def et_draft(self) -> Path:
         """Where the execution trace observer writes."""
-        return self._folder / f".{self._draft}.et.json"
+        return self._folder / f".{self._draft}{ET_RAW_SUFFIX}"
 
     def finish(self, details: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
         """Gives the files their names and writes the sidecar; what that says.
@@ -80,10 +80,10 @@ class WindowFiles:
             "raw_bytes": raw_bytes,
             "et_bytes": et_bytes,
         }
-        rename(self.raw_draft, self._folder / f"{self.stem}.trace.json", below=self._root)
+        rename(self.raw_draft, self._folder / f"{self.stem}{RAW_SUFFIX}", below=self._root)
         if execution_trace:
-            rename(self.et_draft, self._folder / f"{self.stem}.et.json", below=self._root)
-        write_json(self._folder / f"{self.stem}.part.json", content, below=self._root)
+            rename(self.et_draft, self._folder / f"{self.stem}{ET_RAW_SUFFIX}", below=self._root)
+        write_json(self._folder / f"{self.stem}{SIDECAR_SUFFIX}", content, below=self._root)
         return content
 
     def drop(self) -> None:

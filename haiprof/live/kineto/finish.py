@@ -19,8 +19,8 @@ from haiprof.base.safe_files import remove_file, whole_file
 from haiprof.live.kineto.processes import KinetoProcess
 from haiprof.live.kineto.result import ProcessTrace
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.raw_traces import TRACE_SUFFIX, Part, parse_stem
+from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
+from haiprof.run_format.raw_traces import Part, parse_stem
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.run_format.raw_traces import ET_RAW_SUFFIX, ET_SUFFIX
+from haiprof.run_format.layout import (
+    ET_RAW_SUFFIX,
+    ET_SUFFIX,
+    PLAIN_TRACE_SUFFIX,
+    RAW_SUFFIX,
+    TRACE_SUFFIX,
+)
 from haiprof.trace_format.execution.trace import ExecutionTrace, load_execution_trace
 from haiprof.trace_format.file_ranks import rank_in_name
 from haiprof.trace_format.find import TRACE_ENDINGS, window_files
@@ -106,7 +112,7 @@ def _has_nodes(path: Path) -> bool:
 
 def _stem(name: str) -> str:
     """Name of a window's files without what says which of them it is."""
-    for ending in (*_ENDINGS, ".pt.trace.json.gz", ".pt.trace.json", ".trace.json", *TRACE_ENDINGS):
+    for ending in (*_ENDINGS, TRACE_SUFFIX, PLAIN_TRACE_SUFFIX, RAW_SUFFIX, *TRACE_ENDINGS):
         if name.endswith(ending):
             return name.removesuffix(ending)
     return name
