@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from haiprof.agent.relay import LiveRank
 from haiprof.base.reaction_options import HangLimit
+from haiprof.base.statistics.medians import mean_median
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.linux.procfs import process_state
 from haiprof.run_format.layout import RankPaths
@@ -568,15 +569,9 @@ def _end_of(steps: Sequence[Step], count: int, ns: int) -> Sequence[Step]:
 
 def _usual(steps: Sequence[Step]) -> _Usual:
     values = [step.ns for step in steps]
-    middle = _median(values)
-    spread = _median([abs(value - middle) for value in values])
+    middle = mean_median(values)
+    spread = mean_median([abs(value - middle) for value in values])
     return _Usual(middle, _MEDIAN_ERROR * spread / len(values) ** 0.5)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _since(steps: Sequence[Step], before_ns: float, after_ns: float) -> Step:

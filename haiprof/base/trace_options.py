@@ -15,6 +15,7 @@ DEFAULT_SLOW_RATIO = 1.5
 DEFAULT_SLOW_COST = 0.05
 DEFAULT_LIMIT_MB = 1000.0
 _BYTES_PER_MB = 1_000_000
+DEFAULT_LIMIT_BYTES = round(DEFAULT_LIMIT_MB * _BYTES_PER_MB)
 _WHAT = ("stacks", "shapes", "memory", "flops", "modules", "sync")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from haiprof.base.arrays import Floats
-from haiprof.base.statistics.lower_median import lower_median
+from haiprof.base.statistics.medians import lower_median
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.python_time import MIN_COUNT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from haiprof.base.statistics.lower_median import lower_median
+from haiprof.base.statistics.medians import lower_median
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from haiprof.base.trace_options import DEFAULT_LIMIT_BYTES
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
@@ -75,7 +76,7 @@ class Tracer:
             recorder=self._recorder, guard=self._guard, what=what, times=self.times,
             ended=self._saw_end_of_step,
             execution_trace=bool(self._config.get("execution_trace")),
-            limit_bytes=int(self._config.get("limit_bytes") or 1_000_000_000),
+            limit_bytes=int(self._config.get("limit_bytes") or DEFAULT_LIMIT_BYTES),
             request=self._config.get("request"),
         )  # fmt: skip
         self._windows: PlannedWindows | KeepSlow

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from haiprof.base.statistics.medians import upper_median
+from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext
 from haiprof.in_job.windows.rolling_schedule import RollingSchedule
-from haiprof.in_job.windows.step_times import median
 
-COST_BUDGET = 0.05  # of the run's time: what the windows may cost altogether, unless said
 HOLD_NS = 1_000_000_000  # for another rank to say that it saw a slow step
 SETTLED_STEPS = 20  # plain steps before the first window: what is normal must be known
 PROFILED_FOR_USUAL = 5
@@ -55,11 +55,11 @@ class KeepSlow:
     ) -> None:
         self._context = context
         self._schedule = schedule
-        self._budget = float(config.get("slow_cost") or COST_BUDGET)
+        self._budget = float(config.get("slow_cost") or TraceOptions.slow_cost)
         self._held: _HeldRecording | None = None
-        self._length = int(config.get("count") or 5)
-        self._ratio = float(config.get("slow_ratio") or 1.5)
-        self._wanted = int(config.get("repeat") or 1)
+        self._length = int(config.get("count") or DEFAULT_STEPS)
+        self._ratio = float(config.get("slow_ratio") or TraceOptions.slow_ratio)
+        self._wanted = int(config.get("repeat") or TraceOptions.repeat)
         self._warmup_ns = round(float(config.get("warmup_s") or 0) * _NS_PER_S)
         self._recording: Recording | None = None
         self._first = 0
@@ -176,7 +176,7 @@ class KeepSlow:
         if not profiled:
             return plain
         if len(self._profiled) >= PROFILED_FOR_USUAL:
-            return median(self._profiled)
+            return upper_median(self._profiled)
         return round(plain * UNKNOWN_SLOWDOWN)
 
     def _consider(self, number: int) -> None:
@@ -209,7 +209,7 @@ class KeepSlow:
         period = self._length
         if self._costs:
             usual = max(1, self._context.times.usual_ns)
-            period = max(period, round(median(self._costs) / (self._budget * usual)))
+            period = max(period, round(upper_median(self._costs) / (self._budget * usual)))
         return self._length, period
 
     def _close(self, number: int, cut: str | None) -> None:
@@ -265,7 +265,7 @@ class KeepSlow:
         session, usual = recording.session, self._context.times.usual_ns
         longer = 0
         if self._spent:  # one step in which something else happened says nothing of the profiler
-            longer = max(0, median(self._spent) - usual) * len(self._spent)
+            longer = max(0, upper_median(self._spent) - usual) * len(self._spent)
         cost = recording.setup_ns + session.start_ns + session.stop_ns + longer
         self._costs.append(cost)
         self._cost_ns += cost

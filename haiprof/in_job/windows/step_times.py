@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from haiprof.base.statistics.medians import upper_median
 from haiprof.run_format.schema import EVAL, NOGRAD, SAVE
 
 KEPT_STEPS = 101
@@ -66,9 +67,4 @@ class StepTimes:
         self._plain.append(ns)
         self._kept += 1
         if len(self._plain) >= USUAL_AFTER and self._kept % USUAL_AFTER == 0:
-            self.usual_ns = median(self._plain)
-
-
-def median(values: deque[int]) -> int:
-    """The middle one, the upper of two."""
-    return sorted(values)[len(values) // 2]
+            self.usual_ns = upper_median(self._plain)
