@@ -66,7 +66,8 @@ class CriticalPath:
             `start_ns`; `duration_ns`; `bound_by`, one of `segments.BOUNDS`; `event`, its place in
             the file, null for host time that no event covers; `name`; `kind`, the event's
             category, or `delay` before a GPU event; `pid`; `tid`; `device` and `stream` of what
-            ran on a GPU.
+            ran on a GPU. `name` and `kind` are null, too, where only the mark of a profiler step
+            covers the host's time.
         """
         return self.rows
 
@@ -104,7 +105,8 @@ class CriticalPath:
 
         Returns:
             `bound_by`, `kind`, `name`, `duration_ns`, `share_ratio`, `segment_count`; the longest
-            first. A null name is host time outside of all events: Python, mostly.
+            first. A null name is host time outside of all events but a profiler step's mark:
+            Python, mostly.
         """
         sums = self.rows.group_by("bound_by", "kind", "name").agg(
             pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")

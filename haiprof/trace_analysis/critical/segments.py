@@ -31,6 +31,8 @@ CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
 BOUNDS = (CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED)
 DATA_LOADING = r"^enumerate\(DataLoader\)"
 """PyTorch's own mark around a data loader's `__next__`."""
+_WRAPPER = r"^ProfilerStep#\d+$"
+"""Marks of whole steps: they hold a step's work and are no work themselves."""
 
 SEGMENTS: dict[str, type[pl.DataType]] = {
     "start_ns": pl.Int64, "duration_ns": pl.Int64, "bound_by": pl.String, "event": pl.Int64,
@@ -127,10 +129,16 @@ def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:
 
 
 def _host_events(graph: Graph) -> pl.DataFrame:
-    """`event`, `name` and category (`kind`) of each row of the host's events."""
+    """`event`, `name` and category (`kind`) of each row of the host's events.
+
+    A mark of a whole step has neither name nor category: time of its own is time that no other
+    event covers.
+    """
+    name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
+    is_work = pl.col("row").is_in(graph.host.rows_named(_WRAPPER)).not_()
     return graph.host.frame.with_row_index("row").select(
-        pl.col("row").cast(pl.Int64), "event", pl.col("name").cast(pl.String),
-        kind=pl.col("category").cast(pl.String),
+        pl.col("row").cast(pl.Int64), "event", name=pl.when(is_work).then(name),
+        kind=pl.when(is_work).then(kind),
     )  # fmt: skip
 
 

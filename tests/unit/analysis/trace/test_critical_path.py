@@ -20,6 +20,7 @@ from tests.unit.analysis.trace.shared import (
     exact_intervals,
     kernel,
     launch,
+    step,
     trace_of,
     traces,
     write_trace,
@@ -288,6 +289,22 @@ def test_steps_and_instances_select_windows(tmp_path: Path) -> None:
         analysis.critical_path(4)
     with pytest.raises(ValueError, match="not both"):
         analysis.critical_path(steps=(3, 5), annotation="x")
+
+
+def test_mark_of_a_step_is_no_cause(tmp_path: Path) -> None:
+    """It wraps all that a step does: what it alone covers is time outside of events."""
+    trace = trace_of(tmp_path, [
+        step(2, 0, 100), mark("forward", 10, 40), launch(1, 20, 5),
+        kernel("k1", 30, 3, correlation=1), step(3, 100, 50),
+    ])  # fmt: skip
+    path = critical_path(trace, steps=(2, 3))
+    check_covers(path)
+    assert causes(path) == {"cpu_bound": 100}
+    assert names(path) == [None, "forward", "cudaLaunchKernel", "forward", None]
+    assert path.top().select("name", "kind", "duration_ns").row(0) == (None, None, 60_000)
+    content = json.loads(gzip.decompress(write_overlay(trace, path).read_bytes()))["traceEvents"]
+    marked = [each["name"] for each in content if each.get("args", {}).get("critical")]
+    assert marked == ["forward", "cudaLaunchKernel"]
 
 
 def test_empty_trace_has_no_path(tmp_path: Path) -> None:
