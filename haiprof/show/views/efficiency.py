@@ -16,10 +16,11 @@ from haiprof.show.views.blocks import section
 _LIMIT = 14
 _COLUMNS = (
     ("operator", "operator"), ("shapes", "shapes"), ("precision", "type"), ("count", "calls"),
-    ("time_ns", "time"), ("tflops", "TFLOP/s"), ("tbytes", "TB/s"), ("bound", "bound"),
+    ("time_ns", "time"), ("tflops", "TFLOP/s"), ("tb_per_s", "TB/s"), ("bound", "bound"),
     ("roofline_ratio", "roofline"),
 )  # fmt: skip
-_SHAPES_WIDTH = 22
+_OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
+"""Together with the numbers a line of 100 columns."""
 
 
 def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableType:
@@ -34,9 +35,9 @@ def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableT
     short = shapes.str.replace_all(r",\[\]", "").str.slice(0, _SHAPES_WIDTH)
     rows = summed.with_columns(
         shapes=short,
-        operator=pl.col("operator").str.strip_prefix("aten::").str.slice(0, 22),
+        operator=pl.col("operator").str.strip_prefix("aten::").str.slice(0, _OPERATOR_WIDTH),
         tflops=pl.col("flops") / pl.col("time_ns") / 1e3,
-        tbytes=pl.col("bytes") / pl.col("time_ns") / 1e3,
+        tb_per_s=pl.col("bytes") / pl.col("time_ns") / 1e3,
     )
     return Group(
         *_ranks(whole),

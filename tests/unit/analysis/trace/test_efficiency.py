@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,5 +187,6 @@ def test_command_shows_mfu_and_operators(
     out = capsys.readouterr().out
     assert "MFU at least 12 %" in out
     assert "_scaled_dot_product" in out
+    assert re.search(r"copy_ .* 2\.33 ms +0\.00 +2\.31 +memory", out), "2.31 TB/s, not 2 B"
     assert main(["efficiency", path, "--json", "--peak", "bf16=1"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"][0]["peak"].startswith("as given")
