@@ -165,6 +165,26 @@ def far_stamp() -> list[Event]:
     return events
 
 
+def far_from_launch(seconds: float) -> Callable[[], list[Event]]:
+    """One kernel some seconds after its launch, and after all that the host did."""
+
+    def made() -> list[Event]:
+        """One kernel that far away."""
+        events = sound(40e6)
+        kernels_of(events)[3]["ts"] += seconds * 1e6
+        return events
+
+    return made
+
+
+def works_on() -> list[Event]:
+    """Kernels queued in 2.4 ms that take 160 ms; the host does not wait for them."""
+    events = sound()[:-1]
+    for place, each in enumerate(kernels_of(events)):
+        each["ts"], each["dur"] = 1008 + 4000 * place, 3990
+    return events
+
+
 def scaled(factor: float) -> Callable[[], list[Event]]:
     """All times in another unit."""
 
@@ -281,6 +301,12 @@ KINDS = (
          write=one(duplicates)),
     Kind(name="one timestamp an hour off", check="far_timestamps", is_fault=True,
          write=one(far_stamp), busy_ms=1.95),
+    Kind(name="one kernel 20 s after its launch", check="far_timestamps", is_fault=True,
+         write=one(far_from_launch(20)), busy_ms=1.95),
+    Kind(name="one kernel 20 s before its launch", check="far_timestamps", is_fault=True,
+         write=one(far_from_launch(-20)), busy_ms=1.95),
+    Kind(name="GPU that works on after the host", check="", is_fault=False,
+         write=one(works_on), busy_ms=159.6),
     Kind(name="nanoseconds written as us", check="wrong_unit", is_fault=True,
          write=one(scaled(1000)), busy_ms=None),
     Kind(name="milliseconds written as us", check="wrong_unit", is_fault=True,

@@ -16,6 +16,7 @@ from haiprof.trace_format.checks.timestamps import (
     unit_finding,
     without_duplicates,
     without_far,
+    without_far_from_host,
 )
 
 _IDS = {"gpu": "correlation", "runtime": "correlation", "ops": "external_id"}
@@ -37,6 +38,8 @@ class CheckedDevice:
 
     gpu: pl.DataFrame
     findings: tuple[Finding, ...]
+    far_count: int
+    """GPU events that were left out as far from all calls of the host."""
 
 
 def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
@@ -67,11 +70,12 @@ def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
     if len(runtime):
         ends = runtime.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
         host = int(runtime["ts_ns"][0]), int(ends)
-    cut, of_streams = check_streams(gpu, host)
+    near = without_far_from_host(gpu, host)
+    cut, of_streams = check_streams(near, host)
     moved, of_launches = check_launches(cut, runtime)
-    unit = unit_finding(gpu, runtime)
+    unit = unit_finding(near, runtime)
     found = (*of_streams, *of_launches, *([unit] if unit else []))
-    return CheckedDevice(gpu=moved, findings=found)
+    return CheckedDevice(gpu=moved, findings=found, far_count=len(gpu) - len(near))
 
 
 def all_findings(
@@ -84,7 +88,8 @@ def all_findings(
         device: Of the same trace.
         notes: Of its load report.
     """
-    far = far_finding({table.name: table.far_count for table in tables})
+    counts = {table.name: table.far_count for table in tables}
+    far = far_finding(counts | {"gpu": counts.get("gpu", 0) + device.far_count})
     twice = duplicate_finding({table.name: table.duplicate_count for table in tables})
     read = [
         Finding(

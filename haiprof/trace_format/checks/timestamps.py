@@ -13,6 +13,7 @@ _EVENTS_LEAST = 20  # fewer do not tell where the middle of a trace is
 _FAR_SPANS = 50
 _SPAN_LEAST_NS = 1_000_000_000
 _FAR_SHARE = 0.01
+_IDLE_LEAST_NS = 100_000_000
 _LAUNCH = "LaunchKernel"
 # The shortest tenth of launch calls takes 2 to 10 us on every machine seen, of kernels 1 to 20 us.
 _LAUNCH_LEAST_NS, _LAUNCH_MOST_NS = 200, 800_000
@@ -41,23 +42,45 @@ def without_far(events: pl.DataFrame) -> pl.DataFrame:
     return near if count - len(near) <= max(1, _FAR_SHARE * count) else events
 
 
+def without_far_from_host(gpu: pl.DataFrame, host: tuple[int, int] | None) -> pl.DataFrame:
+    """GPU events without the few that no call of the host explains.
+
+    A GPU works on after the host's last call, and may have begun before its first, but then without
+    a pause: nothing that it runs was launched outside of that window.
+
+    Args:
+        gpu: By `ts_ns`, from `without_far`. Fewer than 20 are left as they are.
+        host: First start and last end of the calls on the host; None without any.
+
+    Returns:
+        The same frame where there are none. Far is outside of the window, with an idle GPU in
+        between, by more than the window's length, or 100 ms if that is more.
+    """
+    count = len(gpu)
+    if host is None or count < _EVENTS_LEAST:
+        return gpu
+    limit = max(host[1] - host[0], _IDLE_LEAST_NS)
+    early, late = host[0] - limit, host[1] + limit
+    starts = gpu["ts_ns"].to_numpy()
+    if starts[0] >= early and starts[-1] <= late:
+        return gpu
+    reached = np.maximum.accumulate(starts + gpu["dur_ns"].to_numpy())[:-1]
+    pauses = np.flatnonzero(starts[1:] - reached > limit)
+    before, after = pauses[reached[pauses] < early], pauses[starts[pauses + 1] > late]
+    first = int(before[-1]) + 1 if len(before) else 0
+    last = int(after[0]) + 1 if len(after) else count
+    far = count - (last - first)
+    return gpu[first:last] if 0 < far <= max(1, _FAR_SHARE * count) else gpu
+
+
 def far_finding(counts: Mapping[str, int]) -> Finding | None:
-    """What is said of events that `without_far` left out.
+    """What is said of events that `without_far` and `without_far_from_host` left out.
 
     Args:
         counts: By table.
     """
-    found = {table: count for table, count in counts.items() if count}
-    if not found:
-        return None
-    names = ", ".join(f"{count} of {table}" for table, count in found.items())
-    return Finding(
-        check="far_timestamps",
-        count=sum(found.values()),
-        text=f"{count_text(sum(found.values()), 'event')} far in time from all others ({names})",
-        effect="left out of all answers",
-        answers=EVERYTHING,
-    )
+    what, effect = "far in time from all others", "left out of all answers"
+    return _event_finding(counts, "far_timestamps", what=what, effect=effect)
 
 
 def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
@@ -87,15 +110,21 @@ def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
     Args:
         counts: By table.
     """
+    return _event_finding(counts, "duplicate_events", what="recorded twice", effect="counted once")
+
+
+def _event_finding(
+    counts: Mapping[str, int], check: str, *, what: str, effect: str
+) -> Finding | None:
     found = {table: count for table, count in counts.items() if count}
     if not found:
         return None
-    names = ", ".join(f"{count} of {table}" for table, count in found.items())
+    total, names = sum(found.values()), ", ".join(f"{n} of {table}" for table, n in found.items())
     return Finding(
-        check="duplicate_events",
-        count=sum(found.values()),
-        text=f"{count_text(sum(found.values()), 'event')} recorded twice ({names})",
-        effect="counted once",
+        check=check,
+        count=total,
+        text=f"{count_text(total, 'event')} {what} ({names})",
+        effect=effect,
         answers=EVERYTHING,
     )
 
