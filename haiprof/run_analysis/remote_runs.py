@@ -248,8 +248,14 @@ def _is_regular(path: Path) -> bool:
 
 
 def _states(kept: Mapping[str, Any] | None) -> dict[str, State]:
+    """Size and time of each file that was put; without those whose record is damaged."""
     files = (kept or {}).get("files")
-    return {k: (v[0], v[1]) for k, v in files.items()} if isinstance(files, dict) else {}
+    items = files.items() if isinstance(files, dict) else ()
+    return {path: (state[0], state[1]) for path, state in items if _is_state(state)}
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def _put_changed(

@@ -17,10 +17,12 @@ from rich.style import Style
 from rich.text import Text
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import MISSING, duration_text
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import run_folders, start_order
+from haiprof.run_format.messages import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import ENDED, KILLED, RUNNING, manifest_or_none, run_header
@@ -55,6 +57,29 @@ class RunEntry:
     """Why something of it cannot be read."""
     is_counted: bool
     """Whether its ranks' files were read; where not, `step_count` and `died_of` are None."""
+
+
+def _is_exit_status(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 31
+
+
+_IS_TEXT_OR_NONE, _IS_COUNT_OR_NONE = is_none_or(is_string), is_none_or(is_count)
+_KEPT: Schema = {
+    "name": is_string,
+    "path": is_string,
+    "start_wall_ns": _IS_COUNT_OR_NONE,
+    "duration_ns": _IS_COUNT_OR_NONE,
+    "state": (RUNNING, ENDED, KILLED).__contains__,
+    "exit_status": is_none_or(_is_exit_status),
+    "signal": _IS_TEXT_OR_NONE,
+    "rank_count": is_count,
+    "step_count": _IS_COUNT_OR_NONE,
+    "died_of": _IS_TEXT_OR_NONE,
+    "died_rank": _IS_COUNT_OR_NONE,
+    "problem": _IS_TEXT_OR_NONE,
+    "is_counted": lambda value: isinstance(value, bool),
+}
+"""What the fields of a kept entry must hold; where one does not, the entry is worked out anew."""
 
 
 def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
@@ -189,14 +214,14 @@ def _count(entry: RunEntry) -> RunEntry:
 
 
 def _earlier_entry(run: RunPaths) -> RunEntry | None:
-    """The entry that an earlier list kept; None where there is none, or the run has changed."""
+    """The entry that an earlier list kept; None where it is damaged or the run has changed."""
     if not os.path.lexists(run.answer(_KEPT_NAME)):
         return None
     stamp = fingerprint(run, of=_SOURCES)
     kept = read_answer(run, _KEPT_NAME, valid_for=stamp) if stamp else None
-    if kept is None or kept.keys() != RunEntry.__dataclass_fields__.keys():
+    if kept is None or kept.keys() != _KEPT.keys() or conform(kept, _KEPT) is None:
         return None
-    return RunEntry(**kept)
+    return RunEntry(**{**kept, "path": shown_path(run.root)})  # it may be named differently now
 
 
 def _entry_without_steps(run: RunPaths) -> RunEntry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -27,6 +28,8 @@ from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.options import merge_options, options_from_pyproject
+from haiprof.cli.output import json_text
+from haiprof.cli.stored_answers import Question, print_stored
 from haiprof.in_job.commands import Commands
 from haiprof.in_job.replies import handlers
 from haiprof.in_job.windows.live_request import plan_request
@@ -38,6 +41,7 @@ from haiprof.live.stacks import groups, main_stack, merge, odd_ranks
 from haiprof.live.standstill import RankState
 from haiprof.run_analysis.burst import read_export
 from haiprof.run_analysis.records import record_columns
+from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import open_run
 from haiprof.run_format.control import (
     encode_message,
@@ -49,11 +53,14 @@ from haiprof.run_format.control import (
     read_replies,
 )
 from haiprof.run_format.environment import git_head
+from haiprof.run_format.kept_answers import read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
 from haiprof.run_format.messages import read_object
 from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
+from haiprof.show.console import SafeConsole
+from haiprof.show.run_list import list_view, run_list
 from haiprof.trace_format.run_windows import one_window
 from tests.fake_nsys import write_export
 from tests.fuzz.scratch import folder, put
@@ -451,6 +458,48 @@ _STEM = "rank0_node0_7.1700000000000000000"
 def sidecar_seeds() -> list[bytes]:
     """One that is whole."""
     return [json.dumps({"stem": _STEM, "rank": 0, "attempt": 0, "window": 1}).encode()]
+
+
+def read_kept(data: bytes) -> object:
+    """An answer kept in a run, valid for it: an entry of the list, an output, what was put away."""
+    run, kept = _kept_run()
+    for name in ("list", "verdict", "put"):
+        run.answer(name).write_bytes(kept["fingerprint"].encode().join(_AROUND) + data + b"}")
+        run.answer(name).chmod(0o600)
+    entries = run_list(run.root.parent)
+    json_text({"runs": entries})
+    shown = io.StringIO()
+    SafeConsole(file=shown, width=100).print(list_view(run.root, entries))
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        question = Question(run=run, name="verdict", fingerprint=kept["fingerprint"], saves=False)
+        print_stored(question.load() or {"stdout": "", "stderr": ""})
+    assert not _STEERS.search(shown.getvalue())
+    states = _states(read_answer(run, "put", valid_for=kept["fingerprint"]))
+    return entries[0].state, entries[0].exit_status, len(states), question.load() is None
+
+
+_AROUND = (b'{"fingerprint": "', b'", "answer": ')
+_STEERS = re.compile("\x1b[^\\[]|[\x07\x80-\x9f\u202a-\u202e]")
+"""What a terminal obeys, or turns the direction of writing; colours are neither."""
+
+
+@cache
+def _kept_run() -> tuple[RunPaths, dict[str, Any]]:
+    """A run that has ended, and what a list kept in it."""
+    run = write_small_run(folder() / "kept" / "one")
+    content = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**content, "start_wall_ns": 5, "end_wall_ns": 10**9}))
+    run_list(run.root.parent)
+    return run, json.loads(run.answer("list").read_text())
+
+
+@cache
+def kept_seeds() -> list[bytes]:
+    """What `haiprof list`, `verdict` and `put` keep."""
+    outputs = {"stdout": "\x1b[1mverdict\x1b[0m\n", "stderr": ""}
+    put_files = {"files": {"run.json": [120, 1_700_000_000_000_000_000]}}
+    seeds = [_kept_run()[1]["answer"], outputs, put_files, {**outputs, **put_files}]
+    return [json.dumps(seed).encode() for seed in seeds]
 
 
 def read_options(data: bytes) -> object:

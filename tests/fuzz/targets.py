@@ -63,6 +63,8 @@ TARGETS = (
            tokens=trace_readers.SQL_TOKENS),
     Target(name="run", reads="a run directory with one changed file, all that can be asked",
            run=run_readers.read_run, seeds=run_readers.run_seeds, tokens=run_readers.RUN_TOKENS),
+    Target(name="kept", reads="answers kept in a run: list, verdict, put",
+           run=run_readers.read_kept, seeds=run_readers.kept_seeds),
     Target(name="records", reads="a .rec file: header line and records",
            run=run_readers.read_record_file, seeds=run_readers.record_seeds,
            tokens=run_readers.RUN_TOKENS),

@@ -47,7 +47,6 @@ _OWN = {
     "show/page/picture_parts.py": "plotly's own output",
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
     "trace_format/kineto/cache.py": "the owner's cache, whose parts have checksums",
-    "run_format/kept_answers.py": "answers of this user in this user's run, bound to its inodes",
     "trace_analysis/patterns/cached.py": "the user's own cache, whose entries have checksums",
     "run_analysis/remote_runs.py": "run.json at an address: each error becomes one of haiprof's",
     "in_job/worker_stacks.py": "the report of the rank that made the worker, cut and checked",

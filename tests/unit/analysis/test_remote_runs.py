@@ -69,6 +69,18 @@ def test_only_changed_files_are_put_again(run: RunPaths, bucket: str, tmp_path: 
     assert content_of(tmp_path / "bucket" / "job-1") == content_of(run.root)
 
 
+@pytest.mark.parametrize("state", [7, [], [1], [1, 2, 3], ["1", 2], {"0": 1}, None])
+def test_damaged_record_of_what_was_put_is_put_again(
+    run: RunPaths, bucket: str, state: object
+) -> None:
+    put_run(run, bucket, host=HOST)
+    (record,) = run.answers.glob("put-*.json")
+    content = json.loads(record.read_text())
+    content["answer"]["files"]["run.json"] = state
+    record.write_text(json.dumps(content))
+    assert put_run(run, bucket, host=HOST).file_count == 1
+
+
 def test_put_that_was_interrupted_goes_on_where_it_was(
     run: RunPaths, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,33 @@ def test_list_is_kept_run_by_run(run: RunPaths) -> None:
     assert changed.step_count == 0
 
 
+@pytest.mark.parametrize("change", [
+    {"duration_ns": "long"}, {"duration_ns": {}}, {"start_wall_ns": 10**30}, {"start_wall_ns": -1},
+    {"rank_count": "2"}, {"step_count": True}, {"step_count": [1]}, {"state": "\x1b[2J"},
+    {"state": ["ended"]}, {"name": 7}, {"path": None}, {"problem": {}}, {"died_rank": 1.5},
+    {"exit_status": 10**30}, {"is_counted": 1}, {"signal": 9}, {"more": 1},
+])  # fmt: skip
+def test_list_works_a_damaged_entry_out_anew(
+    run: RunPaths, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first,) = run_list(run.root.parent)
+    content = answers(run)["list.json"]
+    entry = content["answer"]
+    assert isinstance(entry, dict)
+    run.answer("list").write_text(json.dumps(content | {"answer": entry | change}))
+    assert main(["list", str(run.root.parent)]) == 0
+    assert "internal error" not in capsys.readouterr().err
+    assert run_list(run.root.parent) == [first]
+
+
+def test_list_names_a_run_as_it_is_asked_for_now(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.root.parent)
+    assert [entry.path for entry in run_list(Path())] == ["job-1"]
+    assert [entry.path for entry in run_list(run.root.parent)] == [str(run.root)]
+
+
 def test_list_keeps_what_it_read_of_a_killed_run_too(run: RunPaths) -> None:
     manifest = json.loads(run.manifest.read_text())
     run.manifest.write_text(json.dumps(manifest | {"end_wall_ns": None}))
