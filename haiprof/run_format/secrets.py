@@ -1,9 +1,10 @@
 """One rule set for credentials: what is masked before a command line or a variable is recorded.
 
 A name decides first (`--api-key X`, `WANDB_API_KEY=x`, `?token=x`), then the form of a value:
-tokens of well-known services, user and password in a URL, `Authorization:` headers. In doubt a
-value is masked, except where training scripts use the same words: `--pad-token`, `--max-tokens`.
-What cannot be told apart from other text stays: `-pPASSWORD`, a bare 40-digit hexadecimal key.
+tokens of well-known services, user and password in a URL, addresses that are a secret themselves
+(webhooks), `Authorization:` headers. In doubt a value is masked, except where training scripts use
+the same words: `--pad-token`, `--max-tokens`. What cannot be told apart from other text stays:
+`-pPASSWORD`, a bare 40-digit hexadecimal key.
 
 Source: the keyword and prefix rules of gitleaks (config/gitleaks.toml) and detect-secrets
 (plugins/keyword.py and one plugin per service), without their entropy search over all text.
@@ -30,9 +31,10 @@ _SECRET_ENDS = (
 _LIKELY = frozenset(("token", "pass", "pat", "auth", "jwt", "pwd", "sas"))
 _KEY_OF = frozenset((
     "access", "account", "admin", "anthropic", "api", "app", "auth", "aws", "azure", "client",
-    "comet", "consumer", "deploy", "encryption", "hf", "huggingface", "ingest", "license", "master",
-    "neptune", "openai", "private", "service", "session", "shared", "signing", "ssh", "storage",
-    "subscription", "wandb", "webhook", "write",
+    "clearml", "cohere", "comet", "consumer", "datadog", "deepseek", "deploy", "encryption",
+    "gemini", "groq", "hf", "huggingface", "ingest", "kaggle", "license", "master", "neptune",
+    "openai", "private", "roboflow", "sendgrid", "service", "session", "shared", "signing", "ssh",
+    "storage", "stripe", "subscription", "wandb", "webhook", "write",
 ))  # fmt: skip
 # Names with these endings may hold a secret: only values that look random are masked.
 _POSSIBLE = frozenset(("key", "keys", "sig", "signature", "nonce", "session", "code", "credential"))
@@ -44,8 +46,8 @@ _OF_MODELS = frozenset((
     "memory", "min", "multi", "new", "next", "num", "pad", "padding", "patch", "per", "placeholder",
     "prefix", "prompt", "query", "reasoning", "register", "sep", "separator", "single", "space",
     "special", "speech", "split", "src", "start", "stop", "style", "suffix", "target", "task",
-    "text", "tgt", "think", "thinking", "time", "tool", "two", "unk", "unknown", "video", "vocab",
-    "word", "audio", "n", "by",
+    "text", "tgt", "think", "thinking", "time", "tool", "total", "two", "unk", "unknown", "video",
+    "vocab", "word", "audio", "n", "by",
 ))  # fmt: skip
 # Last parts that make a name speak about a secret without holding it.
 _ABOUT = frozenset((
@@ -80,12 +82,13 @@ _TOKENS: tuple[tuple[str, int], ...] = (
 _PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|[\d_\-.]|\Z)|[A-Z]?[a-z]+|[A-Z]+")
 _RANDOM = re.compile(r"[A-Za-z0-9]{16,}")
 _RUN = re.compile(r"[A-Za-z0-9][\w.\-]{13,}")
-_NUMBER = re.compile(r"[-+]?[0-9.]{1,8}(?:[eE][-+]?\d{1,3})?")
+# Eight digits are more than a vocabulary has tokens, and as many as a numeric secret has.
+_NUMBER = re.compile(r"[-+]?(?:\d{1,7}|(?=\d*\.)[0-9.]{1,8})(?:[eE][-+]?\d{1,3})?")
 _OPTION = re.compile(r"[-+]+([A-Za-z][\w.\-]*)")
 # Names are tried from their beginning alone, so that no long word is gone through again and again.
 _ASSIGNED = re.compile(
     r"""(?<![\w.\-])(?P<option>[-+]{1,2})?(?P<name>[A-Za-z_][\w.\-]*)["']?"""
-    r"""(?:\s*[=:]\s*|(?(option)(?:\s+(?!-))|(?!)))"""
+    r"""(?:\s*[=:]\s*|(?(option)(?:\s+(?!--))|(?!)))"""
 )
 _SCHEMES = r"(?:(?:bearer|basic|token|digest|negotiate|apikey)\s+)?"
 _VALUE = re.compile(
@@ -99,10 +102,19 @@ _USER_AT = re.compile(
     r"""|(?P<alone>[^\s/:@"'?#]+))@"""
 )
 _BARE_USER_AT = re.compile(r"(?<![\w/@.\-:])([\w.\-]+):(?!\d+@)[^\s:@/\"']+@(?!sha\d+:)(?=[\w\[])")
+# Whoever knows such an address may post there.
+_WEBHOOK = re.compile(
+    r"(\bhooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/"
+    r"|\bdiscord(?:app)?\.com/api/(?:v\d{1,3}/)?webhooks/)"
+    r"""[^\s"'?#&;,)\]}<>]+""",
+    re.IGNORECASE,
+)
 _PEM = re.compile(r"-----BEGIN[A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
 _QUOTES = "\\\"'"
 _JUDGED = 256
 """Characters of a value by which it is judged."""
+_SHORT_OPTION = 5
+"""Characters of an option such as `-fp16`."""
 _USER_OPTIONS = ("-u", "--user", "--proxy-user")
 
 
@@ -136,6 +148,8 @@ def mask_text(text: str) -> str:
     if "@" in text:
         text = _USER_AT.sub(_mask_address, text)
         text = _BARE_USER_AT.sub(rf"\1:{MASK}@", text)
+    if "/" in text:
+        text = _WEBHOOK.sub(rf"\g<1>{MASK}", text)
     if "=" in text or ":" in text or "-" in text:
         text = _mask_assignments(text)
     if "earer" in text or "EARER" in text:
@@ -149,9 +163,16 @@ def _is_value(option: str, word: str) -> bool:
     """Whether a word is the secret of the option before it."""
     parts = _words(option)
     is_switch = bool(parts) and parts[0] in _SWITCHES
-    if word.startswith("-") or is_switch:
+    if is_switch or (word.startswith("-") and not _is_dashed_value(word)):
         return _is_secret(option, word) and _is_random(word)
     return _is_secret(option, word)
+
+
+def _is_dashed_value(word: str) -> bool:
+    """`-abc123`: long for an option of one dash, and letters mixed with digits; not `-fp16`."""
+    judged = word[1:_JUDGED]
+    is_mixed = any(c.isdigit() for c in judged) and any(c.isalpha() for c in judged)
+    return len(judged) > _SHORT_OPTION and judged[0] != "-" and is_mixed
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -25,6 +25,8 @@ OPENAI = "sk-" + "proj-Ab12Cd34Ef56Gh78Ij90Kl12Mn34"
 JWT = "eyJ" + "hbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N"
 RANDOM = "Zx81kQp93LmVn72RtYw5"
 SECRET = "opensesame"
+SLACK = "https://hooks.slack." + "com/services/"
+DISCORD = "https://discord." + "com/api/webhooks/"
 
 MASKED = [
     (["--api-key", SECRET], ["--api-key", MASK]),
@@ -79,6 +81,22 @@ MASKED = [
         ["sh", "-c", f"export TOKEN=\"{SECRET} b\"; python t.py"],
         ["sh", "-c", f"export TOKEN=\"{MASK}\"; python t.py"],
     ),
+    (["--token", "12345678"], ["--token", MASK]),
+    (["--token=1234567890"], ["--token=" + MASK]),
+    (["--api-key", "-abc123"], ["--api-key", MASK]),
+    (["--token", "-9f8e7d"], ["--token", MASK]),
+    (["sh", "-c", "python t.py --api-key -abc123 --lr 1"],
+     ["sh", "-c", f"python t.py --api-key {MASK} --lr 1"]),
+    (["--kaggle-key", "abc"], ["--kaggle-key", MASK]),
+    (["env", "KAGGLE_KEY=abc", "python"], ["env", f"KAGGLE_KEY={MASK}", "python"]),
+    (["--webhook", SLACK + "T0AB/B0CD/x9Yz"], ["--webhook", SLACK + MASK]),
+    (["--webhook=" + SLACK + "T0AB/B0CD/x9Yz"], ["--webhook=" + SLACK + MASK]),
+    (["hooks.slack.com/workflows/T0/A1/2/x9Yz"], ["hooks.slack.com/workflows/" + MASK]),
+    ([DISCORD + "123456/abc-DEF_1?wait=true"], [DISCORD + MASK + "?wait=true"]),
+    (["https://discordapp.com/api/v10/webhooks/1/ab"],
+     ["https://discordapp.com/api/v10/webhooks/" + MASK]),
+    (["sh", "-c", f"curl -d x {SLACK}T0/B0/x9 && python t.py"],
+     ["sh", "-c", f"curl -d x {SLACK}{MASK} && python t.py"]),
     (["-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----"],
      [f"{MASK} RSA PRIVATE KEY-----"]),
 ]  # fmt: skip
@@ -91,6 +109,11 @@ KEPT = [
     "--sort-key length", "--image-key jpg", "--text-key=text", "--num-keys 4", "--keys a,b",
     "--monitor-key val/loss", "--pass 2", "--passes 3", "--num-pass=2", "--forward-pass full",
     "--bypass x", "--compass north", "--author me", "--authors a,b", "--auth none",
+    "--key-size 64", "--num-tokens 4096", "--max-token 10000000", "--total-token 200000000",
+    "--token 1000000", "--token 0.00001", "--api-key -v", "--token -fp16", "--password -h host",
+    "--token --lr", "--use-auth-token -x264fast", "--kaggle-dataset abc", "--groq-keys a",
+    "--url https://api.slack.com/messaging/webhooks", "https://discord.com/channels/1/2",
+    "https://discord.com/api/webhooks", "--slack-channel hooks",
     "--password-file /run/pw", "--token-path tok.json", "--api-key-file key", "--api-key-env KEY",
     "--secret-name mine", "--ssh-key ~/.ssh/id_ed25519", "--private-key /k.pem",
     "--use-auth-token train.py", "--no-password train.py", "--keyboard us", "--monkey x",
@@ -151,7 +174,8 @@ def test_a_variable_is_masked_before_it_is_cut_short() -> None:
     "a" * 200_000, "--" + "a-" * 100_000, "a=" * 100_000, "@" + "a://b:c" * 30_000,
     "@" + "a:b" * 60_000, 'a="\\' * 50_000, "sk-" * 70_000, "--token " * 25_000,
     "bearer " * 30_000, "eyJ." * 50_000, " " * 200_000 + "=", "token" + " " * 200_000,
-    "-----BEGIN PRIVATE KEY-----" * 8_000,
+    "-----BEGIN PRIVATE KEY-----" * 8_000, "hooks.slack.com/services/" * 8_000,
+    "--token -a1" * 20_000, "--token " + "-" * 200_000, "discord.com/api/v1" * 10_000,
 ])  # fmt: skip
 def test_masking_takes_time_in_proportion_to_the_text(word: str) -> None:
     began = time.process_time()
