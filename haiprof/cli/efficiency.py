@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from haiprof.base.options import ENV_PEAK
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
@@ -18,6 +19,7 @@ PeakOption = Annotated[
         metavar="NAME=VALUE,...",
         help="What the device can do at most, in TFLOP/s by precision and TB/s of memory, in place "
         "of the table's: bf16=989.4,memory=3.35.",
+        envvar=ENV_PEAK,
         show_default=False,
     ),
 ]

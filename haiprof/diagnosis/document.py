@@ -24,6 +24,9 @@ FIELDS = {
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",
     "goodput": "share of the run's wall time in steps that counted; null where nothing died",
     "step_ns": "usual training step after warm-up, traced ones left out; null without steps",
+    "work": "floating-point work of one rank in the usual step, from a window traced with shapes: "
+    "`model_flops`, `flops_per_s`, `mfu_ratio`, `is_lower_bound`, `kernel_known_ratio`, `device`, "
+    "`peak`, `reason`; null without one",
     "split": "the usual step by phase, host time in ns; null: not measured",
     "step_count": "training steps of all ranks, of the last attempt of each",
     "most_steps": "steps of the rank that has most, in all its attempts",

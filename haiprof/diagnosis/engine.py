@@ -20,6 +20,7 @@ from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs, typical_rank, usual_split
 from haiprof.diagnosis.rules import RULES
 from haiprof.diagnosis.steal import stolen_notes
+from haiprof.diagnosis.step_work import step_work
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
@@ -58,6 +59,7 @@ def diagnose(
     answers = CodeAnswers(analyzer, inputs)
     findings = tuple(answers.name_lines(finding) for finding in findings)
     run = shown_path(analyzer.run.root)
+    step_ns = sum(ns or 0.0 for ns in split.values()) if inputs.steps.height else None
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
@@ -68,7 +70,8 @@ def diagnose(
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
         split=split,
-        step_ns=sum(ns or 0.0 for ns in split.values()) if inputs.steps.height else None,
+        step_ns=step_ns,
+        work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
         step_count=inputs.step_count,
         most_steps=analyzer.most_steps(),
         end_wall_ns=manifest.end_wall_ns if manifest else None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.step_work import StepWork
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd
@@ -47,6 +48,8 @@ class Verdict:
     """Host time in ns per phase of the usual step; None where a phase is not measured."""
     step_ns: float | None
     """The usual step after warm-up: the sum of `split`."""
+    work: StepWork | None
+    """FLOPs and MFU of the usual step; None where no window was traced with shapes."""
     step_count: int
     """Steps of all ranks, of the last attempt of each."""
     ranks: tuple[int, ...]

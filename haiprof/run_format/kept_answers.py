@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from haiprof.base.options import ENV_PEAK
 from haiprof.base.safe_files import (
     list_folder,
     make_folder,
@@ -31,7 +32,7 @@ _DERIVED = "report"
 
 
 def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None:
-    """What answers of a run depend on: its files, its path, and haiprof's own code.
+    """What answers of a run depend on: its files, its path, a peak that is set, haiprof's own code.
 
     Files count by inode, size and times; the time of the last change of an inode cannot be set, so
     that answers within a run that was copied or unpacked from elsewhere are never believed.
@@ -43,7 +44,9 @@ def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None
     Returns:
         None where a file cannot be looked at, or there are very many.
     """
-    entries: list[object] = [__version__, _code_stamp(), os.path.abspath(run.root)]
+    entries: list[object] = [
+        __version__, _code_stamp(), os.path.abspath(run.root), os.environ.get(ENV_PEAK),
+    ]  # fmt: skip
     try:
         _add_entries(entries, os.fspath(run.root), _DEPTH, of)
     except OSError:

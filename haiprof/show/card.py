@@ -19,6 +19,7 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import PhaseName
+from haiprof.show.step_work import work_text
 from haiprof.show.text import (
     count_text,
     fine_ratio_text,
@@ -177,6 +178,7 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
     yield _split_numbers(verdict.split, width, brief=brief)
     counts = steps_text(verdict.step_count, len(verdict.ranks))
     facts = [f"usual step {duration_text(verdict.step_ns)}", counts]
+    facts += [work_text(verdict.work)] if verdict.work else []
     if verdict.evaluation_ns:
         facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
     if verdict.compile_ns:

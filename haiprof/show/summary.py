@@ -9,6 +9,8 @@ from typing import Any
 import polars as pl
 
 from haiprof.diagnosis.recorded_windows import traced_lines
+from haiprof.diagnosis.rule_inputs import usual_split
+from haiprof.diagnosis.step_work import StepWork, step_work
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.show import metrics as m
@@ -103,6 +105,8 @@ class OverviewSummary:
     missing: Mapping[str, str]
     """Reason by source that has no sample."""
     series: tuple[Series, ...]
+    work: StepWork | None
+    """FLOPs and MFU of the usual step of the typical rank, where shapes were traced."""
     traces: tuple[str, ...]
     """Traced windows, and why others were not."""
     reactions: tuple[str, ...]
@@ -151,10 +155,25 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
         ),
         missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
+        work=step_work(data.run, _usual_step_ns(counted)),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
+
+
+def _usual_step_ns(counted: pl.DataFrame) -> float | None:
+    """Of the typical rank, as on the card."""
+    of_ranks = counted.group_by("rank", "attempt").agg(pl.col("step_ns").median())
+    if of_ranks.is_empty():
+        return None
+    middle = of_ranks.sort("step_ns", "rank").row((of_ranks.height - 1) // 2, named=True)
+    split = usual_split(rank_steps(counted, middle["rank"], middle["attempt"]))
+    return sum(ns or 0.0 for ns in split.values())
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _reaction_line(row: Mapping[str, Any]) -> str:
@@ -187,7 +206,7 @@ def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -
         pid=row["pid"],
         device=row["device"],
         step_count=own.height,
-        median_step_ns=float(median) if isinstance(median, (int, float)) else None,
+        median_step_ns=_number(median),
         split_ns=phase_split(own),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
         cpu_cores=m.mean_of(process, "cpu_cores"),

@@ -144,3 +144,37 @@ def test_terminated_job_keeps_the_window_that_was_recorded(tmp_path: Path) -> No
     assert "traced" in said
     (run,) = find_runs(tmp_path / "logs")
     assert list(haiprof.TraceAnalysis(run).files) == [0]
+
+
+MLP = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 32))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(60):
+    loss = model(torch.randn(128, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+MLP_FLOPS = 2 * 128 * (64 * 256 * 2 + 256 * 32 * 3)
+"""Of a step: each product once forward and twice backward, but the input has no gradient."""
+
+
+def test_a_step_traced_with_shapes_gives_the_mfu_of_all_steps(tmp_path: Path) -> None:
+    _, run = traced(tmp_path, MLP, "--steps", "30:32", "--trace-shapes")
+    peak = {"HAIPROF_PEAK": "fp32=0.5"}
+
+    def answer(*words: str, **more: str) -> str:
+        return run_command([*words, str(run.root)], folder=tmp_path, extra_environment=more).stdout
+
+    found = json.loads(answer("verdict", "--json", **peak))
+    assert found["work"]["model_flops"] == pytest.approx(MLP_FLOPS, rel=0.01)
+    assert found["work"]["flops_per_s"] == pytest.approx(MLP_FLOPS / found["step_ns"] * 1e9)
+    assert found["work"]["mfu_ratio"] == pytest.approx(found["work"]["flops_per_s"] / 0.5e12)
+    card, overview = answer("verdict", **peak), answer("overview", **peak)
+    (said,) = set(re.findall(r"14.7 MFLOP a step, [\d.]+ .FLOP/s, MFU [\d.]+ %", card + overview))
+    assert said in card
+    assert said in overview
+    bare = json.loads(answer("verdict", "--json"))
+    assert bare["work"]["mfu_ratio"] is None
+    assert "no peak is known" in bare["work"]["reason"]

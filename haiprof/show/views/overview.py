@@ -14,6 +14,7 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.series import fold_series
 from haiprof.show.split_bar import SplitBar
 from haiprof.show.split_legend import SplitLegend, phase_heading
+from haiprof.show.step_work import work_text
 from haiprof.show.summary import (
     GpuSummary,
     NodeSummary,
@@ -56,7 +57,8 @@ def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
     ranks = shown_ranks(summary.ranks)
     parts = [_header(summary)]
     if any(rank.step_count for rank in ranks):
-        parts.append(section("Steps", *_steps(ranks, width)))
+        work = [Text(work_text(summary.work), style="dim")] if summary.work else []
+        parts.append(section("Steps", *_steps(ranks, width), *work))
     parts += _machine(summary, ranks, width)
     if summary.series:
         series = [

@@ -45,6 +45,7 @@ def fake_verdict(*findings: Finding) -> Verdict:
         headline=findings[0].title if findings else "balanced: no rule fired",
         split=SPLIT,
         step_ns=198.0 * NS_PER_MS,
+        work=None,
         step_count=412,
         ranks=(0, 1),
         findings=findings,

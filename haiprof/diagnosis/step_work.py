@@ -1,0 +1,89 @@
+"""Floating-point work of the usual step and MFU, where a traced window has recorded shapes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.base.errors import HaiprofError
+from haiprof.base.options import ENV_PEAK
+from haiprof.base.units import NS_PER_S
+from haiprof.run_format.layout import RunPaths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Work of one rank in the usual step, the mean over the ranks that were traced."""
+
+    model_flops: float
+    """Of matrix products, convolutions and attention in one step, without recomputation."""
+    flops_per_s: float
+    """The same over the usual step's time, which tracing did not make longer."""
+    mfu_ratio: float | None
+    """Share of the device's dense peak; None where that is not known."""
+    is_lower_bound: bool
+    """Whether kernels whose work is not known make these numbers too low."""
+    kernel_known_ratio: float | None
+    """Share of GPU time whose work is known; None without GPU events."""
+    device: str | None
+    """As the trace names it; None of a CPU."""
+    peak: str | None
+    """Who states the peak."""
+    reason: str | None
+    """Why MFU is not known."""
+
+
+def step_work(
+    run: RunPaths, step_ns: float | None, *, limit_bytes: int | None = None
+) -> StepWork | None:
+    """The work of a run's usual step; None where no window recorded shapes.
+
+    Args:
+        run: The run; of its last whole window.
+        step_ns: The usual step, traced ones left out.
+        limit_bytes: Larger traces are left alone; None reads all.
+
+        Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time
+        and the device's peak. `haiprof.trace_analysis.efficiency` counts them.
+    """
+    if not step_ns or not run.traces.is_dir():
+        return None
+    # Most runs have no trace; and the questions would have to be loaded for nothing.
+    from haiprof.trace_analysis.efficiency.operators import step_efficiency
+    from haiprof.trace_analysis.efficiency.peaks import parse_peak
+    from haiprof.trace_analysis.questions.base import RankTraces
+
+    try:
+        analysis = RankTraces(run.root)
+        if limit_bytes is not None and analysis.size_bytes() > limit_bytes:
+            return None
+        peaks = parse_peak(os.environ.get(ENV_PEAK))
+        found = analysis.per_rank(step_efficiency, peaks=peaks)
+    except (HaiprofError, OSError):  # no trace, none with shapes: `haiprof efficiency` says which
+        return None
+    return _mean(found.drop_nulls("step_count"), step_ns)
+
+
+def _mean(ranks: pl.DataFrame, step_ns: float) -> StepWork | None:
+    per_step = ranks.with_columns(
+        flops=pl.col("model_flops") / pl.col("step_count"),
+        at_peak_ns=pl.col("mfu_ratio") * pl.col("wall_ns") / pl.col("step_count"),
+    )
+    if per_step.is_empty() or not per_step["flops"].sum():
+        return None
+    flops = float(per_step.select(pl.col("flops").mean()).item())
+    known = per_step["at_peak_ns"].null_count() == 0
+    at_peak_ns = per_step.select(pl.col("at_peak_ns").mean()).item() if known else None
+    first = per_step.row(0, named=True)
+    return StepWork(
+        model_flops=flops,
+        flops_per_s=flops / step_ns * NS_PER_S,
+        mfu_ratio=None if at_peak_ns is None else at_peak_ns / step_ns,
+        is_lower_bound=bool(per_step["is_lower_bound"].any()),
+        kernel_known_ratio=per_step.select(pl.col("kernel_known_ratio").mean()).item(),
+        device=first["device_name"],
+        peak=first["peak"],
+        reason=next((why for why in per_step["reason"] if why), None),
+    )
