@@ -77,8 +77,8 @@ def query(
             return
         answer = ask(tables, sql)
     if as_csv:
-        from haiprof.compat.exports.tabular import write_csv
+        from haiprof.compat.exports.tabular import print_text, write_csv
 
-        write_csv(answer, sys.stdout.buffer)
+        print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return
     output.show(lambda _: answer_view(answer), answer_data(answer))

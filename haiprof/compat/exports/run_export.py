@@ -12,7 +12,7 @@ import polars as pl
 from haiprof.base.output_file import output_file
 from haiprof.compat.exports.otlp import RunIdentity, otlp_requests
 from haiprof.compat.exports.prometheus import exposition, last_values
-from haiprof.compat.exports.tabular import write_csv, write_parquet
+from haiprof.compat.exports.tabular import print_text, write_csv, write_parquet
 from haiprof.run_analysis.raw_counters import raw_counters
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
@@ -62,8 +62,7 @@ def write_export(
     """
     write, exported = _prepare(analyzer, export)
     if path is None:
-        write(stdout)
-        stdout.flush()
+        print_text(write, stdout)
         return exported
     with output_file(path, force=force) as file:
         write(file)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from typing import BinaryIO
 
 import polars as pl
+
+from haiprof.base.units import SPACES, visible
 
 _LIST_SEPARATOR = "; "
 _ROWS_AT_ONCE = 100_000
@@ -18,6 +22,23 @@ def write_csv(frame: pl.DataFrame, file: BinaryIO) -> None:
     file.write(table.clear().write_csv().encode())
     for part in table.iter_slices(_ROWS_AT_ONCE):
         file.write(part.write_csv(include_header=False).encode())
+
+
+def print_text(write: Callable[[BinaryIO], None], stdout: BinaryIO) -> None:
+    """Writes text to a pipe or file byte for byte, to a terminal without what would steer that.
+
+    Args:
+        write: Writes UTF-8 into the file that it gets.
+        stdout: The process's output.
+    """
+    if stdout.isatty():
+        shown = io.BytesIO()
+        write(shown)
+        text = shown.getvalue().decode("utf-8", "replace")
+        stdout.write(visible(text, keep=SPACES).encode())
+    else:
+        write(stdout)
+    stdout.flush()
 
 
 def write_parquet(frame: pl.DataFrame, file: BinaryIO) -> None:

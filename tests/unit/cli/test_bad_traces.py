@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from haiprof.cli import main
 from tests.sampling import SHARE, sample
-from tests.unit.analysis.trace.shared import Event, event, kernel, launch, step
+from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step
 
 ESCAPES = "\x1b[31m\x00\x07\u202e[red]<script>alert(1)</script>"
 COMMANDS = (
@@ -184,3 +186,27 @@ def test_two_files_of_one_rank_are_both_named(
         err = capsys.readouterr().err
         assert "a.json" in err
         assert "b.json" in err
+
+
+class _Terminal(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.BytesIO, _Terminal])
+def test_csv_steers_no_terminal_and_is_untouched_in_a_pipe(
+    stream: type[io.BytesIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    rank_file(folder, 0, [step(1, 0, 100), launch(5, 5), kernel(ESCAPES, 10, 20, correlation=5)])
+    printed = stream()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="utf-8"))
+    assert main(["query", str(folder), "--csv", "select name, dur_ns from gpu"]) == 0
+    text = printed.getvalue().decode()
+    assert text.startswith("name,dur_ns\n")
+    if stream is _Terminal:
+        assert not {"\x1b", "\x00", "\x07", "\u202e"} & set(text)
+        assert text.count("\n") == 2
+    else:
+        assert ESCAPES in text
