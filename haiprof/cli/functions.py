@@ -124,7 +124,7 @@ def functions(
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
-    say_faults(output, analysis, "kernels")
+    faults = say_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
     if hardware:
         joined = hardware_by_function(
@@ -140,7 +140,7 @@ def functions(
             tables["functions_hardware"] = found.hardware
         written = write_tables(tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
-    output.show(lambda _: functions_view(found), found.as_json())
+    output.show(lambda _: functions_view(found), found.as_json() | {"faults": faults})
     answered = [
         report.kind
         for report in found.reports

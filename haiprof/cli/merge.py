@@ -96,17 +96,20 @@ def merge(
         phases=not no_phases,
         force=force,
     )
+    out = Output(json=as_json)
     one_pass = wall_clocks and steps is None
     with ReadProgress(quiet=as_json or one_pass) as waiting:
         report = merge_traces(
             sources, output, options, reading=waiting, writing=_WriteProgress(quiet=as_json)
         )
+    for line in report.faults:
+        out.hint(f"warning: {line}")
     if to_stdout:
         for note in report.notes:
             print_message(note)
         return
-    Output(json=as_json).show(lambda _: merge_view(report), report.as_json())
-    Output(json=as_json).hint(f"next: haiprof perfetto {shlex.quote(str(output))}")
+    out.show(lambda _: merge_view(report), report.as_json())
+    out.hint(f"next: haiprof perfetto {shlex.quote(str(output))}")
 
 
 class _WriteProgress:

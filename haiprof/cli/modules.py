@@ -9,6 +9,7 @@ import typer
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.trace_check import say_faults
 
 Depth = Annotated[
     int | None,
@@ -40,12 +41,14 @@ def modules(
     """
     from haiprof.show.views.modules import modules_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_format.checks.finding import OF_EACH_RANK
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
     with ReadProgress(quiet=as_json):
         found = analysis.module_times(parse_steps(steps))
+    faults = say_faults(output, analysis, *OF_EACH_RANK)
     output.show(
         lambda _: modules_view(found, depth=depth),
-        {"path": str(traces), "modules": found.to_dicts()},
+        {"path": str(traces), "modules": found.to_dicts(), "faults": faults},
     )

@@ -13,6 +13,7 @@ from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 from haiprof.cli.trace_arguments import ReadProgress, Window
+from haiprof.cli.trace_check import say_faults
 
 Target = Annotated[
     str | None,
@@ -57,8 +58,10 @@ def query(
       haiprof query haiprof-logs "select rank, max(step_ns) from steps group by 1"
     """
     from haiprof.show.views.query import answer_data, answer_view, schema_data, schema_view
-    from haiprof.trace_analysis.sql import ask
+    from haiprof.trace_analysis.sql import ask, names_traces
     from haiprof.trace_analysis.sql_tables import sql_tables
+    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_format.checks.finding import OF_EACH_RANK
 
     if target is not None and sql is None and not schema and not Path(target).exists():
         target, sql = None, target  # the statement alone: of the newest run
@@ -69,16 +72,18 @@ def query(
         )
     output = Output(json=as_json)
     with ReadProgress(quiet=as_json):
-        tables = sql_tables(
-            trace_target(existing_log_dir() if target is None else Path(target)), window=window
-        )
+        source = trace_target(existing_log_dir() if target is None else Path(target))
+        analysis = TraceQuestions(source, window=window)
+        tables = sql_tables(source, analysis=analysis)
         if sql is None:
             output.show(lambda _: schema_view(tables), schema_data(tables))
             return
         answer = ask(tables, sql)
+        of_traces = names_traces(tables, sql)
+    faults = say_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
     if as_csv:
         from haiprof.compat.exports.tabular import print_text, write_csv
 
         print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return
-    output.show(lambda _: answer_view(answer), answer_data(answer))
+    output.show(lambda _: answer_view(answer), answer_data(answer) | {"faults": faults})

@@ -43,11 +43,15 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
         raise typer.Exit(1)
 
 
-def say_faults(output: Output, analysis: TraceQuestions, *answers: str) -> None:
-    """Says, before an answer, what is wrong with the recording that it rests on."""
+def say_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:
+    """Says, before an answer, what is wrong with the recording that it rests on.
+
+    Returns:
+        The same lines, which stand in a command's JSON as `faults`.
+    """
     from haiprof.trace_analysis.trace_check import fault_lines
 
-    if output.json:
-        return
-    for line in fault_lines(analysis.trace_check(), answers):
+    lines = fault_lines(analysis.trace_check(), answers)
+    for line in lines:
         output.hint(f"warning: {line}")
+    return lines

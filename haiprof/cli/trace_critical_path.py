@@ -72,5 +72,5 @@ def critical_path(
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
             output.hint(f"wrote {written}")
-    say_faults(output, analysis, "critical-path")
-    output.show(lambda _: critical_path_view(path), critical_path_data(path))
+    faults = say_faults(output, analysis, "critical-path")
+    output.show(lambda _: critical_path_view(path), critical_path_data(path) | {"faults": faults})

@@ -107,10 +107,13 @@ def trace_diff(
             steps=chosen,
             other_steps=parse_steps(test_steps) or chosen,
         )
-    for analysis in (before, after):
-        say_faults(output, analysis, "kernels", "steps")
+    faults = [
+        line
+        for analysis in (before, after)
+        for line in say_faults(output, analysis, "kernels", "steps")
+    ]
     said = verdict(found, tolerance_ratio=tolerance or 0.0)
-    output.show(lambda _: diff_view(found, said), diff_data(found, said))
+    output.show(lambda _: diff_view(found, said), diff_data(found, said) | {"faults": faults})
     if tolerance is None:
         return
     if said.is_slower is None:

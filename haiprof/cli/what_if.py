@@ -102,8 +102,9 @@ def what_if(
         return
     with ReadProgress(quiet=as_json):
         answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
-        say_faults(output, TraceQuestions(source, window=window, pool=pool), "what-if")
-    output.show(lambda _: what_if_view(answers), what_if_data(answers))
+        analysis = TraceQuestions(source, window=window, pool=pool)
+        faults = say_faults(output, analysis, "what-if")
+    output.show(lambda _: what_if_view(answers), what_if_data(answers) | {"faults": faults})
 
 
 def parse_change(text: str) -> Change:

@@ -11,10 +11,13 @@ from haiprof.base.errors import HaiprofError
 from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.alignment import RULE, RankClock, clock_notes, rank_clocks
+from haiprof.trace_analysis.files import trace_file
 from haiprof.trace_analysis.pool import Pool, default_pool
 from haiprof.trace_analysis.pool import Progress as ReadProgress
 from haiprof.trace_analysis.run_tracks import RunTracks
 from haiprof.trace_analysis.temporal import gpu_events, step_window
+from haiprof.trace_analysis.trace_check import check_frame, fault_lines
+from haiprof.trace_format.checks.finding import OF_EACH_RANK
 from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.merge.inputs import TraceInput, merge_files, merge_inputs
@@ -57,6 +60,9 @@ class MergeReport:
     run: Path | None
     """The run directory whose counters and phases are in it."""
     notes: tuple[str, ...]
+    faults: tuple[str, ...]
+    """What is wrong with the recordings, a line per kind. They are merged as they were recorded.
+    Not looked for where no trace is read for its collectives or steps."""
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -84,6 +90,7 @@ class MergeReport:
             "clock_rule": RULE,
             "ranks": rows,
             "notes": list(self.notes),
+            "faults": list(self.faults),
         }
 
 
@@ -118,6 +125,9 @@ def merge_traces(
     clocks = rank_clocks(inputs, by_collectives=options.by_collectives, pool=pool, progress=reading)
     by_rank = {clock.rank: clock for clock in clocks}
     base_ns = _base_ns(inputs)
+    run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
+    tracks = _tracks(run, inputs, by_rank, options) if run else None
+    drawn = {files.rank for files in run.ranks} if run and options.phases else set()
     plans = [
         RankPlan(
             source=each,
@@ -125,11 +135,10 @@ def merge_traces(
             shift_ns=each.base_ns - base_ns - by_rank[rank].moved_ns,
             between=between.get(rank),
             clock={key: value for key, value in asdict(by_rank[rank]).items() if key != "rank"},
+            without_phases=rank in drawn,
         )
         for rank, each in inputs.items()
     ]
-    run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
-    tracks = _tracks(run, inputs, by_rank, options) if run else None
     if left_out:
         notes.append(f"{left_out} traces of the run's other windows are not in it: --window N")
     merged = write_merged(
@@ -147,7 +156,19 @@ def merge_traces(
         base_ns=base_ns,
         run=run.paths.root if run else None,
         notes=(*notes, *_notes(merged), *clock_notes(inputs, clocks)),
+        faults=tuple(_faults(inputs, pool)) if options.by_collectives or options.steps else (),
     )
+
+
+def _faults(inputs: Mapping[int, TraceInput], pool: Pool | None) -> list[str]:
+    """What is wrong with the recordings; nothing where one can only be passed through."""
+    paths = [each.path for each in inputs.values()]
+    try:
+        found = (pool or default_pool(paths)).map(trace_file, paths, {})
+    except HaiprofError:
+        return []
+    checks = check_frame(dict(zip(inputs, found, strict=True)))
+    return fault_lines(checks, OF_EACH_RANK, effect="merged as recorded")
 
 
 def _base_ns(inputs: Mapping[int, TraceInput]) -> int:

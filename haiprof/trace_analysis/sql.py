@@ -9,7 +9,7 @@ import polars as pl
 
 from haiprof.base.errors import UsageError
 from haiprof.trace_analysis.sql_grammar import check_sql, no_files
-from haiprof.trace_analysis.sql_tables import SqlTable
+from haiprof.trace_analysis.sql_tables import SqlTable, is_of_run
 
 _FILE_SCAN = re.compile(r"\bSCAN \[", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
@@ -32,7 +32,7 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
             read a file, or does anything but read.
     """
     sql = check_sql(sql)
-    words = {word.lower() for word in _WORD.findall(sql)}
+    words = _words(sql)
     context = pl.SQLContext(
         {
             name: table.frame() if name in words else pl.LazyFrame(schema=table.dtypes)
@@ -48,6 +48,20 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
         raise _explain(error, tables, words) from None
     except pl.exceptions.PanicException as error:
         raise UsageError(f"polars cannot answer this: {_first_line(error)}") from None
+
+
+def names_traces(tables: Mapping[str, SqlTable], sql: str) -> bool:
+    """Whether a question names a table that is made of traces.
+
+    Args:
+        tables: From `sql_tables`.
+        sql: As for `ask`.
+    """
+    return any(not is_of_run(name) for name in _words(sql) & tables.keys())
+
+
+def _words(sql: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(sql)}
 
 
 def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[str]) -> UsageError:

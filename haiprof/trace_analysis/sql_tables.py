@@ -211,7 +211,11 @@ class SqlTable:
 
 
 def sql_tables(
-    path: str | Path, *, window: int | None = None, pool: Pool | None = None
+    path: str | Path,
+    *,
+    window: int | None = None,
+    pool: Pool | None = None,
+    analysis: TraceQuestions | None = None,
 ) -> dict[str, SqlTable]:
     """The tables of traces, of a run, or of a run with traces.
 
@@ -220,6 +224,7 @@ def sql_tables(
             newest run is taken.
         window: Of a run with several trace windows: which, by start, from 0; None takes the last.
         pool: Where traces are read that are not in the cache.
+        analysis: The same traces, where they are asked for something else, too.
 
     Raises:
         TraceFormatError: No such file, or two traces of one rank.
@@ -234,7 +239,7 @@ def sql_tables(
     if is_run or not has_traces:
         tables += run_tables(RunFrames(path))
     if has_traces:
-        tables += trace_tables(TraceQuestions(path, pool=pool, window=window))
+        tables += trace_tables(analysis or TraceQuestions(path, pool=pool, window=window))
     return {table.name: table for table in tables}
 
 
@@ -270,6 +275,11 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
     ]
     marks = _table(STEPS, "profiler steps of the traces", steps, _rows_of(analysis, STEPS))
     return [*found, marks, *functions]
+
+
+def is_of_run(name: str) -> bool:
+    """Whether a table holds what haiprof recorded of a run, and nothing of its traces."""
+    return name in _RUN_TABLES
 
 
 def run_tables(analyzer: RunFrames) -> list[SqlTable]:

@@ -45,19 +45,22 @@ def check_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
     return found.sort(pl.col("is_fault").not_(), maintain_order=True)
 
 
-def fault_lines(checks: pl.DataFrame, answers: Iterable[str]) -> list[str]:
+def fault_lines(
+    checks: pl.DataFrame, answers: Iterable[str], *, effect: str | None = None
+) -> list[str]:
     """What must be said above an answer, a line per kind of fault.
 
     Args:
         checks: From `check_frame`.
         answers: Tables or commands of which any rests on a fault that is said.
+        effect: What becomes of it; None: what becomes of it in answers.
     """
     lines = []
     for key, rows in _faults(checks, answers).group_by("check", maintain_order=True):
         ranks = rows["rank"].drop_nulls().to_list()
         of = f" (rank {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''})"
         more = f"; and {len(rows) - 1} more" if len(rows) > 1 else ""
-        line = f"{rows['text'][0]}: {rows['effect'][0]}{more}"
+        line = f"{rows['text'][0]}: {effect or rows['effect'][0]}{more}"
         lines.append(f"{str(key[0]).replace('_', ' ')}{of if ranks else ''}: {line}")
     return lines
 

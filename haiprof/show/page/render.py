@@ -123,7 +123,7 @@ def trace_html(
     Args:
         header: Has a `name` and `facts`.
         data: Of the figures.
-        parts: What the template shows: pictures, tables, missing, notes.
+        parts: What the template shows: faults, pictures, tables, missing, notes.
     """
     return _template("trace.html").render(
         header=header,

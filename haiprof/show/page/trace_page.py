@@ -11,7 +11,9 @@ from haiprof.show.page.tables import page_table
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.report import TraceReport
+from haiprof.trace_analysis.trace_check import fault_lines
 from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_format.checks.finding import EVERYTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
     return trace_html(
         _Header(name=report.path.name, facts=f"{count_text(len(report.ranks), 'rank')} · {events}"),
         {"style": {"font": FONT}, "figures": figure_data(pictures)},
+        faults=fault_lines(report.tables["checks"], EVERYTHING),
         pictures=pictures,
         tables=tables,
         missing=[(what, printable(why)) for what, why in [*missing, *reasons]],

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 GPU_TIME = ("temporal", "overlap", "kernel_types", "kernels", "idle", "steps")
 LAUNCHES = ("launches", "queue", "idle", "critical-path", "what-if")
 ALL_RANKS = ("process_groups", "lateness", "stragglers", "clock_offsets")
+OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)
+"""What the events of each rank answer by themselves."""
 EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
 
 

@@ -103,6 +103,51 @@ def test_answers_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFix
     assert "warning: covering kernels" in capsys.readouterr().err
 
 
+FAULT = "covering kernels (rank 0): 1 kernel recorded with an end that cannot be true"
+QUERY = "select count(*) from gpu"
+
+
+@pytest.mark.parametrize(
+    "words", [["modules"], ["query", QUERY], ["merge"], ["critical-path"], ["functions"]],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_line_on_faults_stands_above_every_answer(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *rest = words
+    block = made.event("block", "user_annotation", 900, 3000)
+    path = made.one(lambda: [block, *made.covering()])(tmp_path)
+    assert main([command, str(path), *rest]) == 0
+    said = capsys.readouterr().err
+    assert f"warning: {FAULT}" in said
+    assert ("merged as recorded" in said) == (command == "merge")
+    more = ["-f"] if command == "merge" else []
+    assert main([command, str(path), *rest, *more, "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["faults"][0].startswith(FAULT)
+    assert "warning" not in found.err
+
+
+def test_query_of_a_sound_trace_has_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["query", str(made.one(made.sound)(tmp_path)), QUERY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["faults"] == []
+
+
+def test_page_of_traces_has_their_faults(tmp_path: Path) -> None:
+    path = made.one(made.covering)(tmp_path)
+    page = TraceAnalysis(path).write_page(tmp_path / "page.html").read_text()
+    assert "Faults of the recording" in page
+    assert FAULT in page
+    sound = TraceAnalysis(made.one(made.sound)(tmp_path)).write_page(tmp_path / "sound.html")
+    assert "Faults of the recording" not in sound.read_text()
+
+
 def test_clock_offset_is_corrected_for_launch_delays(tmp_path: Path) -> None:
     trace = Trace(made.one(made.early_clock)(tmp_path))
     assert trace.gpu["ts_ns"].min() == 1_000_000
