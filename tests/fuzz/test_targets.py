@@ -39,7 +39,6 @@ _OWN = {
     "in_job/boot/sitecustomize.py": "the same",
     "in_job/payload.py": "the same",
     "in_job/collectives.py": "torch's own status, in the process that asks torch",
-    "in_job/windows/step_plan.py": "what another rank of the job agreed on, in the owner's run",
     "launch/companion_line.py": "the socket between the launcher and its own process",
     "live/watch.py": "the answer of a child process",
     "agent/reactions.py": "the same",

@@ -15,6 +15,7 @@ from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import rank_and_world, restart
 from haiprof.in_job.threads import hold_size_signal
 from haiprof.run_format.layout import AGREED_PREFIX
+from haiprof.run_format.messages import is_count, read_object
 
 STEPS_BEFORE = 10  # of a plan that says no start
 LEAD_STEPS = 3  # rehearsal, warm-up of Kineto, and the step in between
@@ -79,17 +80,21 @@ class Agreement:
                 with hold_size_signal():
                     write_file(path, text, below=self._run_root, replace=False)
             except FileExistsError:
-                numbers = self._find(name) or numbers
+                found = self._find(name) or ()
+                numbers = found if len(found) == len(numbers) else numbers
         self._known[name] = numbers
         return numbers
 
     def _find(self, name: str) -> tuple[int, ...] | None:
         if name not in self._known and rank_and_world()[1] > 1:
             try:
-                content = json.loads(self._path(name).read_text(encoding="ascii"))
-            except (OSError, ValueError):
+                content = read_object(self._path(name).read_bytes())
+            except OSError:
                 return None
-            self._known[name] = tuple(map(int, content["steps"]))
+            numbers = (content or {}).get("steps")
+            if not (numbers and isinstance(numbers, list) and all(map(is_count, numbers))):
+                return None  # damaged: as if no rank had settled it
+            self._known[name] = tuple(numbers)
         return self._known.get(name)
 
     def _path(self, name: str) -> Path:
