@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": "haiprof doctor: what can be measured on this node, and what stands in the way",
     "export": "haiprof export [DIR] --format FORMAT: csv, parquet, prometheus or otlp-json",
     "trace-report": "haiprof trace-report [TRACES]: what traces of torch.profiler say, all ranks",
+    "trace-table": "haiprof trace-table TABLE [TRACES]: one table whole, with HTA's cut-offs",
     "trace-check": "haiprof trace-check [TRACES]: what is wrong with the recording of traces",
     "efficiency": "haiprof efficiency [TRACES]: MFU, and operators against the roofline",
     "modules": "haiprof modules [TRACES]: which layers take the time, forward and backward",
@@ -49,8 +50,8 @@ GROUPS = {
     "All of it on one page": ("report", "view", "list"),
     "A running job": ("ps", "top", "attach", "snapshot", "trace-now", "kineto-agent"),
     "Traces of torch.profiler": (
-        "trace-report", "trace-check", "efficiency", "modules", "functions", "critical-path",
-        "what-if", "memory-timeline", "query",
+        "trace-report", "trace-table", "trace-check", "efficiency", "modules", "functions",
+        "critical-path", "what-if", "memory-timeline", "query",
     ),
     "Before and after": ("compare", "trace-diff"),
     "In other tools": (

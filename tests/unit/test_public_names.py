@@ -52,6 +52,7 @@ def test_commands_are_frozen() -> None:
         "doctor",
         "export",
         "trace-report",
+        "trace-table",
         "trace-check",
         "efficiency",
         "modules",
