@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from haiprof.base.errors import UsageError
+from haiprof.base.safe_files import create_file
 
 KEY_BYTES = 32
 PREFIX = "haiprof-reach-1:"
@@ -17,7 +18,6 @@ _TOKEN = re.compile(rf"{PREFIX}([0-9a-f]{{{2 * KEY_BYTES}}})\s*\Z", re.ASCII)
 _LIMIT_BYTES = 256
 # Not blocking: a pipe in the file's place must not block the launcher.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def make_token(path: Path) -> bytes:
@@ -27,7 +27,7 @@ def make_token(path: Path) -> bytes:
         UsageError: It cannot be written, or is not a token file (`read_token`).
     """
     try:
-        descriptor = os.open(path, _CREATE, 0o600)
+        descriptor = create_file(path, below=path.parent, mode=0o600)
     except FileExistsError:
         return read_token(path)
     except OSError as error:
