@@ -21,6 +21,7 @@ from haiprof.trace_analysis.efficiency.work import (
     FORMULAS,
     MATRIX,
     NEED_VALUES,
+    OPTIMIZER,
     Work,
     work_of,
 )
@@ -314,8 +315,9 @@ def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:
-    """Whether a call is part of a convolution or of attention, which counts as a whole."""
-    whole = calls.filter(pl.col("kind").is_in([ATTENTION, CONVOLUTION]))["row"].to_numpy()
+    """Whether a call is part of one that counts as a whole: a convolution, a list of tensors."""
+    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, OPTIMIZER])
+    whole = calls.filter(as_whole)["row"].to_numpy()
     above = tree.parent[calls["row"].to_numpy()]
     found: Flags = _nearest(tree, above, whole) >= 0
     return found

@@ -262,6 +262,36 @@ def _embedding(call: Call) -> Work:
     return Work(EMBEDDING, 0, _size(indices, rows, rows), None)
 
 
+def _embedding_bag(call: Call) -> Work:
+    """aten::_embedding_bag(weight, indices, offsets): rows are read and added up by bag."""
+    weight, indices, offsets = (call.tensor(at) for at in range(3))
+    rows = Tensor((indices.count, weight.shape[1]), weight.type)
+    bags = Tensor((offsets.count, weight.shape[1]), weight.type)
+    return Work(EMBEDDING, rows.count, _size(indices, offsets, rows, bags),
+                PRECISIONS.get(weight.type))  # fmt: skip
+
+
+def _embedding_backward(call: Call) -> Work:
+    """(gradient, indices, ...): a row of the gradient is added to the row of each index."""
+    grad, indices = call.tensor(0), call.tensor(1)
+    rows = Tensor((indices.count, grad.shape[-1]), grad.type)
+    return Work(EMBEDDING, rows.count, _size(grad, indices, rows, rows), PRECISIONS.get(grad.type))
+
+
+def _foreach(flops: int, *, written: int = 1) -> Formula:
+    """All lists are read, and so many are written; optimizers and clipping call these.
+
+    As of fused optimizers fp32 is assumed.
+    """
+
+    def formula(call: Call) -> Work:
+        lists = call.lists()
+        count = sum(tensor.count for tensor in lists[0])
+        return Work(OPTIMIZER, flops * count, 4 * count * (len(lists) + written), "fp32")
+
+    return formula
+
+
 def _fused_optimizer(flops: int, lists: int, written: int) -> Formula:
     """So many lists of equal shapes are read, and some of them written.
 
@@ -286,6 +316,10 @@ _UNARY = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqr
           "bernoulli", "erf", "square")  # fmt: skip
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                 "_batch_norm_with_update")  # fmt: skip
+
+
+_FOREACH = ("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal", "rsqrt", "pow", "sign",
+            "maximum", "minimum", "clamp_min", "clamp_max")  # fmt: skip
 
 
 def _both(names: tuple[str, ...], formula: Formula) -> dict[str, Formula]:
@@ -329,16 +363,21 @@ FORMULAS: dict[str, Formula] = {
     "aten::native_group_norm_backward": _rows(NORMALISATION, 14, 0, 3),
     **{f"aten::{name}": _rows(NORMALISATION, 7, 0, 2) for name in _BATCH_NORMS},
     **{f"aten::{name}_backward": _rows(NORMALISATION, 14, 0, 3) for name in _BATCH_NORMS},
-    "aten::embedding": _embedding,
+    "aten::embedding": _embedding, "aten::embedding_dense_backward": _embedding_backward,
+    "aten::_embedding_bag": _embedding_bag,
+    "aten::_embedding_bag_dense_backward": _embedding_backward,
+    **_both(tuple(f"_foreach_{name}" for name in _FOREACH), _foreach(1)),
+    **_both(("_foreach_addcmul", "_foreach_addcdiv", "_foreach_lerp"), _foreach(3)),
+    "aten::_foreach_norm": _foreach(2, written=0),
     "aten::_fused_adam_": _fused_optimizer(12, 4, 3),
     "aten::_fused_adamw_": _fused_optimizer(14, 4, 3),
     "aten::_fused_sgd_": _fused_optimizer(4, 3, 2),
 }  # fmt: skip
 """By operator. What is not here is unknown, and so is what lacks the shapes that it needs.
 
-Convolutions and attention count at the level of ATen, not once more in cuDNN's or MIOpen's own
-operators inside. Per element: normalisation 7 forward and 14 backward, softmax 5 and 4, other
-functions 1; none of them counts for MFU."""
+Convolutions, attention and lists of tensors count at the level of ATen, not once more in the
+operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
+and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
     name for name in FORMULAS if "convolution" in name or "scaled_dot_product" in name
 )

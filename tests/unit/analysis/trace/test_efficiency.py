@@ -109,6 +109,27 @@ def test_optimizer_reads_and_writes_its_lists() -> None:
     assert (found.kind, found.bytes) == ("optimizer", 4 * 7 * (3500 + 70))
 
 
+def test_lists_of_tensors_count_by_element() -> None:
+    lists = [[[70, 50], [70]]] * 3
+    found = work("aten::_foreach_addcdiv_", [*lists, []], [*["TensorList"] * 3, "ScalarList"])
+    assert found is not None
+    assert (found.kind, found.flops, found.bytes) == ("optimizer", 3 * 3570, 4 * 4 * 3570)
+    found = work("aten::_foreach_norm", [lists[0], [], []], ["TensorList", "Scalar", ""])
+    assert found is not None
+    assert (found.flops, found.bytes) == (2 * 3570, 4 * 3570)
+
+
+def test_embedding_adds_a_row_for_each_index() -> None:
+    types = ["float", "long int", "long int"]
+    found = work("aten::_embedding_bag", [[50, 64], [40], [10]], types)
+    assert found is not None
+    assert (found.kind, found.flops) == ("embedding", 40 * 64)
+    assert found.bytes == 8 * 50 + 4 * 64 * (40 + 10)
+    found = work("aten::embedding_dense_backward", [[5, 8, 64], [5, 8]], types[:2])
+    assert found is not None
+    assert (found.flops, found.bytes) == (40 * 64, 8 * 40 + 4 * 64 * 40 * 3)
+
+
 @pytest.mark.parametrize(
     ("name", "dims", "types"),
     [
