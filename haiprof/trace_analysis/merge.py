@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import HaiprofError
+from haiprof.base.errors import HaiprofError, TraceFormatError
 from haiprof.run_analysis.run_files import RunFiles, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.alignment import RULE, RankClock, clock_notes, rank_clocks
-from haiprof.trace_analysis.files import trace_file
+from haiprof.trace_analysis.files import TraceFile, trace_file
 from haiprof.trace_analysis.pool import Pool, default_pool
 from haiprof.trace_analysis.pool import Progress as ReadProgress
 from haiprof.trace_analysis.run_tracks import RunTracks
@@ -21,6 +21,7 @@ from haiprof.trace_format.checks.finding import OF_EACH_RANK
 from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.merge.inputs import TraceInput, merge_files, merge_inputs
+from haiprof.trace_format.merge.overlaps import StreamLanes, overlapping_events, stream_lanes
 from haiprof.trace_format.merge.packed_file import check_target
 from haiprof.trace_format.merge.rewrite import Range
 from haiprof.trace_format.merge.write import MergedTrace, Progress, RankPlan, write_merged
@@ -124,6 +125,7 @@ def merge_traces(
     between = _step_ranges(inputs, options.steps, pool, reading)
     clocks = rank_clocks(inputs, by_collectives=options.by_collectives, pool=pool, progress=reading)
     by_rank = {clock.rank: clock for clock in clocks}
+    recorded = _recordings(inputs, pool) if options.by_collectives or options.steps else {}
     base_ns = _base_ns(inputs)
     run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
     tracks = _tracks(run, inputs, by_rank, options) if run else None
@@ -134,6 +136,7 @@ def merge_traces(
             rank=rank,
             shift_ns=each.base_ns - base_ns - by_rank[rank].moved_ns,
             between=between.get(rank),
+            streams=recorded[rank].streams if rank in recorded else StreamLanes(),
             clock={key: value for key, value in asdict(by_rank[rank]).items() if key != "rank"},
             without_phases=rank in drawn,
         )
@@ -156,18 +159,36 @@ def merge_traces(
         base_ns=base_ns,
         run=run.paths.root if run else None,
         notes=(*notes, *_notes(merged), *clock_notes(inputs, clocks)),
-        faults=tuple(_faults(inputs, pool)) if options.by_collectives or options.steps else (),
+        faults=tuple(_fault_lines(recorded)),
     )
 
 
-def _faults(inputs: Mapping[int, TraceInput], pool: Pool | None) -> list[str]:
-    """What is wrong with the recordings; nothing where one can only be passed through."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recording:
+    """What is known of a rank's file once it was read."""
+
+    file: TraceFile
+    streams: StreamLanes
+
+
+def _recordings(inputs: Mapping[int, TraceInput], pool: Pool | None) -> dict[int, _Recording]:
+    """What is known of each file; nothing where one of them can only be passed through."""
     paths = [each.path for each in inputs.values()]
     try:
-        found = (pool or default_pool(paths)).map(trace_file, paths, {})
-    except HaiprofError:
-        return []
-    checks = check_frame(dict(zip(inputs, found, strict=True)))
+        found = (pool or default_pool(paths)).map(_recording, paths, {})
+    except TraceFormatError:
+        return {}
+    return dict(zip(inputs, found, strict=True))
+
+
+def _recording(trace: Trace) -> _Recording:
+    """A question for a pool."""
+    return _Recording(file=trace_file(trace), streams=stream_lanes(overlapping_events(trace)))
+
+
+def _fault_lines(recorded: Mapping[int, _Recording]) -> list[str]:
+    """What is wrong with the recordings."""
+    checks = check_frame({rank: each.file for rank, each in recorded.items()})
     return fault_lines(checks, OF_EACH_RANK, effect="merged as recorded")
 
 

@@ -16,6 +16,7 @@ from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.kineto.times import Flags, exact_ns
 from haiprof.trace_format.merge.ids import ranked_id
 from haiprof.trace_format.merge.lanes import Fields, Lanes
+from haiprof.trace_format.merge.overlaps import StreamLanes
 from haiprof.trace_format.merge.timestamps import shift_time
 
 _EVENTS: Decoder = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -36,12 +37,14 @@ class RankEvents:
         shift_ns: Added to every time.
         between: Only events that touch this range of the file's own times are written, and
             metadata; None writes all.
+        streams: Events that leave the lane of their stream.
     """
 
     path: Path
     rank: int
     shift_ns: int
     between: Range | None
+    streams: StreamLanes = field(default_factory=StreamLanes)
     text: TraceText = field(init=False)
     lanes: Lanes = field(init=False)
     damage: Damage = field(default_factory=Damage)
@@ -50,7 +53,7 @@ class RankEvents:
     passed_count: int = 0
     """Of those, that are in the merged trace."""
     added_count: int = 0
-    """Added events that name processes without a name in the file."""
+    """Added events that name processes without a name in the file, and lanes beside streams."""
     range_ns: Range | None = None
     """First and last start of the written events, in the merged trace's times."""
 
@@ -66,13 +69,15 @@ class RankEvents:
         """
         for piece in self.text.pieces():
             events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
+            self.streams.move(events, self.event_count)
             self.event_count += len(events)
             whole = b",\n".join(self._rewrite(self._choose(events)))
             if whole:
                 yield whole if whole.isascii() or is_utf8(whole) else scrub(whole)
         held = list(self.lanes.deferred_events())
         self.passed_count += len(held)
-        added = list(self.lanes.added_events())
+        pids = {pid: int(self.lanes.pid(b"%d" % pid)) for pid, _, _ in self.streams.threads}
+        added = [*self.lanes.added_events(), *self.streams.names(pids)]
         self.added_count = len(added)
         for start in range(0, len(held) + len(added), _TAIL_EVENTS):
             yield b",\n".join((held + added)[start : start + _TAIL_EVENTS])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from haiprof.trace_format.file_ranks import MERGED_KEY
 from haiprof.trace_format.merge.inputs import TraceInput
+from haiprof.trace_format.merge.overlaps import StreamLanes
 from haiprof.trace_format.merge.packed_file import Sink, packed_file
 from haiprof.trace_format.merge.rewrite import Range, RankEvents
 from haiprof.trace_format.merge.tracks import Track, track_events
@@ -40,6 +41,8 @@ class RankPlan:
     """Only what touches this range of its own times; None takes all."""
     clock: Mapping[str, Any]
     """How its clock was found, for the output's metadata."""
+    streams: StreamLanes = field(default_factory=StreamLanes)
+    """Events that leave the lane of their stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,9 @@ class _Writer:
 def _write_rank(
     writer: _Writer, plan: RankPlan, base_ns: int, progress: Progress | None
 ) -> MergedRank:
-    events = RankEvents(plan.source.path, plan.rank, plan.shift_ns, plan.between)
+    events = RankEvents(
+        plan.source.path, plan.rank, plan.shift_ns, plan.between, streams=plan.streams
+    )
     for piece in events.pieces():
         writer.piece(piece)
         if progress is not None:

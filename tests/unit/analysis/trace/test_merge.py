@@ -228,6 +228,61 @@ def test_a_real_rank_whose_clock_was_set_is_moved_back(tmp_path: Path) -> None:
     assert {each.moved_ns for each in as_is.clocks} == {0}
 
 
+def badly_nested(events: list[Event]) -> list[str]:
+    """Slices that begin within another one of their lane and end after it: viewers drop them."""
+    lanes: dict[tuple[Any, Any], list[tuple[float, float, str]]] = {}
+    for each in events:
+        if each["ph"] == "X":
+            span = (each["ts"], -each["ts"] - each["dur"], each["cat"])
+            lanes.setdefault((each["pid"], each["tid"]), []).append(span)
+    found = []
+    for spans in lanes.values():
+        open_ends: list[float] = []
+        for start, end, category in sorted(spans):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            if open_ends and open_ends[-1] < -end:
+                found.append(category)
+            else:
+                open_ends.append(-end)
+    return found
+
+
+def test_kernels_that_overlap_in_part_get_lanes_and_nothing_is_lost(tmp_path: Path) -> None:
+    """They ran by programmatic dependent launch; 38 of them would not be shown."""
+    report = merge_traces([traces("tl_b200_r0of8_nccl")], tmp_path / "m.json.gz", MergeOptions())
+    (rank,) = report.merged.ranks
+    assert rank.passed_count == rank.event_count == 24_656
+    (source,) = traces("tl_b200_r0of8_nccl").iterdir()
+    before, after = load(source)["traceEvents"], load(report.path)["traceEvents"]
+    assert (badly_nested(before).count("kernel"), badly_nested(after).count("kernel")) == (38, 0)
+    kept = [sorted((e["name"], e["dur"]) for e in events if e["ph"] == "X")
+            for events in (before, after)]  # fmt: skip
+    assert kept[0] == kept[1]
+
+
+def test_an_arrow_follows_its_kernel_to_its_lane(tmp_path: Path) -> None:
+    arrow = {"cat": "ac2g", "name": "ac2g", "bp": "e"}
+    events = [
+        launch(1, 0), launch(2, 5), kernel("a", 10, 10, correlation=1),
+        kernel("b", 15, 10, correlation=2), kernel("inside", 16, 2, correlation=1),
+        kernel("c", 18, 10),
+        {**arrow, "ph": "s", "id": 2, "pid": 1, "tid": 1, "ts": 5},
+        {**arrow, "ph": "f", "id": 2, "pid": 0, "tid": 7, "ts": 15},
+        {**arrow, "ph": "f", "id": 1, "pid": 0, "tid": 7, "ts": 10},
+    ]  # fmt: skip
+    write_trace(tmp_path / "rank0.json", events)
+    report = merge_traces([tmp_path], tmp_path / "merged.json.gz", MergeOptions())
+    merged = load(report.path)["traceEvents"]
+    lanes = {e["name"]: e["tid"] for e in merged if e["ph"] == "X" and e["cat"] == "kernel"}
+    beside = 1_000_000_007
+    assert lanes == {"a": 7, "b": beside, "inside": 7, "c": 2_000_000_007}
+    assert [e["tid"] for e in merged if e["ph"] == "f"] == [beside, 7]
+    names = {e["tid"]: e["args"]["name"] for e in merged if e["name"] == "thread_name"}
+    assert names == {beside: "stream 7, overlapping", 2_000_000_007: "stream 7, overlapping 2"}
+    assert report.merged.event_count == len(merged)
+
+
 def test_two_real_ranks_of_many_are_merged_event_by_event(tmp_path: Path) -> None:
     source = traces("hta_sampled_2ranks_ws128")
     report = merge_traces([source], tmp_path / "out.json.gz", MergeOptions())
