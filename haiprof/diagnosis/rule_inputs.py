@@ -29,7 +29,7 @@ from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
-from haiprof.run_analysis.step_frame import STEP_PHASES, untrained_boundary
+from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, training_spans
 
 _SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
@@ -62,7 +62,7 @@ class RuleInputs:
     first_steps: pl.DataFrame
     """The first step of each rank's last attempt."""
     ranks: pl.DataFrame
-    """Columns of `rank_frame`."""
+    """Columns of `rank_frame`; of a rank that is judged, the attempt that is."""
     gpu_use: Mapping[int, float]
     """Median GPU utilization in [0, 1] by rank, where known."""
     main_cores: Mapping[int, float]
@@ -114,7 +114,7 @@ class RuleInputs:
     by_rank: Mapping[int, pl.DataFrame]
     """Steps of each rank, in order."""
     load_samples: Callable[[int], CodeSamples]
-    """Sampled stacks of a rank's training thread; read when they are asked for."""
+    """Sampled stacks of a rank's judged attempt; read when they are asked for."""
 
     count_collectives: Callable[[int], float | None]
     """Collectives that a rank begins per judged step, of all groups, its gradients' with them;
@@ -166,7 +166,7 @@ def gather_inputs(
     found = analyzer.steps()
     steps = _drop_unused_columns(found)
     restarted = bool((steps["attempt"] > 0).any())
-    parts = _by_rank(_last_attempts(steps) if restarted else steps)
+    parts = _by_rank(last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     judged = {
         rank: judged_steps(part) if since is None else part.filter(since)
@@ -175,7 +175,7 @@ def gather_inputs(
     by_rank = {rank: part for rank, part in judged.items() if part.height}
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
-    pauses = _last_attempts(analyzer.pauses())
+    pauses = _of_judged(analyzer.pauses(), spans)
     counted = count(analyzer.files, spans.drop("attempt"), windows)
     main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
     return RuleInputs(
@@ -183,7 +183,7 @@ def gather_inputs(
         by_rank=by_rank,
         step_count=sum(part.height for part in parts.values()),
         first_steps=pl.concat([steps.clear(), *(_first_step(part) for part in parts.values())]),
-        ranks=analyzer.ranks(),
+        ranks=_judged_ranks(analyzer.ranks(), spans),
         gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
@@ -196,7 +196,7 @@ def gather_inputs(
         trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
         save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
-        loading=_last_attempts(analyzer.loading()),
+        loading=last_attempts(analyzer.loading()),
         settings=analyzer.settings(),
         last_attempts=read_last_attempts(analyzer.files),
         backward_work=analyzer.backward_work(),
@@ -242,8 +242,15 @@ def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
     return dict(sorted(found.items()))
 
 
-def _last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
-    return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+def _of_judged(frame: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Rows of the attempts whose steps are judged: a job beside it has others."""
+    return frame.join(spans.select("rank", "attempt"), on=["rank", "attempt"], how="semi")
+
+
+def _judged_ranks(ranks: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """The same of `rank_frame`, with all attempts of ranks that have no judged steps."""
+    others = ranks.join(spans, on="rank", how="anti")
+    return pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt")
 
 
 def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import localtime, strftime
@@ -31,7 +31,7 @@ from haiprof.run_analysis.restarts import Goodput, Start, find_starts, goodput
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
 from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
 from haiprof.run_analysis.settings import RankSettings, read_settings
-from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns
+from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns, last_attempts
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
@@ -183,12 +183,19 @@ class RunFrames:
         return line_frame(self.code_samples())
 
     def code_samples(self, ranks: Collection[int] | None = None) -> CodeSamples:
-        """Sampled stacks in their phases and steps.
+        """Sampled stacks in their phases and steps, of the last attempt of each rank.
+
+        That is the last one that has steps: the one that is judged. A note says how many others
+        were left out.
 
         Args:
             ranks: Only of these; None takes all.
         """
-        samples = load_code_samples(self._segments(ranks))
+        keys = self._keys(ranks)
+        judged = {key for key in keys if self._judged_attempts[key[0]] == key[1]}
+        samples = load_code_samples(self._segments_of(judged))
+        if others := len(keys) - len(judged):
+            samples = replace(samples, notes=(*samples.notes, _others_text(others)))
         if self.between is None:
             return samples
         first, last = self.between
@@ -250,20 +257,34 @@ class RunFrames:
     def _rows(self) -> Mapping[Key, RankRows]:
         return self._loaded.rows
 
+    @cached_property
+    def _judged_attempts(self) -> dict[int, int]:
+        """By rank: its last attempt that has steps, or the last one where none has."""
+        steps = last_attempts(self._steps).select("rank", "attempt").unique().rows()
+        return {**dict(sorted(self._rows)), **dict(steps)}
+
     def _segments(self, ranks: Collection[int] | None = None) -> Iterator[RankSegments]:
         """Ranks with their spans, one at a time: the same ones, read again where none are kept.
 
         Args:
-            ranks: Only these; None takes all.
+            ranks: Only these, all their attempts; None takes all.
         """
+        return self._segments_of(self._keys(ranks))
+
+    def _keys(self, ranks: Collection[int] | None) -> set[Key]:
+        return {key for key in self._rows if ranks is None or key[0] in ranks}
+
+    def _segments_of(self, keys: Collection[Key]) -> Iterator[RankSegments]:
+        """The same, of single attempts."""
         kept = self._loaded.kept
         if kept is not None:
-            yield from (s for s in kept.values() if ranks is None or s.files.rank in ranks)
+            yield from (rank for key, rank in kept.items() if key in keys)
             return
         for files in self.files.ranks:
-            if ranks is not None and files.rank not in ranks:
+            key = (files.rank, files.attempt)
+            if key not in keys:
                 continue
-            rows = self._rows.get((files.rank, files.attempt))
+            rows = self._rows.get(key)
             rank = _load(files, limit=rows.record_count) if rows else ""
             if not isinstance(rank, str):
                 yield rank
@@ -352,6 +373,11 @@ class RunFrames:
 def _part_text(between: tuple[int, int]) -> str:
     first, last = (strftime("%H:%M:%S", localtime(time / NS_PER_S)) for time in between)
     return f"only what was recorded from {first} to {last} was looked at"
+
+
+def _others_text(count: int) -> str:
+    others = "1 other is" if count == 1 else f"{count} others are"
+    return f"only the last attempt of each rank is looked at: {others} left out"
 
 
 def _load(rank: RankFiles, *, limit: int | None = None) -> RankSegments | str:

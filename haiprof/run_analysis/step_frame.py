@@ -29,6 +29,11 @@ STEP_SCHEMA = {
 }
 
 
+def last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
+    """Rows of each rank's last attempt; others are of starts that died, or of jobs beside it."""
+    return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
+
+
 class SharedColumns:
     """Columns of many ranks that hold the same: one value throughout, or counts from 0.
 

@@ -132,6 +132,21 @@ def test_callers_are_the_way_that_most_of_the_time_came(tmp_path: Path) -> None:
     assert [at.function for at in load.callers] == ["evaluate", "after_step", "main"]
 
 
+def test_lines_are_of_the_last_attempt_that_has_steps(tmp_path: Path) -> None:
+    """A restart, and a third start that died before its first step."""
+    run = write_run(tmp_path / "run")
+    lines = (LINE, LINE, "")
+    for attempt, (spans, frame) in enumerate(zip(lines, (LOAD, DECODE, OPEN), strict=True)):
+        write_rank(run, spans_of(spans, span_ns=SPAN_NS, gap_ns=GAP_NS), attempt=attempt)
+        write_stacks(run.rank(0, attempt).stacks, [(1000 * i, (MAIN, frame)) for i in range(1, 99)])
+    analyzer = Analyzer(run.root)
+    named = analyzer.lines().filter(analyzer.lines()["self_count"] > 0)
+    assert set(named["line"]) == {DECODE[1]}
+    assert analyzer.code_samples({0}).notes == (
+        "only the last attempt of each rank is looked at: 2 others are left out",
+    )
+
+
 def test_workers_wait_outside_their_fetch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_rank(run, spans_of(LINE))

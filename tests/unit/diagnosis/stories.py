@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables.gpu import GPU
 from haiprof.run_format.tables.process import PROCESS
 from haiprof.run_format.writer import LineWriter
@@ -82,6 +84,24 @@ def write_story(
         events.append({"type": "counter_missing", "source": "gpu", "reason": "no NVML"})
     events.close()
     return root
+
+
+def write_beside(root: Path, ms: float, *, steps: int, kind: int = schema.SAVE) -> None:
+    """A job that began before that of a story, in the same run and without a rank either.
+
+    What is in the story's place of rank 0 becomes its second attempt. The first one forwards for so
+    many ms, and every tenth step has a pause of that kind, ten times as long.
+    """
+    run, rows, now = RunPaths(root), [], START_NS
+    run.rank(0).root.rename(run.rank(0, 1).root)
+    report = json.loads(run.rank(0, 1).report.read_text())
+    run.rank(0, 1).report.write_text(json.dumps({**report, "attempt": 1, "pid": 900}))
+    for step in range(steps):
+        spans = [(schema.FORWARD, ms), (schema.BACKWARD, 2.0), (schema.OPTIMIZER, 1.0)]
+        for each, length in spans if step % 10 else [(kind, 10 * ms), *spans]:
+            rows.append((each, 0, now, now + int(length * NS_PER_MS)))
+            now += int((length + GAP_MS) * NS_PER_MS)
+    write_rank(run, spans_from(rows))
 
 
 def verdict_of(root: Path, times: PhaseTimes, **options: float | int | None) -> Verdict:

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
+from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.code_questions import CodeAnswers
 from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.run_analysis.lines import function_times
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
+from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.sampled import Stack, write_stacks
-from tests.unit.diagnosis.stories import START_NS, PhaseTimes, write_story
-from tests.unit.diagnosis.test_run_rules import neighbours
+from tests.unit.diagnosis.stories import START_NS, PhaseTimes, write_beside, write_story
+from tests.unit.diagnosis.test_run_rules import neighbours, plain_steps, write_line
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 MAIN = ("/home/me/train.py", 40, "main")
@@ -91,6 +95,19 @@ def test_line_is_of_the_rank_that_works_not_of_the_one_that_waits_for_it(tmp_pat
         write_stacks(RunPaths(root).rank(rank).stacks, sample(RunFrames(root), at, rank=rank))
     (found,) = findings_of(root)["outside_the_model"].code_lines
     assert found.function == "log_everything"
+
+
+def test_lines_of_a_job_beside_it_are_no_lines_of_this_one(tmp_path: Path) -> None:
+    """Two scripts that one shell script runs at once: both are rank 0, and know of no other."""
+    root = story(
+        tmp_path, lambda *_: (0.2, 4.0, 8.0, 2.0), lambda p, s: (MAIN, LOG), gap_ms=8.0, steps=200
+    )
+    write_beside(root, 30.0, steps=150)
+    times = [START_NS + 20_000_000 * at for at in range(1, 200)]
+    write_stacks(RunPaths(root).rank(0).stacks, [(time, (MAIN, LOAD)) for time in times])
+    found = findings_of(root)
+    assert set(found) == {"outside_the_model"}  # and no checkpoints of the other
+    assert [line.function for line in found["outside_the_model"].code_lines] == ["log_everything"]
 
 
 def test_slow_steps_are_compared_with_usual_ones(tmp_path: Path) -> None:
@@ -226,3 +243,41 @@ def test_own_code_that_waits_in_a_phase_is_found_where_the_process_is_idle(
             abs=0.08,
         )
         assert finding.code_lines[0].function == "log_everything"
+
+
+def test_python_of_the_jobs_own_in_forward_is_not_where_torch_calls_it(tmp_path: Path) -> None:
+    """A hook takes less of forward than the operators, whose time is the calling line's otherwise."""
+    linear = (f"{SITE}/torch/nn/modules/linear.py", 130, "Linear.forward")
+    hook = ("/home/me/train.py", 4, "stats_hook")
+
+    def at(phase: str, step: int) -> Stack:
+        return (MAIN, linear, hook) if phase == "forward" and step % 3 == 0 else (MAIN, linear)
+
+    root = story(tmp_path, lambda rank, step: (0.2, 30.0, 8.0, 2.0), at)
+    finding = Finding(
+        rule="forward_bound", cause="python", title="", evidence=(), remedy="see", confidence=0.8
+    )
+    analyzer = Analyzer(root)
+    named = CodeAnswers(analyzer, gather_inputs(analyzer)).name_lines(finding)
+    (line,) = named.code_lines
+    assert (line.file, line.line, line.function) == hook
+    assert line.share == pytest.approx(30 / 41 / 3, abs=0.04)
+    assert (line.low or 0.0) < line.share < (line.high or 0.0)
+
+
+@pytest.mark.parametrize("sample_count", [6, 0])
+def test_the_line_of_a_collection_is_of_its_samples(tmp_path: Path, sample_count: int) -> None:
+    """One collection of 0.7 s; all other samples are at another line of the same function."""
+    collect = ("/home/me/train.py", 9, "main")
+    pause = lambda step, now: [(now, 700 * NS_PER_MS)] if step == 60 else []  # noqa: E731
+    write_line(tmp_path / "run", plain_steps(extra=pause))
+    run = RunFrames(tmp_path / "run")
+    (begin,) = run.pauses()["start_ns"].to_list()
+    begin -= WALL_OFFSET_NS
+    inside = [((begin // 1000 + 690_000 + i) * 1000, (collect,)) for i in range(sample_count)]
+    around = [(at, stack) for at, stack in sample(run, lambda *_: (MAIN,)) if at < begin]
+    write_stacks(RunPaths(tmp_path / "run").rank(0).stacks, [*around, *inside])
+    finding = findings_of(tmp_path / "run")["garbage_collection"]
+    lines = [(line.line, line.share, line.of) for line in finding.code_lines]
+    assert lines == ([(collect[1], 1.0, "the collections")] if sample_count else [])
+    assert ("begin at train.py:9 main" in finding.remedy) is bool(sample_count)

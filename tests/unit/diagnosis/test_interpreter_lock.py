@@ -12,7 +12,7 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.sampled import Stack, write_stacks
-from tests.unit.diagnosis.stories import write_story
+from tests.unit.diagnosis.stories import write_beside, write_story
 from tests.unit.diagnosis.test_code_questions import sample
 
 TRAIN: Stack = (("/home/me/train.py", 40, "main"),)
@@ -57,6 +57,16 @@ def test_rank_that_says_nothing_of_the_lock_is_not_taken_for_one_that_never_wait
     write_stacks(RunPaths(root).rank(1).stacks, samples, waits=[True] * len(samples))
     found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["interpreter_lock"]
     assert found.rank is None
+
+
+def test_a_thread_of_a_job_beside_it_holds_no_lock_of_this_one(tmp_path: Path) -> None:
+    root = write_story(tmp_path / "run", lambda *_: (0.2, 10.0, 20.0, 2.0), steps=200)
+    samples = sample(RunFrames(root), lambda *_: TRAIN)
+    write_beside(root, 10.0, steps=400)
+    path = RunPaths(root).rank
+    write_stacks(path(0, 1).stacks, samples, waits=[False] * len(samples), other=REFRESH)
+    write_stacks(path(0).stacks, samples, waits=[True] * len(samples), other=REFRESH)
+    assert "interpreter_lock" in diagnose(Analyzer(root)).checked
 
 
 def test_seldom_waits_are_no_finding(tmp_path: Path) -> None:
