@@ -17,7 +17,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import (
@@ -29,7 +31,9 @@ from haiprof.base.safe_files import (
     whole_file,
 )
 from haiprof.linux.procfs import process_exists
+from haiprof.run_format.added_ranges import add_phases
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.phase_ranges import KEY, parse_ranges
 from haiprof.run_format.raw_traces import Part, complete_parts, list_names, parse_stem
 from haiprof.run_format.writer import LineWriter
 
@@ -43,6 +47,7 @@ _IOPRIO_IDLE = 3 << 13  # linux/ioprio.h: class idle
 _IOPRIO_WHO_PROCESS = 1
 
 Note = Callable[[Mapping[str, object]], None]
+Pieces = Callable[[IO[bytes]], Iterator[bytes]]
 
 
 class _DamagedError(Exception):
@@ -90,7 +95,9 @@ def _finish(part: Part, note: Note) -> bool:
             if any(is_unfinished(name, of=path.name) for path in (part.trace, part.et)):
                 # Of one that was killed; this part is ours now.
                 remove_file(part.run.traces / name, below=run)
-        raw_bytes = _compress(part.raw, part.trace, sidecar.get("raw_bytes"), run=run)
+        raw_bytes = _compress(
+            part.raw, part.trace, sidecar.get("raw_bytes"), run=run, pieces=_with_phases(sidecar)
+        )
         if sidecar.get("et_bytes") is not None or part.et_raw.exists():
             _compress(part.et_raw, part.et, sidecar.get("et_bytes"), run=run)
         line = {
@@ -99,7 +106,7 @@ def _finish(part: Part, note: Note) -> bool:
             "raw_bytes": sidecar.get("raw_bytes") if raw_bytes is None else raw_bytes,
             "et_bytes": part.et.stat().st_size if part.et.exists() else None,
             "seconds": round(time.monotonic() - began_s, 3),
-            "part": dict(sidecar),
+            "part": {key: value for key, value in sidecar.items() if key != KEY},
         }
     except (OSError, RunFormatError, _DamagedError) as error:
         where = {"stem": stem, "path": str(part.raw.relative_to(part.run.root))}
@@ -137,7 +144,22 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _compress(raw: Path, finished: Path, expected: object, *, run: Path) -> int | None:
+def _with_phases(sidecar: Mapping[str, object]) -> Pieces:
+    """Reads a raw trace, and adds the forward and backward ranges that its sidecar has."""
+    pid, tid = sidecar.get("pid"), sidecar.get("tid")
+    ranges = parse_ranges(sidecar.get(KEY), since_ns=sidecar.get("start_wall_ns"))
+    if not ranges or type(pid) is not int or type(tid) is not int:
+        return _plain_pieces
+    return partial(add_phases, ranges=ranges, pid=pid, tid=tid)
+
+
+def _plain_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: file.read(CHUNK_BYTES), b"")
+
+
+def _compress(
+    raw: Path, finished: Path, expected: object, *, run: Path, pieces: Pieces = _plain_pieces
+) -> int | None:
     """Writes one file compressed, unless that has been done.
 
     Args:
@@ -145,6 +167,7 @@ def _compress(raw: Path, finished: Path, expected: object, *, run: Path) -> int 
         finished: Where it goes.
         expected: Its length, as the rank said.
         run: The run directory.
+        pieces: Reads the open raw file, and may add to it.
 
     Returns:
         Length of the raw file; None where it is gone because the finished one is there.
@@ -164,7 +187,7 @@ def _compress(raw: Path, finished: Path, expected: object, *, run: Path) -> int 
         if type(expected) is int and expected != size:
             raise _DamagedError(f"{size} bytes, but the rank wrote {expected}")
         with whole_file(finished, below=run) as target:
-            for piece in _compress_pieces(iter(lambda: file.read(CHUNK_BYTES), b"")):
+            for piece in _compress_pieces(pieces(file)):
                 target.write(piece)
             target.flush()
             os.fsync(target.fileno())

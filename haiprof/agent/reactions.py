@@ -116,12 +116,16 @@ class Reactor:
             self._note(path.stem, alarm, command or "none")
             if not self._options.quiet and command != "snapshot":
                 print_message(
-                    f"{alarm.reason}; tracing {TRACE_STEPS} steps" if command else alarm.reason
+                    f"{alarm.reason}; tracing {self._steps} steps" if command else alarm.reason
                 )
             if command is not None:
                 self._begin(path, alarm, command, fd)
         finally:
             os.close(fd)
+
+    @property
+    def _steps(self) -> int:
+        return self._options.trace_steps or TRACE_STEPS
 
     def _command(self, alarm: Alarm) -> str | None:
         """What is done; None where it is only noted."""
@@ -133,7 +137,9 @@ class Reactor:
         return "snapshot" if alarm.trigger == "hang" else "trace-now"
 
     def _begin(self, path: Path, alarm: Alarm, command: str, fd: int) -> None:
-        words = ["--json", *(["--steps", str(TRACE_STEPS)] if command == "trace-now" else [])]
+        words = ["--json"]
+        if command == "trace-now":
+            words += ["--steps", str(self._steps), *self._options.trace_now_words()]
         try:
             process = self._start(command, words, fd)
         except (OSError, subprocess.SubprocessError) as error:

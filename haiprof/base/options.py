@@ -134,7 +134,10 @@ class Options(TraceOptions, ReactOptions):
             )
         self.check_react()
         self.check_trace(
-            time_s=self.time_s, warmup_s=self.warmup_s, phases="phases" in self.recorder
+            time_s=self.time_s,
+            warmup_s=self.warmup_s,
+            phases="phases" in self.recorder,
+            reacts=self.reacts_with_trace and self.react_times > 0,
         )
 
     def _check_burst(self) -> None:

@@ -42,6 +42,11 @@ class ReactOptions:
     react_times: int = 2
     """Maximum number of reactions of each of the two kinds."""
 
+    @property
+    def reacts_with_trace(self) -> bool:
+        """Whether a trace is made when steps become slower."""
+        return self.react in ("trace", "both")
+
     def check_react(self) -> None:
         """Checks the values.
 

@@ -130,20 +130,28 @@ class TraceOptions:
             which = f"{self._length()} steps"
         return f"tracing {which}" + (f", {self.repeat} times" if self.repeat > 1 else "")
 
-    def check_trace(self, *, time_s: float, warmup_s: float, phases: bool) -> None:
+    def trace_now_words(self) -> list[str]:
+        """What is recorded, as options of the command that traces a running job."""
+        given = [f"--{name}" for name in _WHAT if getattr(self, f"trace_{name}")]
+        return [*given, *(["--execution-trace"] if self.execution_trace else [])]
+
+    def check_trace(
+        self, *, time_s: float, warmup_s: float, phases: bool, reacts: bool = False
+    ) -> None:
         """Checks the values.
 
         Args:
             time_s: Seconds to record, 0 without an end.
             warmup_s: Seconds to leave out.
             phases: Whether the recorder that finds the steps runs.
+            reacts: Whether haiprof traces by itself when steps become slower.
 
         Raises:
             UsageError: A value or a combination that makes no sense.
         """
         self._check_values()
         if not self.traces:
-            self._check_nothing_is_lost()
+            self._check_nothing_is_lost(reacts=reacts)
             return
         if not phases:
             raise UsageError(
@@ -175,15 +183,15 @@ class TraceOptions:
         if not math.isfinite(self.trace_limit_mb) or self.trace_limit_mb < 1:
             raise UsageError("trace-limit must be 1 MB or more")
 
-    def _check_nothing_is_lost(self) -> None:
+    def _check_nothing_is_lost(self, *, reacts: bool) -> None:
         """An option that only tracing has, without tracing."""
-        asked = {f"trace-{name}": getattr(self, f"trace_{name}") for name in _WHAT}
-        asked["trace-steps"] = self.trace_steps is not None
-        asked["repeat"] = self.repeat != 1
-        asked["repeat-every"] = self.repeat_every is not None
-        for name, given in asked.items():
+        how = {f"trace-{name}": getattr(self, f"trace_{name}") for name in _WHAT}
+        how["trace-steps"] = self.trace_steps is not None
+        when = {"repeat": self.repeat != 1, "repeat-every": self.repeat_every is not None}
+        for name, given in {**({} if reacts else how), **when}.items():
             if given:
-                raise UsageError(f"--{name} says how to trace, and nothing is", hint="add --trace")
+                hint = "add --trace, or --react trace" if name in how else "add --trace"
+                raise UsageError(f"--{name} says how to trace, and nothing is", hint=hint)
 
     def _check_which_steps(self, *, time_s: float, warmup_s: float) -> None:
         others = {

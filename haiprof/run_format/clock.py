@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+_READINGS = 3
+
 
 @dataclass(frozen=True)
 class ClockAnchor:
@@ -17,7 +19,16 @@ class ClockAnchor:
 
     @classmethod
     def now(cls) -> ClockAnchor:
-        """Reads both clocks; the monotonic time is the mean of two reads around the other."""
-        before = time.perf_counter_ns()
-        wall = time.time_ns()
-        return cls(wall, (before + time.perf_counter_ns()) // 2)
+        """Reads both clocks; the monotonic time is the mean of two reads around the other.
+
+        The closest of some readings counts: a thread that loses its core between two reads would
+        move all times of a trace against the job's.
+        """
+        readings = []
+        for _ in range(_READINGS):
+            before = time.perf_counter_ns()
+            wall = time.time_ns()
+            after = time.perf_counter_ns()
+            readings.append((after - before, wall, (before + after) // 2))
+        _, wall, mono = min(readings)
+        return cls(wall, mono)

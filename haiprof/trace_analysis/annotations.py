@@ -28,7 +28,8 @@ def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         (`user_annotation` on the CPU, `gpu_user_annotation`: from the first to the last GPU event
         launched in it, per stream), `device` (null on the CPU), `name`, `count`, `sum_ns`,
         `min_ns`, `max_ns`, `mean_ns`, `std_ns` (the sample's; null of one range), `covered_ns` in
-        which at least one was open. Ranges inside each other, on several threads or on several
+        which at least one was open; forward and backward passes that haiprof added to its own
+        trace are among them. Ranges inside each other, on several threads or on several
         streams make the sum larger than that. Profiler steps are among the ranges. Empty where
         none were recorded; traces of before 2022 hold them as operators.
 
@@ -128,7 +129,8 @@ def _longer_before(ends: Ints) -> Ints:
 def _annotations(trace: Trace, steps: Steps) -> pl.DataFrame:
     """Annotations with their device, those of some steps only."""
     on_gpu = pl.col("category") == GPU_CATEGORY
-    every = trace.annotations.with_columns(device=pl.when(on_gpu).then("pid"))
+    ranges = pl.concat([trace.annotations, trace.phase_ranges])
+    every = ranges.with_columns(device=pl.when(on_gpu).then("pid"))
     if steps is None:
         return every
     start_ns, end_ns = step_window(trace, steps)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -203,6 +204,13 @@ def test_job_under_haiprof_gets_the_steps_that_haiprof_counts(folder: Path) -> N
     assert after - first in (4, 5)
     assert trace.steps["step"].to_list() == list(range(first, after))
     assert trace.metadata["haiprof"]["run"] == run.name
+    name = pl.col("name").cast(pl.String)
+    for phase, operator in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
+        ranges = trace.phase_ranges.filter(name == phase).select("ts_ns", "dur_ns").rows()
+        assert len(ranges) >= after - first
+        for start, duration in ranges:
+            held = pl.col("ts_ns").is_between(start, start + duration)
+            assert trace.ops.filter(name.str.starts_with(operator) & held).height, phase
 
 
 @pytest.mark.proof

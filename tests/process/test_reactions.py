@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import haiprof
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import open_run
 from tests.process.jobs import REPOSITORY, TORCHRUN, run_command, run_job, succeeded
@@ -53,7 +54,7 @@ def test_hang_is_looked_at_by_itself_and_the_verdict_names_the_rank(
 @pytest.mark.proof
 def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: Path) -> None:
     command = [*TORCHRUN, JOB, "slow:1.3", "--at", "90", "--steps", "200"]
-    options = ("--react", "both", "--quiet")
+    options = ("--react", "both", "--trace-stacks", "--quiet")
     under = succeeded(run_job(command, folder=tmp_path / "a", haiprof=True, options=options))
     faster = [*command[:-4], "--at", "0", "--steps", "200", "--step-s", "0"]
     bare = succeeded(run_job(faster, folder=tmp_path / "b", haiprof=False))
@@ -66,6 +67,8 @@ def test_steps_that_become_slower_are_traced_and_losses_stay_the_same(tmp_path: 
     assert abs(slow.step - 90) <= 10
     assert slow.steps is not None
     assert slow.steps[0] >= slow.step
+    traces = haiprof.TraceAnalysis(next((tmp_path / "a" / "logs").iterdir())).traces
+    assert all(trace.python.height for trace in traces.values()), "no Python stacks in it"
     found = verdict(tmp_path / "a")
     assert f"step {slow.step} on became" in found["reactions"][0]
     assert f"steps {slow.steps[0]} to {slow.steps[1] - 1} were traced" in found["reactions"][0]

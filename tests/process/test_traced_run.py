@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,57 @@ def test_recording_of_some_seconds_waits_for_its_traces(tmp_path: Path) -> None:
     assert row["state"] == "recorded"
     assert 0.5e9 < row["end_ns"] - row["start_ns"] < 5e9
     assert Path(row["path"]).name == name
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def inside(event: dict[str, Any], outer: dict[str, Any]) -> bool:
+    """Whether an event lies within a range of the same thread, to a tenth of a microsecond."""
+    ends = event["ts"] + event["dur"], outer["ts"] + outer["dur"]
+    same = (event["pid"], event["tid"]) == (outer["pid"], outer["tid"])
+    return bool(same and event["ts"] > outer["ts"] - 0.1 and ends[0] < ends[1] + 0.1)
+
+
+@pytest.mark.parametrize("source", ["loop", "no_loader"])
+def test_traced_steps_have_forward_and_backward_around_their_operators(
+    source: str, tmp_path: Path
+) -> None:
+    without = PACED.replace("batches({count})", "list(batches({count}))")
+    text = (PACED if source == "loop" else without).format(count=40, seconds=0)
+    _, run = traced(tmp_path, text, "--steps", "20:24", "--trace-modules")
+    (path,) = run.traces.glob("*.gz")
+    events = [event for event in load(path) if event.get("ph") == "X"]
+
+    def named(start: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["name"].startswith(start)]
+
+    steps = sorted(named("ProfilerStep#"), key=lambda event: event["ts"])
+    assert [step["name"] for step in steps] == [f"ProfilerStep#{n}" for n in range(20, 24)]
+    for name, operators in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
+        ranges = [event for event in events if event["name"] == name]
+        assert all(event["cat"] == "user_annotation" for event in ranges)
+        for step in steps:
+            assert sum(inside(event, step) for event in ranges) == 1, name
+        assert len(ranges) == len(steps)
+        work = [event for event in named(operators) if event["cat"] == "cpu_op"]
+        assert len(work) >= len(steps)
+        assert all(sum(inside(event, each) for each in ranges) == 1 for event in work)
+
+    trace = haiprof.TraceAnalysis(run.root).traces[0]
+    assert not trace.annotations["name"].cast(str).is_in(["forward", "backward"]).any()
+    assert trace.phase_ranges.height == 8
+    done = run_command(["modules", str(run.root), "--json"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"forward' not in done.stdout
+    assert run_command(["merge", str(run.root)], folder=tmp_path).returncode == 0
+    for name in ("forward", "backward"):
+        merged = [e for e in load(run.root / "merged.json.gz") if e["name"] == name]
+        assert len(merged) == len({(event["ts"], event["dur"]) for event in merged}) >= 4
+        assert len({event["pid"] for event in merged}) == 1
 
 
 def test_job_that_ends_inside_the_window_keeps_what_was_recorded(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder, is_foreign
 from haiprof.in_job.windows import user_profilers as guards
+from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions
 from haiprof.in_job.windows.requested_windows import PlannedWindows, WindowContext
 from haiprof.in_job.windows.rolling_schedule import RollingSchedule
@@ -53,6 +54,8 @@ class Tracer:
         self._late = False
         self._meeting: Meeting | None = None
         self._repeated_last = False
+        self._phases: PhaseTimes | None = None
+        """Of the window that is recorded: each span is looked at meanwhile."""
         self._base = 0
         """Steps before this follows them: a window may be asked for at any time."""
         lasts_s = config.get("valid_s")
@@ -187,17 +190,18 @@ class Tracer:
                 self._join()
             if self._meeting is not None and not self._meets(self._meeting):
                 return None
-            if steady.begins(kind, target):
+            if self._phases is None and steady.begins(kind, target):
                 self._state.lean(steady.follow)
                 return steady.follow(kind, target)
             if kind in OTHER_WORK:
                 self.times.saw_other_work()
             self._counter.begin(kind, target)
             steady.saw(kind, target)
+            phases, end = self._phases, self._ends[kind]
+            return end if phases is None else phases.begin(kind, end)
         except Exception as error:
             self._fail(error)
             return None
-        return self._ends[kind]
 
     def _ending(self, kind: int) -> Callable[[], None]:
         """What to do at the end of a span of that kind."""
@@ -225,6 +229,7 @@ class Tracer:
         if self._repeated_last:  # training has begun, and with it another count
             self._repeated_last = False
             self._windows.cut(_TRAINS)
+            self._phases = None
         if not self._has_expired():
             self._edge(number + self._base, begins)
             steady.asleep_until = self._windows.asleep_until - self._base
@@ -261,6 +266,9 @@ class Tracer:
         self.times.boundary(number, begins)
         began = _now()
         self._windows.boundary(number, begins)
+        self._phases = self._windows.phases
+        if self._phases is not None and self._steady.follows:
+            self._steady.expect_nothing()
         self.times.ours(_now() - began)
         if self._windows.over:
             self._detach()
@@ -317,6 +325,7 @@ class Tracer:
             self._windows.cut(guards.CUT)
         except Exception as error:
             self._fail(error)
+        self._phases = None
         self.times.ours(_now() - began)
         self._yield_asked = self._steady.interrupted = False
 
@@ -333,6 +342,7 @@ class Tracer:
 
     def _detach(self) -> None:
         self._active = False
+        self._phases = None
         self._yield_asked = False
         self._state.lean(None)
         self._state.repeats.listener = None

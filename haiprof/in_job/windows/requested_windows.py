@@ -13,6 +13,7 @@ from typing import Any
 from haiprof.in_job.identity import torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
+from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, distributed_info, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow
 from haiprof.in_job.windows.step_times import StepTimes
@@ -96,6 +97,7 @@ class Recording:
         self.started = False
         self.stopped = False
         self.marked: int | None = None
+        self.phases = PhaseTimes()
 
     def start(self) -> None:
         """Begins to record."""
@@ -142,6 +144,7 @@ class Recording:
             "start_wall_ns": self.clock.wall_ns,
             "options": self.what.as_json(),
             "remark": self.remark,
+            **self.phases.as_json(self.clock),
             "setup_ns": self.setup_ns,
             "start_ns": self.session.start_ns,
             "stop_ns": self.session.stop_ns,
@@ -196,6 +199,12 @@ class PlannedWindows:
     def recording(self) -> bool:
         """The same, for a fork."""
         return self.holds_profiler
+
+    @property
+    def phases(self) -> PhaseTimes | None:
+        """Of the window that is recorded; None while none is."""
+        recording = self._recording
+        return recording.phases if recording is not None and recording.started else None
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""

@@ -12,6 +12,7 @@ from typing import Any
 from haiprof.base.statistics.medians import upper_median
 from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions
 from haiprof.in_job.identity import rank_and_world
+from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.requested_windows import ENDED, Recording, WindowContext
 from haiprof.in_job.windows.rolling_schedule import RollingSchedule
 
@@ -94,6 +95,12 @@ class KeepSlow:
     def recording(self) -> bool:
         """The same, for a fork."""
         return self.holds_profiler
+
+    @property
+    def phases(self) -> PhaseTimes | None:
+        """Of the window that is recorded; None while none is."""
+        recording = self._recording
+        return recording.phases if recording is not None and recording.started else None
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""

@@ -110,6 +110,10 @@ class SteadySteps:
             and third.steps == second.steps + 1
         )  # fmt: skip
 
+    def expect_nothing(self) -> None:
+        """Whatever span comes next is looked at."""
+        self._ids = (_NONE,) * len(self._ids)
+
     # -- following -----------------------------------------------------------------------------
 
     def follow(self, kind: int, target: Any) -> End | None:

@@ -20,6 +20,7 @@ from haiprof.live.kineto.processes import KinetoProcess
 from haiprof.live.kineto.result import ProcessTrace
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
+from haiprof.run_format.phase_ranges import NAMES, PhaseRange
 from haiprof.run_format.raw_traces import Part, parse_stem
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
@@ -76,19 +77,21 @@ def finish_trace(process: KinetoProcess, path: Path, request: Request) -> Proces
         raise EmptyTraceError(f"{path}: no optimizer stepped in it")
     said = {} if request.run is None else _report(request.run, process)
     steps, why_not = _steps(request.run, said, raw)
+    phases = _phases(request.run, said, raw) if steps and request.run is not None else []
     host = socket.gethostname()
     known = process.rank is not None
     owner = f"rank{process.rank}_{safe_name(host)}_{process.pid}" if known else None
     stem = f"{owner or f'{safe_name(host)}_{process.pid}'}.{raw.start_wall_ns}"
     content = _metadata(process, request, raw, said, steps=steps, why_not=why_not)
     if request.into_run and request.run is not None and known:
-        target = _as_part(request, process, raw, content, stem, steps)
+        target = _as_part(request, process, raw, content, stem, steps, phases)
     else:
         target = request.folder / f"{stem}{TRACE_SUFFIX}"
         with whole_file(target, below=request.below) as file:
             write_complete(
-                raw, file, metadata=content, steps=steps, pid=process.own_pid, packed=True
-            )
+                raw, file, metadata=content, steps=steps, phases=phases, pid=process.own_pid,
+                packed=True,
+            )  # fmt: skip
     remove_file(path, below=path.parent)
     return _result(process, raw, host=host, target=target, steps=steps, why_not=why_not)
 
@@ -157,6 +160,24 @@ def _steps(
     return steps, None if steps else "haiprof has recorded no whole step within the window"
 
 
+def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[PhaseRange]:
+    """The forward and backward passes that haiprof recorded, whole ones within the window."""
+    try:
+        spans = RunFrames(run.root).phases({report.get("rank", -1)})
+    except HaiprofError:
+        return []
+    own = spans.filter(
+        (pl.col("attempt") == report.get("attempt", 0))
+        & pl.col("phase").is_in(NAMES)
+        & (pl.col("start_ns") >= raw.start_wall_ns)
+        & (pl.col("start_ns") + pl.col("duration_ns") <= raw.end_wall_ns)
+    )
+    return [
+        PhaseRange(name=name, start_wall_ns=start, duration_ns=duration)
+        for name, start, duration in own.select("phase", "start_ns", "duration_ns").rows()
+    ]
+
+
 def _frame(run: RunPaths, report: Mapping[str, Any]) -> pl.DataFrame | None:
     try:
         steps = RunFrames(run.root).steps()
@@ -200,7 +221,7 @@ def _metadata(
 
 def _as_part(
     request: Request, process: KinetoProcess, raw: RawTrace, content: Mapping[str, Any], name: str,
-    steps: list[Step],
+    steps: list[Step], phases: list[PhaseRange],
 ) -> Path:  # fmt: skip
     """Stores it like a rank's own raw trace, which the run's launcher compresses."""
     stem = parse_stem(name)
@@ -208,7 +229,10 @@ def _as_part(
     assert request.run is not None, name
     part = Part(request.run, stem)
     with whole_file(part.raw, below=part.run.root) as file:
-        write_complete(raw, file, metadata=content, steps=steps, pid=process.own_pid, packed=False)
+        write_complete(
+            raw, file, metadata=content, steps=steps, phases=phases, pid=process.own_pid,
+            packed=False,
+        )  # fmt: skip
     report = _report(request.run, process)
     clock = report.get("clock") or {}
     offset = clock["wall_ns"] - clock["mono_ns"] if {"wall_ns", "mono_ns"} <= set(clock) else None

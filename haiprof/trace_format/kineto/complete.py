@@ -13,13 +13,18 @@ from typing import IO, Any, BinaryIO
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.added_ranges import (
+    CHUNK_BYTES,
+    HEAD_BYTES,
+    events_start,
+    phase_texts,
+    range_text,
+)
+from haiprof.run_format.phase_ranges import PhaseRange
 from haiprof.trace_format.kineto.columns import finish_table, merge_parts
 from haiprof.trace_format.kineto.load import read_trace
 from haiprof.trace_format.kineto.tables import ANNOTATIONS, OPS
 
-_HEAD_BYTES = 4 << 20  # devices and metadata stand before the events
-_CHUNK_BYTES = 1 << 20
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _GZIP_BITS, _GZIP_LEVEL = 31, 3
 _TAIL_BYTES = 4 << 20  # what Kineto says of its own window stands behind the job's events
 _WINDOW = re.compile(
@@ -127,6 +132,7 @@ def write_complete(
     *,
     metadata: Mapping[str, Any],
     steps: Sequence[Step],
+    phases: Sequence[PhaseRange] = (),
     pid: int,
     packed: bool,
 ) -> None:
@@ -137,6 +143,7 @@ def write_complete(
         file: Where it goes.
         metadata: JSON values by name; the trace's own value of a name takes precedence.
         steps: Their marks are named ProfilerStep#N, as torch.profiler's own.
+        phases: Forward and backward passes, which become ranges too.
         pid: Of the process, as the trace numbers it.
         packed: Whether it is compressed.
 
@@ -145,40 +152,40 @@ def write_complete(
         OSError: It cannot be read, or there is no room.
     """
     new = {key: value for key, value in metadata.items() if key not in raw.metadata}
-    marks = [_mark(raw, step, pid) for step in steps]
+    tid = pid if raw.tid is None else raw.tid
+    marks = [_mark(raw, step, pid=pid, tid=tid) for step in steps]
+    ranges = phase_texts(phases, base_ns=raw.base_ns, pid=pid, tid=tid)
     with raw.path.open("rb") as source:
-        pieces = _pieces(source, raw.path, new, marks)
+        pieces = _pieces(source, raw.path, new, [*marks, *ranges])
         for piece in _gzip_pieces(pieces) if packed else pieces:
             file.write(piece)
 
 
-def _mark(raw: RawTrace, step: Step, pid: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": "user_annotation",
-        "name": f"ProfilerStep#{step.number}",
-        "pid": pid,
-        "tid": pid if raw.tid is None else raw.tid,
-        "ts": (step.start_wall_ns - raw.base_ns) / 1000,
-        "dur": (step.end_wall_ns - step.start_wall_ns) / 1000,
-        "args": {"haiprof": "a step as haiprof recorded it beside the trace"},
-    }
+def _mark(raw: RawTrace, step: Step, *, pid: int, tid: int) -> bytes:
+    return range_text(
+        f"ProfilerStep#{step.number}",
+        start_ns=step.start_wall_ns - raw.base_ns,
+        duration_ns=step.end_wall_ns - step.start_wall_ns,
+        pid=pid,
+        tid=tid,
+        about="a step as haiprof recorded it beside the trace",
+    )
 
 
 def _pieces(
-    source: IO[bytes], path: Path, metadata: Mapping[str, Any], marks: Sequence[Mapping[str, Any]]
+    source: IO[bytes], path: Path, metadata: Mapping[str, Any], added: Sequence[bytes]
 ) -> Iterator[bytes]:
-    head = source.read(_HEAD_BYTES)
-    brace, events = head.find(b"{"), _EVENTS_KEY.search(head)
+    head = source.read(HEAD_BYTES)
+    brace, events = head.find(b"{"), events_start(head)
     if brace < 0 or head[:brace].strip() or events is None:
         raise TraceFormatError(f"{path}: not a trace as Kineto writes it")
     yield head[: brace + 1]
     yield "".join(f"\n  {json.dumps(k)}: {json.dumps(v)}," for k, v in metadata.items()).encode()
-    yield head[brace + 1 : events.end()]
-    if head[events.end() :].lstrip()[:1] != b"]":
-        yield "".join(f"\n  {json.dumps(mark)}," for mark in marks).encode()
-    yield head[events.end() :]
-    yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
+    yield head[brace + 1 : events]
+    if head[events:].lstrip()[:1] != b"]":
+        yield b"".join(added)
+    yield head[events:]
+    yield from iter(lambda: source.read(CHUNK_BYTES), b"")
 
 
 def _gzip_pieces(pieces: Iterator[bytes]) -> Iterator[bytes]:

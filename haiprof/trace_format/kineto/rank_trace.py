@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.phase_ranges import NAMES
 from haiprof.trace_format.checks.checked_events import (
     CheckedDevice,
     CheckedTable,
@@ -40,6 +41,12 @@ from haiprof.trace_format.kineto.tables import (
 )
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
+# torch numbers its own ranges (External id); what haiprof adds to a finished trace has no number.
+_IS_PHASE = (
+    pl.col("external_id").is_null()
+    & (pl.col("category") == "user_annotation")
+    & pl.col("name").cast(pl.String).is_in(NAMES)
+)
 
 
 class _CheckedTables(dict[str, CheckedTable]):
@@ -146,8 +153,18 @@ class Trace:
 
     @cached_property
     def annotations(self) -> pl.DataFrame:
-        """record_function ranges, on the CPU and as they show on the GPU (`category`)."""
-        return self._table(ANNOTATIONS)
+        """record_function ranges, on the CPU and as they show on the GPU (`category`).
+
+        Without `phase_ranges`, which are not the job's.
+        """
+        ranges = self._table(ANNOTATIONS)
+        return ranges.filter(~_IS_PHASE) if "haiprof" in self.metadata else ranges
+
+    @cached_property
+    def phase_ranges(self) -> pl.DataFrame:
+        """Forward and backward passes that haiprof added to its own trace; columns as above."""
+        ranges = self._table(ANNOTATIONS)
+        return ranges.filter(_IS_PHASE) if "haiprof" in self.metadata else ranges.clear()
 
     @cached_property
     def python(self) -> pl.DataFrame:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from haiprof.base.arrays import Ints
+from haiprof.run_format.added_ranges import is_phase
 from haiprof.trace_format.kineto.decode import Damage, decode
 from haiprof.trace_format.kineto.events import Decoder
 from haiprof.trace_format.kineto.scan import is_utf8, scrub
@@ -37,6 +38,8 @@ class RankEvents:
         shift_ns: Added to every time.
         between: Only events that touch this range of the file's own times are written, and
             metadata; None writes all.
+        without_phases: Leaves out the forward and backward ranges that haiprof added to the file,
+            where the merged trace has a track of them.
         streams: Events that leave the lane of their stream.
     """
 
@@ -44,6 +47,7 @@ class RankEvents:
     rank: int
     shift_ns: int
     between: Range | None
+    without_phases: bool = False
     streams: StreamLanes = field(default_factory=StreamLanes)
     text: TraceText = field(init=False)
     lanes: Lanes = field(init=False)
@@ -71,6 +75,8 @@ class RankEvents:
             events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
             self.streams.move(events, self.event_count)
             self.event_count += len(events)
+            if self.without_phases:
+                events = [event for event in events if not is_phase(event)]
             whole = b",\n".join(self._rewrite(self._choose(events)))
             if whole:
                 yield whole if whole.isascii() or is_utf8(whole) else scrub(whole)

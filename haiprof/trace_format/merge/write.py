@@ -43,6 +43,8 @@ class RankPlan:
     """How its clock was found, for the output's metadata."""
     streams: StreamLanes = field(default_factory=StreamLanes)
     """Events that leave the lane of their stream."""
+    without_phases: bool = False
+    """Leaves out the forward and backward ranges that haiprof added: a track shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +161,9 @@ def _write_rank(
     writer: _Writer, plan: RankPlan, base_ns: int, progress: Progress | None
 ) -> MergedRank:
     events = RankEvents(
-        plan.source.path, plan.rank, plan.shift_ns, plan.between, streams=plan.streams
-    )
+        plan.source.path, plan.rank, plan.shift_ns, plan.between,
+        without_phases=plan.without_phases, streams=plan.streams,
+    )  # fmt: skip
     for piece in events.pieces():
         writer.piece(piece)
         if progress is not None:

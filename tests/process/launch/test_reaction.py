@@ -100,6 +100,14 @@ def test_hang_is_looked_at_and_the_result_is_kept(
     assert run.control.stat().st_mode & 0o077 == 0
 
 
+def test_trace_of_a_reaction_records_what_the_options_say(run: RunPaths) -> None:
+    options = {"trace_stacks": True, "trace_memory": True, "trace_steps": 3, "quiet": True}
+    node = Node(run, "a", {}, react="trace", **options)
+    node.notice(SLOW)
+    assert node.commands == ["trace-now --json --steps 3 --stacks --memory"]
+    node.reactor.close()
+
+
 @pytest.mark.parametrize(
     ("react", "commands"),
     [

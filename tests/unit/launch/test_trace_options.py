@@ -136,6 +136,29 @@ def test_windows_that_cannot_be_are_refused(words: list[str], part: str) -> None
         window(*words)
 
 
+@pytest.mark.parametrize("react", ["trace", "both"])
+def test_what_a_reaction_is_to_trace_can_be_said_without_a_window(react: str) -> None:
+    words = ["--react", react, "--trace-stacks", "--trace-shapes", "--trace-steps", "3"]
+    assert window(*words) == {}
+    options = parse_command_line([*words, "t.py"]).options
+    merged = merge_options({}, options)
+    assert merged.trace_now_words() == ["--stacks", "--shapes"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--react", "snapshot", "--trace-stacks"],
+        ["--react", "off", "--trace-stacks"],
+        ["--react", "both", "--react-times", "0", "--trace-stacks"],
+        ["--react", "both", "--repeat", "3"],
+    ],
+)
+def test_options_that_no_trace_would_follow_are_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="says how to trace"):
+        window(*words)
+
+
 def test_help_explains_tracing_in_a_section_of_its_own() -> None:
     text = help_text({"list": "haiprof list: runs"}, AFTER_SCRIPT)
     before, _, tracing = text.partition("Tracing:")
