@@ -229,8 +229,15 @@ def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:
             f"the loader's workers{whose} always had a batch ready: how fast they can be is not in "
             "the traces; no step becomes shorter than they take per batch"
         )
-    for change in found.filter(pl.col("changed_count") == 0)["change"]:
-        yield f"{change}: it met nothing in these steps"
+    unchanged = found.filter(pl.col("changed_count") == 0)
+    for change, held in unchanged.select("change", "held_count").iter_rows():
+        if held:
+            yield (
+                f"{change}: it met {count_text(held, 'collective')} that cannot be changed from "
+                "one rank's trace: what of them is waiting, only the other ranks' traces say"
+            )
+        else:
+            yield f"{change}: it met nothing in these steps"
 
 
 def _sign_text(ratio: float) -> str:

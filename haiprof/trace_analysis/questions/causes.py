@@ -76,8 +76,8 @@ class CauseQuestions(RankTraces):
         Returns:
             One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
             `unexplained_ratio`, `predicted_step_ns` with its interval (95 %) from `low_step_ns` to
-            `high_step_ns`, `saved_ratio`, `shortened_ns`, `changed_count`, `collective_count`,
-            `unmatched_count`, `apart_count`, `ahead_count`.
+            `high_step_ns`, `saved_ratio`, `shortened_ns`, `changed_count`, `held_count`,
+            `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
         """
         from haiprof.trace_analysis.skew import collective_waits
         from haiprof.trace_analysis.what_if.predict import predictions
@@ -89,7 +89,8 @@ class CauseQuestions(RankTraces):
         clocks = self._clocks(kernels)
         ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
         waits = collective_waits(on_one_clock(kernels, clocks))
-        return predictions(dict(zip(self.files, graphs, strict=True)), waits, changes, ahead)
+        by_rank = dict(zip(self.files, graphs, strict=True))
+        return predictions(by_rank, waits, changes, ahead, kernels)
 
     def write_counter_traces(
         self,

@@ -41,6 +41,8 @@ class Job:
     """Threads that keep their times, in sum over ranks."""
     unmatched_count: int
     """Communication kernels that take as long as they took, waiting included."""
+    held_counts: tuple[int, ...] = ()
+    """Of those, the ones that each change is about, and cannot change."""
     ahead_count: int = 0
     """Ranks whose loader's workers always had a batch ready."""
 
@@ -68,6 +70,7 @@ def join_ranks(
     waits: pl.DataFrame,
     changes: Sequence[Change],
     offsets: Mapping[int, int],
+    collectives: pl.DataFrame,
 ) -> Job:
     """One graph of all ranks.
 
@@ -76,6 +79,7 @@ def join_ranks(
         waits: From `skew.collective_waits`.
         changes: Those of one rank are in the graphs; the others are applied here.
         offsets: ns that each rank's clock is ahead.
+        collectives: `rank`, `event`, `kind`, `name` of all of them, of one rank alone too.
 
     Raises:
         MissingDataError: Ranks have different numbers of steps.
@@ -101,6 +105,7 @@ def join_ranks(
         job,
         step_count=counts.pop(),
         apart_count=apart,
+        held_counts=_held_counts(collectives, ranks.kernels, members, changes),
         ahead_count=sum(graph.workers_ahead for graph in graphs.values()),
     )
 
@@ -222,14 +227,33 @@ def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
     found = np.ones(len(members))
     for part in change.parts:
         found = found * _speedups(part, members)
-    meets = np.zeros(len(members), dtype=np.bool_)
+    return np.where(_meets(change, members), change.speedup, found)
+
+
+def _meets(change: Change, collectives: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which collectives, by `kind` and `name`, a change by itself is about."""
+    meets = np.zeros(len(collectives), dtype=np.bool_)
     if change.kind == NETWORK:
         meets[:] = True
     elif change.kind in (COLLECTIVE, KERNEL):
         columns = ("kind", "name") if change.kind == COLLECTIVE else ("name",)
-        rows = members.select(columns).iter_rows()
+        rows = collectives.select(columns).iter_rows()
         meets[:] = [any(re.search(change.name, text) for text in row) for row in rows]
-    return np.where(meets, change.speedup, found)
+    return meets
+
+
+def _held_counts(
+    collectives: pl.DataFrame,
+    kernels: pl.DataFrame,
+    members: pl.DataFrame,
+    changes: Sequence[Change],
+) -> tuple[int, ...]:
+    """How many kernels that stay as long as they were each change is about."""
+    held = kernels.filter("talks").join(members, on=["rank", "edge"], how="anti")
+    named = collectives.join(held, on=["rank", "event"], how="semi")
+    parts = [change.parts or (change,) for change in changes]
+    met = [np.any([_meets(part, named) for part in every], axis=0) for every in parts]
+    return tuple(int(np.count_nonzero(each)) for each in met)
 
 
 def _even_out(change: Change, ranks: _Ranks, members: pl.DataFrame) -> Ints:

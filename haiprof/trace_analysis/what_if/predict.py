@@ -27,6 +27,7 @@ PREDICTIONS_SCHEMA = {
     "saved_ratio": pl.Float64,
     "shortened_ns": pl.Int64,
     "changed_count": pl.Int64,
+    "held_count": pl.Int64,
     "collective_count": pl.Int64,
     "unmatched_count": pl.Int64,
     "apart_count": pl.Int64,
@@ -39,6 +40,7 @@ def predictions(
     waits: pl.DataFrame,
     changes: Sequence[Change],
     offsets: Mapping[int, int],
+    collectives: pl.DataFrame,
 ) -> pl.DataFrame:
     """Step time as measured, as reproduced, and with each change.
 
@@ -47,6 +49,7 @@ def predictions(
         waits: From `skew.collective_waits`.
         changes: As given to `rank_graph`.
         offsets: ns that each rank's clock is ahead.
+        collectives: From `matching.match_collectives`, of all ranks.
 
     Returns:
         One row per change: `change`; `measured_step_ns`, from when all ranks have begun their first
@@ -58,7 +61,8 @@ def predictions(
         `high_step_ns` (95 %; None with fewer than 4 steps; see `intervals.step_shares`);
         `saved_ratio`, what it gains over the reproduced; `shortened_ns`, the work that the change
         took away, in sum over ranks; `changed_count`, pieces of work that it made shorter or longer
-        (0: it met nothing);
+        (0: it met nothing that it could change); `held_count` of the communication kernels that it
+        is about and that are replayed as long as they were;
         `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
         communication kernels that are replayed as long as they were; `apart_count` of threads that
         launch kernels and keep their times, since nothing says what they wait for;
@@ -68,7 +72,7 @@ def predictions(
         MissingDataError: Ranks have different numbers of steps, or no time passes in them.
         UsageError: A change names a rank that has no trace, or needs others and there are none.
     """
-    job = join_ranks(graphs, waits, changes, offsets)
+    job = join_ranks(graphs, waits, changes, offsets, collectives)
     plan = plan_graph(job.graph)
     reached = times(plan, job.lengths, _delays(job))
     spans = reached.max(axis=0) - job.begun_ns
@@ -103,10 +107,11 @@ def predictions(
             "saved_ratio": 1 - share.value,
             "shortened_ns": int(less),
             "changed_count": int(count),
+            "held_count": held,
             **common,
         }
-        for change, share, less, count in zip(
-            changes, shares, shortened[1:], changed[1:], strict=True
+        for change, share, less, count, held in zip(
+            changes, shares, shortened[1:], changed[1:], job.held_counts, strict=True
         )
     ]
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)

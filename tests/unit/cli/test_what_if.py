@@ -87,6 +87,26 @@ def test_what_if_says_that_a_name_meets_nothing(
 
 
 @pytest.mark.parametrize(
+    ("asked", "shown", "count"),
+    [
+        ("collective=all_reduce:2x", "collective all_reduce 2x", 73),
+        ("network:2x", "network 2x", 74),
+        ("kernel=nccl:2x", "kernel nccl 2x", 1),
+    ],
+)
+def test_what_if_says_what_one_rank_alone_cannot_change(
+    asked: str, shown: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = traces("tl_b200_r0of8_nccl")
+    _, out, _ = run(capsys, "what-if", path, "--faster", asked, "--json")
+    found = json.loads(out)
+    assert (found["predictions"][0]["held_count"], found["unmatched_count"]) == (count, 74)
+    many = "collectives" if count > 1 else "collective"
+    said = f"{shown}: it met {count} {many} that cannot be changed from one rank's trace"
+    assert said in found["notes"][-1]
+
+
+@pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         (["{}", "--faster", "gpu:2x"], 2, "--faster gpu:2x: not understood"),
