@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import polars as pl
 
 _SIGN = " <<<"
 _DIMENSIONS = 3
+_LIMIT = 1 << 31
+"""Of one dimension, in CUDA; beyond it, it is none."""
 
 
 def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
@@ -30,6 +33,22 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     return found.with_columns(name="launched").select(gpu.columns)
 
 
+def block_counts(gpu: pl.DataFrame) -> pl.Series:
+    """Blocks of each launch; null where its grid was not recorded.
+
+    Args:
+        gpu: From `Trace.gpu`.
+    """
+    grids = gpu["grid"].cast(pl.String)
+    known = {text: _product(text) for text in grids.unique() if text is not None}
+    return grids.replace_strict(known, default=None, return_dtype=pl.Int64)
+
+
+def _product(text: str) -> int | None:
+    sizes = _sizes(text)
+    return math.prod(sizes) if sizes else None
+
+
 def split_geometry(name: str) -> tuple[str, str]:
     """A kernel's own name, and its geometry as it is behind it; empty where there is none."""
     plain, sign, rest = name.partition(_SIGN)
@@ -42,14 +61,20 @@ def _launch_name(name: str, grid: str, block: str) -> str:
 
 
 def _size_text(text: str) -> str | None:
+    sizes = _sizes(text)
+    if sizes is None:
+        return None
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "x".join(map(str, sizes))
+
+
+def _sizes(text: str) -> list[int] | None:
+    """Three dimensions or fewer, each at least 1; None for anything else."""
     try:
         sizes = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(sizes, list) or not 0 < len(sizes) <= _DIMENSIONS:
         return None
-    if not all(type(size) is int and size > 0 for size in sizes):
-        return None
-    while len(sizes) > 1 and sizes[-1] == 1:
-        sizes.pop()
-    return "x".join(map(str, sizes))
+    return sizes if all(type(size) is int and 0 < size < _LIMIT for size in sizes) else None

@@ -17,7 +17,7 @@ from haiprof.diagnosis.functions.report import (
     spread_of,
     too_few_ranks,
 )
-from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, SAME_COUNT_RATIO
+from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, EXPLAINED_RATIO, SAME_COUNT_RATIO
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.launch_geometry import split_geometry
 from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from haiprof.trace_analysis.patterns.gather import Patterns
 
 TITLE = "GPU compute"
-_PACE, _USE = "pace_ratio", "utilization_ratio"
+_PACE, _WORK, _USE = "pace_ratio", "work_ratio", "utilization_ratio"
 _NO_GPU = "no GPU event in any trace: `--trace` records them where the job uses a GPU"
 _NO_SM = (
     "SM activity: Kineto records only estimates from the launch (occupancy, blocks per SM); "
@@ -43,7 +43,9 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
     Returns:
         `facts`: `utilization` (share of the window in which a computing kernel ran; min, median
         and max over ranks), `abnormal_utilization` and `slow` (ranks). Tables: `ranks`, with
-        `pace_ratio`, how long the rank's kernels take for one of the ranks' median pace;
+        `pace_ratio`, how long the rank's kernels take for one of the ranks' median pace, and
+        `work_ratio`, the same if time went by blocks alone: a rank whose kernels have as many more
+        blocks as they take longer has larger inputs, and no slow GPU (`has_more_work`);
         `functions`, kernels with `median_ns` (median of the ranks' medians), `bottleneck_ratio`
         (mean over all ranks); `abnormal`, kernels that are slow on a rank: `others_median_ns`,
         `slower_ratio`, `excess_ns` (what the rank would save at the others' pace).
@@ -53,8 +55,9 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
     functions = patterns.functions.filter(pl.col("kind") == GPU_COMPUTE)
     ranks = _ranks(patterns, functions)
     slow = ranks.filter(pl.col("is_slow"))["rank"].to_list()
+    more = ranks.filter(pl.col("has_more_work"))["rank"].to_list()
     odd = ranks.filter(pl.col("is_odd"))["rank"].to_list()
-    abnormal = _slow_kernels(functions, slow)
+    abnormal = _slow_kernels(functions.filter(~pl.col("rank").is_in(more)), slow)
     missing = () if functions.height else (_NO_GPU,)
     return FunctionReport(
         kind=GPU_COMPUTE,
@@ -68,6 +71,7 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
             "utilization": spread_of(patterns.totals[_USE]),
             "abnormal_utilization": odd,
             "slow": slow,
+            "more_work": more,
         },
         meaning=(*_meaning(ranks, abnormal), *_use_text(ranks)),
         missing=missing or (*too_few_ranks(patterns.totals.height), _NO_SM),
@@ -87,18 +91,29 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
         off = off if flag == "is_slow" else off | differs(column, high=False)
         flags = judged.select("rank", (pl.col("is_far") & off).alias(flag))
         found = found.join(flags, on="rank", how="left", maintain_order="left")
+    more = pl.col("is_slow") & (pl.col(_WORK) - 1 >= EXPLAINED_RATIO * (pl.col(_PACE) - 1))
+    found = found.with_columns(has_more_work=more.fill_null(value=False)).with_columns(
+        is_slow=pl.col("is_slow") & ~pl.col("has_more_work")
+    )
     return found.drop("has_gpu").sort(pl.col("is_slow").fill_null(value=False), "rank",
                                       descending=[True, False])  # fmt: skip
 
 
 def _paces(functions: pl.DataFrame) -> pl.DataFrame:
-    """`rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace."""
+    """`rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace.
+
+    And `work_ratio`, the same with the pace that the blocks of its launches would make.
+    """
     usual = pl.col("median_ns").median().over("type", "name")
+    blocks = pl.col("median_block_count")
+    work = (blocks / blocks.median().over("type", "name")).fill_null(1.0)
     common = pl.len().over("type", "name") > 1
-    same = functions.with_columns(usual=usual).filter(common & _same_work())
+    same = functions.with_columns(usual=usual, work=work).filter(common & _same_work())
     paid, due = pl.col("count") * pl.col("median_ns"), pl.col("count") * pl.col("usual")
+    whole = due.sum()
     return same.group_by("rank").agg(
-        pl.when(due.sum() > 0).then(paid.sum() / due.sum()).alias(_PACE)
+        pl.when(whole > 0).then(paid.sum() / whole).alias(_PACE),
+        pl.when(whole > 0).then((due * pl.col("work")).sum() / whole).alias(_WORK),
     )
 
 
@@ -140,6 +155,13 @@ def _kernels(functions: pl.DataFrame, ranks: int) -> pl.DataFrame:
 
 def _meaning(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> list[str]:
     lines = []
+    for rank, pace, work in ranks.filter("has_more_work").select("rank", _PACE, _WORK).rows():
+        lines.append(
+            f"rank {rank} has more work: its kernels have {work:.2f} times the blocks of the "
+            f"others', and take {pace:.2f} times their time. Its inputs are larger (longer "
+            "sequences, more tokens for its experts, a larger batch): balance them; its GPU is not "
+            "slow by this"
+        )
     for rank, pace in ranks.filter(pl.col("is_slow")).select("rank", _PACE).rows():
         lines.append(
             f"rank {rank} computes slowly: its kernels take {pace:.2f} times the others' time. "

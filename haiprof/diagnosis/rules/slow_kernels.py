@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import polars as pl
 
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
@@ -10,7 +12,11 @@ from haiprof.diagnosis.functions.report import ABNORMAL, RANKS
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.patterns.gather import Patterns
+
 RULE = "slow_kernels"
+_NO_GRIDS = "whether it got larger inputs: kernels' grids are not in the traces"
 
 
 def slow_kernels(inputs: RuleInputs) -> Judgement:
@@ -41,7 +47,13 @@ def slow_kernels(inputs: RuleInputs) -> Judgement:
         remedy=f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
         "(`haiprof rank RUN RANK`), other processes on it; else move the rank to another GPU",
         confidence=0.8,
-        missing=("whether it got larger inputs: kernels' shapes are not in a trace",),
+        missing=_missing(patterns),
         rank=rank,
         scope="window",
     )
+
+
+def _missing(patterns: Patterns) -> tuple[str, ...]:
+    """Grids tell larger inputs from a slow GPU: ranks with those are not called slow."""
+    known = patterns.functions["median_block_count"].count() > 0
+    return () if known else (_NO_GRIDS,)

@@ -40,6 +40,7 @@ FUNCTION_TABLES: dict[str, tuple[str, Schema, dict[str, str]]] = {
             "occupancy_std": "its deviation",
             "bandwidth_bytes_per_s": "of a copy; of a communication the bus bandwidth",
             "bandwidth_std_bytes_per_s": "its deviation",
+            "median_block_count": "blocks of a kernel's launches; null where grids are missing",
             "wait_ns": "of a communication: for the last rank",
             "transfer_ns": "of a communication: after the last rank came",
             "missing": "why a communication has no bandwidth",

@@ -34,8 +34,9 @@ from haiprof.trace_analysis.temporal import Steps
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, by_rank, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-VERSION = 1
-"""1: gzip of a line of JSON (`haiprof_functions`, the version; `steps`; `geometry`; `left_out`,
+VERSION = 2
+"""2: functions have `median_block_count`.
+1: gzip of a line of JSON (`haiprof_functions`, the version; `steps`; `geometry`; `left_out`,
 what is not in the file, in words), then four answers as `report_cache` packs them, their frames as
 plain Arrow: `file`; `functions`, without the two ratios that follow from it; `totals`;
 `collectives`, whose `event` and `start_ns` are differences to the row above, and `end_ns` to

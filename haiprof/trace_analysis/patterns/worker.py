@@ -12,7 +12,7 @@ from haiprof.base.intervals import Intervals, total
 from haiprof.trace_analysis.classify import COMPUTATION, MEMORY_CATEGORIES, with_kind
 from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
 from haiprof.trace_analysis.files import host_name
-from haiprof.trace_analysis.launch_geometry import with_geometry
+from haiprof.trace_analysis.launch_geometry import block_counts, with_geometry
 from haiprof.trace_analysis.patterns.evidence import Evidence, collect_evidence
 from haiprof.trace_analysis.patterns.host_stacks import host_calls, stack_times
 from haiprof.trace_analysis.patterns.kinds import (
@@ -56,6 +56,7 @@ FUNCTIONS_SCHEMA = {
     "occupancy_std": pl.Float64,
     "bandwidth_bytes_per_s": pl.Float64,
     "bandwidth_std_bytes_per_s": pl.Float64,
+    "median_block_count": pl.Float64,
 }
 TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
     "window_ns": pl.Int64,
@@ -70,7 +71,7 @@ TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
     "has_python": pl.Boolean,
 }
 _KEYS = ("type", "name")
-_RATE, _FILL = "bandwidth_bytes_per_s", "occupancy_ratio"
+_RATE, _FILL, _BLOCKS = "bandwidth_bytes_per_s", "occupancy_ratio", "blocks"
 NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"
 
 
@@ -108,7 +109,8 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
         kind above it did (`priority.PRIORITY`), on any device or thread of the rank; `share_ratio`
         without that condition (of call stacks: their own time, without calls inside).
         `occupancy_ratio` and `bandwidth_bytes_per_s` are means over its time, with their
-        deviation. Null is what was not recorded; all ratios of the host are where the trace is of
+        deviation; `median_block_count` is of a kernel's launches, and grows with its inputs. Null
+        is what was not recorded; all ratios of the host are where the trace is of
         a process with a GPU and has no GPU event.
 
         Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
@@ -165,8 +167,9 @@ def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
     rated = gpu.with_columns(pl.coalesce(_RATE, own).alias(_RATE), type=pl.lit(""))
     is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
     columns = ("type", "name", "ts_ns", "dur_ns", _RATE, _FILL, "blocks_per_sm")
+    computing = rated.filter(pl.col("kind") == COMPUTATION)
     return {
-        GPU_COMPUTE: rated.filter(pl.col("kind") == COMPUTATION).select(columns),
+        GPU_COMPUTE: computing.select(*columns, block_counts(computing).alias(_BLOCKS)),
         MEMORY: rated.filter(is_copy).select(columns),
     }
 
@@ -226,6 +229,11 @@ def _by_function(events: pl.DataFrame, code: Ints, window: PatternWindow) -> pl.
         pl.len().cast(pl.Int64).alias("count"),
         pl.col("dur_ns").sum().alias("total_ns"),
         pl.col("dur_ns").median().alias("median_ns"),
+        *(
+            [pl.col(_BLOCKS).median().alias("median_block_count")]
+            if _BLOCKS in rows.columns
+            else []
+        ),
         *spread,
     )
 

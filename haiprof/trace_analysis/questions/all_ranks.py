@@ -121,7 +121,7 @@ class RankQuestions(RankTraces):
             communication, `name`, `count`, `total_ns`, `median_ns`, `covered_ns`, `bottleneck_ns`,
             `share_ratio`, `bottleneck_ratio` (of the window, with nothing of a kind above it),
             `occupancy_ratio`, `occupancy_std`, `bandwidth_bytes_per_s`,
-            `bandwidth_std_bytes_per_s`, `wait_ns`, `transfer_ns`, `missing`.
+            `bandwidth_std_bytes_per_s`, `median_block_count`, `wait_ns`, `transfer_ns`, `missing`.
         """
         return self.patterns(steps).functions
 

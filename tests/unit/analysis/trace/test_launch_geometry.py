@@ -62,14 +62,22 @@ def test_another_geometry_is_another_function(tmp_path: Path) -> None:
         kernels_of(tmp_path / "out", geometry=False)
 
 
-def test_rank_with_other_shapes_is_not_slow_by_geometry(tmp_path: Path) -> None:
+def test_rank_with_other_shapes_has_more_work_and_no_slow_gpu(tmp_path: Path) -> None:
     analysis = TraceAnalysis(write_ranks(tmp_path / "t", grid_of_last=16))
     reports = [
         function_reports(analysis.patterns(geometry=geometry), "gpu-compute").reports[0]
         for geometry in (False, True)
     ]
-    assert [report.facts["slow"] for report in reports] == [[3], []]
-    assert reports[1].tables["abnormal"].is_empty()
+    assert [report.facts["slow"] for report in reports] == [[], []]
+    assert [report.facts["more_work"] for report in reports] == [[3], []]
+    assert "rank 3 has more work: its kernels have" in reports[0].meaning[0]
+    assert all(report.tables["abnormal"].is_empty() for report in reports)
+
+
+def test_rank_that_is_slower_than_its_work_explains_is_slow(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "t", grid_of_last=9)
+    report = function_reports(TraceAnalysis(folder).patterns(), "gpu-compute").reports[0]
+    assert (report.facts["slow"], report.facts["more_work"]) == ([3], [])
 
 
 def test_commands_tell_geometries_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         "cut": path.read_bytes()[:-30],
         "flipped": gzip.compress(flipped),
         "empty": b"",
-        "other": gzip.compress(text.replace(b'"haiprof_functions": 1', b'"haiprof_functions": 7')),
+        "other": gzip.compress(text.replace(b'"haiprof_functions": 2', b'"haiprof_functions": 7')),
         "plain": b"{}\n",
     }[damage])  # fmt: skip
     with pytest.raises(TraceFormatError, match=path.name):
