@@ -153,7 +153,10 @@ def _integer(variables: tuple[str, ...]) -> int | None:
 
 
 def _start_ticks() -> int | None:
-    """Field 22 of /proc/self/stat: with the pid it names a process for good."""
+    """Field 22 of /proc/self/stat: with the pid it names a process for good.
+
+    Parsed here: the part in the job imports nothing of `linux`.
+    """
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

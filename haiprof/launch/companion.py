@@ -147,11 +147,13 @@ def _runs_already(run: RunPaths, name: str) -> str | None:
             names = sorted(e.name for e in entries if e.name.startswith(f"{name}-"))
     except OSError:
         return None
+    from haiprof.linux.procfs import command_line  # not at the launcher's start
+
     for other in [n for n in reversed(names) if n != run.root.name][:_LOOKED_AT]:
         with contextlib.suppress(HaiprofError, OSError):
             manifest = read_manifest(RunPaths(run.root.parent / other))
-            words = Path(f"/proc/{manifest.launcher_pid}/cmdline").read_bytes()
-            alive = manifest.end_wall_ns is None and b"haiprof" in words
+            words = " ".join(command_line(manifest.launcher_pid))
+            alive = manifest.end_wall_ns is None and "haiprof" in words
             if alive and manifest.host == socket.gethostname():
                 return other
     return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from haiprof.linux.process_files import stat_fields, status_fields
+
 _STATE, _FLAGS, _EXIT_CODE = 0, 6, 49  # fields of /proc/PID/stat from the third on: proc(5)
 _PF_EXITING = 0x4  # linux/sched.h
 _KILLED = 1 << 8  # SIGKILL in a mask of signals
@@ -22,7 +24,7 @@ def status_of_ended(pid: int) -> int | None:
             return None
         threads = os.listdir(f"{folder}/task")
         if all(_leaves(f"{folder}/task/{thread}") for thread in threads):
-            return int(read_stat(folder)[_EXIT_CODE])
+            return int(stat_fields(folder)[_EXIT_CODE])
     except (OSError, ValueError, IndexError):
         return None
     return None
@@ -30,14 +32,6 @@ def status_of_ended(pid: int) -> int | None:
 
 def _leaves(folder: str) -> bool:
     """Whether a thread has begun to exit, or will as soon as it comes out of the kernel."""
-    if int(read_stat(folder)[_FLAGS]) & _PF_EXITING:
+    if int(stat_fields(folder)[_FLAGS]) & _PF_EXITING:
         return True
-    with open(f"{folder}/status", encoding="utf-8", errors="replace") as file:
-        pending = [line.split()[1] for line in file if line.startswith("SigPnd:")]
-    return any(int(mask, 16) & _KILLED for mask in pending)
-
-
-def read_stat(folder: str) -> list[str]:
-    """The fields of `folder/stat` from the third (state) on, without importing `linux.procfs`."""
-    with open(f"{folder}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()
+    return bool(int(status_fields(folder).get("SigPnd", "0"), 16) & _KILLED)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from haiprof.base.messages import print_message
 from haiprof.launch.companion_line import Line
 from haiprof.launch.group_signals import Canary
-from haiprof.launch.lingering_jobs import read_stat, status_of_ended
+from haiprof.launch.lingering_jobs import status_of_ended
 from haiprof.launch.signals import (
     ENDING,
     PASSED_ON,
@@ -29,6 +29,7 @@ from haiprof.launch.signals import (
     SignalReader,
     first_readable,
 )
+from haiprof.linux.process_files import stat_fields
 
 TICK_S = 1.0
 STOP_ANSWER_S = 0.2
@@ -403,8 +404,8 @@ def _stops(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
     try:
-        return read_stat(f"/proc/{pid}")[0] == "T"
-    except (OSError, IndexError):
+        return stat_fields(f"/proc/{pid}")[0] == b"T"
+    except (OSError, ValueError, IndexError):
         return False
 
 

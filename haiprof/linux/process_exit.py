@@ -10,7 +10,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.linux.procfs import read_parent, read_start_ticks
+from haiprof.linux.process_files import stat_fields
+from haiprof.linux.procfs import read_parent, read_start_ticks, user_id
 
 # linux/pidfd.h: PIDFD_GET_INFO, and its struct of version 0 with the exit code at its end.
 _INFO_BYTES = 64
@@ -84,12 +85,11 @@ class WatchedProcess:
 
     def _from_zombie(self) -> int | None:
         """The wait status, as long as its parent has not asked for it."""
-        if os.geteuid() not in (0, _owner(self._root, self.pid)):
+        if os.geteuid() not in (0, user_id(self.pid, proc=self._root / "proc")):
             return None  # the kernel shows that of others as 0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            text = (self._root / f"proc/{self.pid}/stat").read_text(errors="replace")
-            fields = text.rpartition(")")[2].split()
-            if fields[_STATE] in "ZX" and int(fields[19]) == self.start_ticks:
+            fields = stat_fields(f"{self._root}/proc/{self.pid}")
+            if fields[_STATE] in b"ZX" and int(fields[19]) == self.start_ticks:
                 return int(fields[_ZOMBIE_CODE])
         return None
 
@@ -103,10 +103,3 @@ def _exit_of(code: int, source: str) -> ProcessExit:
         core=bool(number and code & 0x80),
         source=source,
     )
-
-
-def _owner(root: Path, pid: int) -> int | None:
-    try:
-        return (root / f"proc/{pid}").stat().st_uid
-    except OSError:
-        return None

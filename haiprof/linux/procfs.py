@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.linux.process_files import read_small, stat_fields
 from haiprof.linux.readings import Reading, Unavailable, Value, os_status
 
 # 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
 # (measured 5 to 10 times slower with 1 MiB).
 _BUFFER_BYTES = 16 * 1024
-_STAT_BYTES = 4096
 _STRINGS_LIMIT_BYTES = 1 << 20
 _MAPS_PIECE_BYTES = 1 << 16
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -132,8 +132,8 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
     folder = f"{root}/proc/{pid}"
     io_result = _read_io(f"{folder}/io")
     try:
-        rss_bytes = int(_read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
-        fields = stat_fields(_read_small(f"{folder}/stat"))
+        rss_bytes = int(read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
+        fields = stat_fields(folder)
         return _reading(pid, fields, rss_bytes, io_result)
     except (OSError, ValueError, IndexError):
         return None
@@ -157,15 +157,10 @@ def _stat_number(root: Path, pid: int, at: int) -> int | None:
 def read_stat(root: Path, pid: int) -> list[bytes] | None:
     """The fields of /proc/PID/stat from the third (state) on; None when the process is gone."""
     try:
-        fields = stat_fields(_read_small(f"{root}/proc/{pid}/stat"))
+        fields = stat_fields(f"{root}/proc/{pid}")
     except (OSError, ValueError):
         return None
     return fields if len(fields) > 36 else None  # up to the CPU, field 39; the kernel writes 52
-
-
-def stat_fields(content: bytes) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third (state) on; a name may hold blanks and `)`."""
-    return content[content.rindex(b")") + 2 :].split()
 
 
 def _reading(
@@ -195,7 +190,7 @@ def _reading(
 
 def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:
     try:
-        return _parse_io(_read_small(path))
+        return _parse_io(read_small(path))
     except OSError as error:
         status = os_status(error)
         because = "" if status == "denied" else " (a kernel without CONFIG_TASK_IO_ACCOUNTING)"
@@ -217,14 +212,6 @@ def _parse_io(content: bytes) -> tuple[int, int, int, int]:
         )
     except KeyError as error:
         raise ValueError(f"no {error}") from None
-
-
-def _read_small(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, _STAT_BYTES)
-    finally:
-        os.close(fd)
 
 
 def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | None]:

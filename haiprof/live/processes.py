@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from haiprof.base.errors import RunNotFoundError, UsageError
+from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import command_line, is_mine, own_pids, process_state, user_id
 from haiprof.linux.training_processes import Process, ranks_among, ranks_below
 
@@ -48,7 +49,7 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
         return "it has ended"
     if state in "Tt":
         return "it is stopped by a signal or a debugger: let it go on first (kill -CONT)"
-    status, own = _status(proc / str(pid)), _status(proc / me)
+    status, own = status_fields(f"{proc}/{pid}"), status_fields(f"{proc}/{me}")
     if status.get("TracerPid", "0").split() != ["0"]:
         return f"process {status['TracerPid'].strip()} traces it (a debugger, strace)"
     if set(status.get("Uid", "").split()) != {str(os.getuid())}:
@@ -80,14 +81,6 @@ def _check_owner(pid: int, proc: Path) -> None:
 def _runs(pid: int, name: str, proc: Path) -> bool:
     words = command_line(pid, proc=proc)
     return any(word == name or os.path.basename(word) == name for word in words[:8])
-
-
-def _status(folder: Path) -> dict[str, str]:
-    try:
-        lines = (folder / "status").read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _link(path: Path) -> str | None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
+from haiprof.linux.process_files import status_fields
 from haiprof.linux.readings import Status, os_status
 from haiprof.linux.sysfs import read_text
 
@@ -201,12 +202,11 @@ class _Capabilities:
     """
 
     def __init__(self, root: Path) -> None:
-        lines = (read_text(root / "proc/self/status") or "").splitlines()
-        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        fields = status_fields(f"{root}/proc/self")
         effective = fields.get("CapEff", "")
         self.known = _MASK.fullmatch(effective) is not None
         self._mask = int(effective, 16) if self.known else 0
-        self.filtered = fields.get("Seccomp", "0").strip() == "2"
+        self.filtered = fields.get("Seccomp") == "2"
         uid_map = read_text(root / "proc/self/uid_map")
         self.first_namespace = uid_map is None or uid_map.split() == _WHOLE_UID_MAP
 
