@@ -78,6 +78,26 @@ def trace_files(source: str | Path) -> list[Path]:
     return found
 
 
+def merged_files(folder: Path) -> list[Path]:
+    """What `haiprof merge` wrote into a folder: by its default name, or by what a file holds.
+
+    Args:
+        folder: One that need not exist.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    plain = [
+        Path(entry.path)
+        for entry in entries
+        if entry.name.endswith(TRACE_ENDINGS) and entry.name[0] != "." and entry.is_file()
+    ]
+    return [
+        path for path in plain if path.name.startswith(f"{MERGED_NAME}.") or _MERGED in _head(path)
+    ]
+
+
 def window_files(source: str | Path, window: int | None = None) -> list[Path]:
     """The trace files of one window, one per rank.
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.worker_files import files_by_window
-
-_MERGED = "merged*.json*"
+from haiprof.trace_format.find import merged_files
 
 
 def trace_to_show(
@@ -49,7 +48,7 @@ def trace_to_show(
 
 
 def _find_merged(run: RunPaths | None, source: Path) -> Path | None:
-    """The newest file that `haiprof merge` wrote by its own name."""
+    """The newest file that `haiprof merge` wrote, under whatever name."""
     folders = [source] if run is None else [run.root, run.root / "traces"]
-    found = [path for folder in folders for path in folder.glob(_MERGED) if path.is_file()]
+    found = [path for folder in folders for path in merged_files(folder)]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)

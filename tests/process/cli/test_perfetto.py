@@ -60,6 +60,15 @@ def test_of_a_run_the_merged_trace_is_taken_unless_a_rank_is_named(tmp_path: Pat
     assert trace_to_show(run, run.root, rank=0, window=None) == folder / "rank0.json"
 
 
+@pytest.mark.parametrize("name", ["all ranks.json.gz", "timeline.json", "merged_2.json"])
+def test_a_merged_trace_is_found_under_any_name(name: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        rank_file(tmp_path, rank, [step(1, 0, 100)])
+    assert run_command(["merge", str(tmp_path), "-o", str(tmp_path / name)]) == 0
+    assert trace_to_show(None, tmp_path, rank=None, window=None) == tmp_path / name
+    assert trace_to_show(None, tmp_path, rank=1, window=None) == tmp_path / "rank1.json"
+
+
 def ask(running: Served, path: str, **headers: str) -> tuple[int, bytes, str | None]:
     address = urlsplit(running.url)
     assert address.hostname is not None
