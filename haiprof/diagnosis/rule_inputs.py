@@ -23,7 +23,7 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.collective_counts import collectives_per_s
-from haiprof.run_analysis.phases import SAVE_PHASE
+from haiprof.run_analysis.phases import NOGRAD_NAME, SAVE_PHASE
 from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
@@ -116,6 +116,9 @@ class RuleInputs:
     load_samples: Callable[[int], CodeSamples]
     """Sampled stacks of a rank's judged attempt; read when they are asked for."""
 
+    calls_without_gradients: Callable[[int], pl.DataFrame]
+    """Of a rank's judged steps that have such calls of models: `step`, `count` and `own_ns`, their
+    time; read when it is asked for."""
     count_collectives: Callable[[int], float | None]
     """Collectives that a rank begins per judged step, of all groups, its gradients' with them;
     None: not known. Read when it is asked for."""
@@ -206,6 +209,7 @@ def gather_inputs(
         sharded=_is_sharded(analyzer),
         marked_by=untrained_boundary(found),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
+        calls_without_gradients=lambda rank: _calls_without_gradients(analyzer, by_rank[rank]),
         count_collectives=lambda rank: _collectives_per_step(analyzer, by_rank[rank]),
     )
 
@@ -274,6 +278,13 @@ def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples
     rows = spans.filter(pl.col("rank") == rank).select("begin", "end").rows()
     begin, end = rows[0] if rows else (0, 0)
     return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
+
+
+def _calls_without_gradients(analyzer: RunFrames, steps: pl.DataFrame) -> pl.DataFrame:
+    """Of one rank's steps; what `nograd_ns` of `rank_frame` is the sum of."""
+    spans = analyzer.phases({int(steps["rank"][0])}).filter(pl.col("phase") == NOGRAD_NAME)
+    own = spans.join(steps, on=["attempt", "step"], how="semi")
+    return own.group_by("step").agg(count=pl.len(), own_ns=pl.col("self_ns").sum()).sort("step")
 
 
 def _collectives_per_step(analyzer: RunFrames, steps: pl.DataFrame) -> float | None:

@@ -281,6 +281,10 @@ SPIKE_WINDOW_STEPS = 21
 """Steps around it, of which the median is taken: ten before and ten after. Own choice."""
 SPIKE_MIN_COUNT = 3
 """Fewer are accidents. Own choice."""
+ROLLOUT_RATIO = 0.10
+"""Of a step's time between the phases, calls of models without gradients: below it they are not
+what the step does there beside its usual work. An environment takes most of a rollout. Own choice.
+"""
 JITTER_WARNING_RATIO = 0.10
 """What spikes take beyond the usual step, of the time: TraceML's 10 % and 20 %."""
 

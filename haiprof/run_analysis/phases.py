@@ -8,10 +8,11 @@ import polars as pl
 from haiprof.base.arrays import Ints
 from haiprof.run_analysis.nesting import Bools, Codes
 from haiprof.run_analysis.segments import RankSegments
-from haiprof.run_analysis.steps import SPAN_PHASES
+from haiprof.run_analysis.steps import NOGRAD_PHASE, SPAN_PHASES
 from haiprof.run_format import schema
 
 GC_PHASE, SAVE_PHASE = "gc", "save"
+NOGRAD_NAME = SPAN_PHASES[NOGRAD_PHASE]
 PHASE_SCHEMA = {
     "rank": pl.Int64,
     "attempt": pl.Int64,

@@ -20,6 +20,7 @@ from haiprof.diagnosis.thresholds import (
     MORE_WORK_RATIO,
     MOST_RATIO,
     PHASE_BEYOND_RATIO,
+    ROLLOUT_RATIO,
     SPIKE_MIN_COUNT,
     SPIKE_RATIO,
     SPIKE_WINDOW_STEPS,
@@ -32,6 +33,9 @@ RULE = "jitter"
 _OUTSIDE = "outside_the_model"
 """What only some steps do between the phases is no part of the usual one. Other phases are left:
 a queue of batches that runs empty every so many steps is the loader's, too."""
+_COLUMNS = ["step_ns", *(f"{phase}_host_ns" for phase in STEP_PHASES)]
+_LOOKED_AT = ["step_ns", "forward_host_ns", "backward_host_ns"]
+"""Of all ranks; the others of the one that is judged."""
 _NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 
 
@@ -62,9 +66,13 @@ def jitter(inputs: RuleInputs) -> Judgement:
         return Abstention(rule=RULE, why=f"fewer than {SPIKE_WINDOW_STEPS} steps after warm-up")
     shares = sorted((_spike_share(steps), rank) for rank, steps in inputs.by_rank.items())
     share, rank = shares[(len(shares) - 1) // 2]
-    if share - _compile_ratio(inputs, rank) < JITTER_WARNING_RATIO:
+    compiled = _compile_ratio(inputs, rank)
+    if share - compiled < JITTER_WARNING_RATIO:
         return None
-    spikes = _spikes(rank, inputs.of_rank(rank))
+    steps, calls = inputs.of_rank(rank), inputs.calls_without_gradients(rank)
+    if _spike_share(steps, calls) - compiled < JITTER_WARNING_RATIO:
+        return None
+    spikes = _spikes(rank, steps, calls)
     return _finding(inputs, spikes) if _all_over(inputs, spikes) else None
 
 
@@ -78,18 +86,48 @@ def _compile_ratio(inputs: RuleInputs, rank: int) -> float:
     return (spent[-1] - spent[0]) / max(end - begin, 1) if spent else 0.0
 
 
-def _spike_share(steps: pl.DataFrame) -> float:
+def _spike_share(steps: pl.DataFrame, calls: pl.DataFrame | None = None) -> float:
     """What spikes take beyond the steps around them, of the time; the longest one left out.
 
     One late event is no jitter, however long it took.
     """
-    columns = ("step_ns", "forward_host_ns", "backward_host_ns")
+    columns = _LOOKED_AT if calls is None else _COLUMNS
     numbers = steps.select(pl.col(columns).fill_null(0).cast(pl.Float64))
-    around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
+    around = _around(steps, numbers, calls)
     beyond = numbers["step_ns"] - around["step_ns"]
     beyond = beyond.filter(_is_spike(steps, numbers, around))
     rest = float(beyond.sum()) - float(beyond.max() or 0.0)  # type: ignore[arg-type]
     return rest / max(float(numbers["step_ns"].sum()), 1.0)
+
+
+def _around(steps: pl.DataFrame, numbers: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
+    """What the steps of the same kind around each one take: their median.
+
+    A step with more calls of models without gradients than usual is of another kind (a rollout
+    comes before every so many updates). Of those, what lies between the phases grows with the
+    calls: an episode may be longer than another one.
+
+    Args:
+        steps: Of one rank.
+        numbers: `_COLUMNS` of them; `_LOOKED_AT` are enough without calls.
+        calls: As `RuleInputs.calls_without_gradients`; None: all steps are of one kind.
+    """
+    if calls is None or calls.is_empty():
+        return numbers.select(_median_around(pl.all()))
+    made = steps.select("step").join(calls, on="step", how="left", maintain_order="left")
+    count = made["count"].fill_null(0).cast(pl.Float64)
+    part = made["own_ns"].fill_null(0) / numbers["other_host_ns"].clip(1.0)
+    kind = (count > count.median()) & (part >= ROLLOUT_RATIO)
+    table = numbers.with_columns(count=count, kind=kind)
+    found = table.select(_median_around(pl.exclude("kind")).over("kind"))
+    longer = (count / found["count"].clip(1.0)).clip(1.0) - 1.0
+    more = found["other_host_ns"] * longer * kind.cast(pl.Float64)
+    grown = pl.col("step_ns", "other_host_ns") + more
+    return found.with_columns(grown).select(_COLUMNS)
+
+
+def _median_around(columns: pl.Expr) -> pl.Expr:
+    return columns.rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True)
 
 
 def _is_spike(steps: pl.DataFrame, numbers: pl.DataFrame, around: pl.DataFrame) -> pl.Series:
@@ -110,14 +148,14 @@ def _is_spike(steps: pl.DataFrame, numbers: pl.DataFrame, around: pl.DataFrame) 
     return (whole > SPIKE_RATIO * usual) & ~works & (passes == passes.median())
 
 
-def _spikes(rank: int, steps: pl.DataFrame) -> _Spikes:
+def _spikes(rank: int, steps: pl.DataFrame, calls: pl.DataFrame) -> _Spikes:
     """Steps that take half again as long as the median of those around them."""
-    columns = ["step_ns", *(f"{phase}_host_ns" for phase in STEP_PHASES)]
-    numbers = steps.select(pl.col(columns).fill_null(0).cast(pl.Float64))
-    around = numbers.select(pl.all().rolling_median(SPIKE_WINDOW_STEPS, min_samples=1, center=True))
+    numbers = steps.select(pl.col(_COLUMNS).fill_null(0).cast(pl.Float64))
+    around = _around(steps, numbers, calls)
     whole, usual = numbers["step_ns"].to_numpy(), around["step_ns"].to_numpy()
     spike = np.flatnonzero(_is_spike(steps, numbers, around).to_numpy())
-    excess = (numbers[columns[1:]].to_numpy() - around[columns[1:]].to_numpy())[spike]
+    phases = _COLUMNS[1:]
+    excess = (numbers[phases].to_numpy() - around[phases].to_numpy())[spike]
     main = np.bincount(excess.argmax(axis=1), minlength=len(STEP_PHASES))
     return _Spikes(
         rank=rank,

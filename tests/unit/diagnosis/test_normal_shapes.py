@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,53 @@ def test_the_loop_of_a_tiny_model_is_its_launching(root: Path, scale: float, fir
     write_story(root, times, steps=400, gap_ms=0.04 * scale)
     found = [f for f in judged(root).findings if f.severity != "info"]
     assert ("outside_the_model" in [f.rule for f in found]) is fires
+
+
+# -- models without gradients ---------------------------------------------------------------------
+
+
+def rollouts(
+    root: Path, *, calls: Callable[[int], int], every: int = 16, call_ms: float = 0.04,
+    around_ms: float = 0.03, late: Callable[[int], float] = lambda step: 0.0,
+) -> dict[str, Finding]:  # fmt: skip
+    """Updates of 0.5 ms, and every so many of them a rollout before it, of so many calls."""
+    rows, now = [], START_NS
+    for step in range(2400):
+        for _ in range(0 if step % every else calls(step)):
+            rows.append((schema.NOGRAD, 0, now, now + int(call_ms * NS_PER_MS)))
+            now += int((call_ms + around_ms) * NS_PER_MS)
+        now += int(late(step) * NS_PER_MS)
+        for kind, ms in ((schema.FORWARD, 0.1), (schema.BACKWARD, 0.2), (schema.OPTIMIZER, 0.12)):
+            rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.02) * NS_PER_MS)
+    write_line(root, rows)
+    return findings(root)
+
+
+@pytest.mark.parametrize(
+    ("calls", "call_ms", "around_ms"),
+    [
+        (lambda step: 64, 0.04, 0.02),
+        (lambda step: 64, 0.02, 0.04),  # two thirds of a rollout are the environment
+        (lambda step: 20 + step * 37 % 200, 0.04, 0.02),  # episodes of any length
+    ],
+)
+def test_rollouts_between_updates_are_no_jitter(
+    root: Path, calls: Callable[[int], int], call_ms: float, around_ms: float
+) -> None:
+    assert "jitter" not in rollouts(root, calls=calls, call_ms=call_ms, around_ms=around_ms)
+
+
+def test_rollouts_that_are_late_now_and_then_are_jitter_among_rollouts(root: Path) -> None:
+    found = rollouts(root, calls=lambda step: 32, late=lambda step: 12.0 * (step % 112 == 0))
+    assert found["jitter"].cause == "other"
+    assert found["jitter"].evidence[1].value == pytest.approx(2400 / 112, abs=1)
+    assert found["jitter"].lost_ratio == pytest.approx(12 / 112 / (0.5 + 2.2 / 16 + 0.1), abs=0.03)
+
+
+def test_logging_beside_one_call_without_gradients_stays_jitter(root: Path) -> None:
+    found = rollouts(root, calls=lambda step: 1, call_ms=0.1, late=lambda s: 4.0 * (s % 16 == 0))
+    assert found["jitter"].cause == "other"
 
 
 # -- beside neighbours ----------------------------------------------------------------------------
