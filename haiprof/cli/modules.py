@@ -47,8 +47,9 @@ def modules(
     analysis = TraceQuestions(traces, window=window)
     with ReadProgress(quiet=as_json):
         found = analysis.module_times(parse_steps(steps))
+        wall_ns = int(analysis.traced_time(parse_steps(steps))["wall_ns"].sum())
     faults = say_faults(output, analysis, *OF_EACH_RANK)
     output.show(
-        lambda _: modules_view(found, depth=depth),
-        {"path": str(traces), "modules": found.to_dicts(), "faults": faults},
+        lambda _: modules_view(found, wall_ns, depth=depth),
+        {"path": str(traces), "wall_ns": wall_ns, "modules": found.to_dicts(), "faults": faults},
     )

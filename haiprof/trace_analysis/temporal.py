@@ -104,6 +104,28 @@ def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
     return min(starts), max(ends)
 
 
+def traced_window(trace: Trace, steps: Steps = None) -> tuple[int, int, int | None]:
+    """When the profiler steps of a trace began and ended, in ns, and how many there are.
+
+    Args:
+        trace: One rank's.
+        steps: Only these; None takes all, and of a trace without steps all that was recorded.
+    """
+    marks = trace.steps
+    if steps is not None:
+        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+    if len(marks):
+        low, high = marks.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        return low, high, marks["step"].n_unique()
+    return *(trace.checked.window or (0, 0)), None
+
+
+def traced_time(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """How long `traced_window` is; a question for a pool: one row, `wall_ns`."""
+    low, high, _ = traced_window(trace, steps)
+    return pl.DataFrame({"wall_ns": [high - low]}, schema={"wall_ns": pl.Int64})
+
+
 def _no_such_step(trace: Trace, steps: tuple[int, int]) -> MissingDataError:
     numbers = trace.steps["step"].to_list()
     if not numbers:

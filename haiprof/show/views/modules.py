@@ -23,22 +23,24 @@ _TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host
 _CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
             ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
             ("share_ratio", "share"))  # fmt: skip
+_ON_HOST = pl.col("host_ns") + pl.col("backward_host_ns")
 _HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
               ("backward_host_ns", "backward"), ("host_self_ns", "own"),
-              ("share_ratio", "of host"))  # fmt: skip
+              ("share_ratio", "of all"))  # fmt: skip
 _HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "own"),
-                 ("share_ratio", "of host"))  # fmt: skip
+                 ("share_ratio", "of all"))  # fmt: skip
 
 
-def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> RenderableType:
+def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None) -> RenderableType:
     """The whole screen; times are sums over ranks.
 
     Args:
         found: Of `TraceQuestions.module_times`.
+        wall_ns: How long was traced, in sum over ranks: of traces without a GPU shares are of it.
         depth: Only parts with fewer around them; None takes all.
     """
     summed = _over_ranks(found)
-    whole, on = _whole(summed)
+    whole, on = _whole(summed, wall_ns)
     tree = summed.filter(pl.col("path").is_not_null()).with_columns(
         own_ns=pl.col("device_self_ns") + pl.col("backward_device_self_ns"),
         share_ratio=pl.lit(None, pl.Float64) if not whole else on / whole,
@@ -52,7 +54,7 @@ def modules_view(found: pl.DataFrame, *, depth: int | None = None) -> Renderable
     parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
     classes = _by_class(summed, whole)
     parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
-    return Group(*parts, *_graph_lines(summed), *_unattributed_lines(summed))
+    return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
 
 
 def _over_ranks(found: pl.DataFrame) -> pl.DataFrame:
@@ -62,12 +64,12 @@ def _over_ranks(found: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _whole(summed: pl.DataFrame) -> tuple[int, pl.Expr]:
-    """All GPU time, and a part's; of traces without a GPU the host's time at the top."""
+def _whole(summed: pl.DataFrame, wall_ns: int) -> tuple[int, pl.Expr]:
+    """All GPU time, and a part's; of traces without a GPU all time, and the host's in the part."""
     device = _device_ns(summed)
     if device:
         return device, pl.col("device_ns") + pl.col("backward_device_ns")
-    return _sum(summed.filter(pl.col("depth") == 0), "host_ns"), pl.col("host_ns")
+    return wall_ns, _ON_HOST
 
 
 def _device_ns(found: pl.DataFrame) -> int:
@@ -101,10 +103,15 @@ def _graph_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
         yield Text(f"{text} that launched the graph, not for those inside", style="dim")
 
 
-def _unattributed_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
-    nobody = summed.filter(pl.col("path").is_null())
-    whole, _ = _whole(summed)
-    outside = _device_ns(nobody)
-    if outside and whole:
-        share = ratio_text(outside / whole)
-        yield Text(f"\n{share} of GPU time was launched outside of all of these", style="dim")
+def _outside_lines(summed: pl.DataFrame, whole: int) -> Iterator[RenderableType]:
+    """How much is in no part at all."""
+    if not whole:
+        return
+    if _device_ns(summed):
+        outside = _device_ns(summed.filter(pl.col("path").is_null()))
+        text = "of GPU time was launched outside of all of these"
+    else:
+        inside = summed.filter(pl.col("depth") == 0).select(_ON_HOST.sum()).item()
+        outside, text = max(whole - inside, 0), "of the traced time is in none of these"
+    if outside:
+        yield Text(f"\n{ratio_text(outside / whole)} {text}", style="dim")

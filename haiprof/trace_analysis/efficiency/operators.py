@@ -26,7 +26,7 @@ from haiprof.trace_analysis.efficiency.work import (
     work_of,
 )
 from haiprof.trace_analysis.patterns.tensor_cores import is_matrix_work, uses_tensor_cores
-from haiprof.trace_analysis.temporal import Steps, step_window
+from haiprof.trace_analysis.temporal import Steps, step_window, traced_window
 from haiprof.trace_format.kineto.concrete_values import concrete_values
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.times import Flags
@@ -157,7 +157,7 @@ def step_efficiency(
     found = _known_calls(trace, steps, peaks)
     matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))
     once = pl.when(pl.col("is_recomputed")).then(0).otherwise(pl.col("model_flops"))
-    low, high, count = _wall(trace, steps)
+    low, high, count = traced_window(trace, steps)
     model, executed = matrix.select(once.sum()).item(), matrix["flops"].sum()
     seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), found)
     known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
@@ -208,18 +208,6 @@ def _seconds_at_peak(
     return (totals[0], totals[1]), None
 
 
-def _wall(trace: Trace, steps: Steps) -> tuple[int, int, int | None]:
-    """The stretch that is asked for, and how many profiler steps it has."""
-    marks = trace.steps
-    if steps is not None:
-        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
-    if len(marks):
-        low, high = marks.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-        return low, high, marks["step"].n_unique()
-    window = trace.checked.window or (0, 0)
-    return *window, None
-
-
 def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) -> _Calls:
     if trace.ops["input_dims"].null_count() == len(trace.ops):
         raise MissingDataError(
@@ -227,7 +215,7 @@ def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) 
             hint="record with record_shapes=True; haiprof: --trace-shapes",
         )
     owned = with_operator(trace, steps)
-    low, high, _ = (*step_window(trace, steps), None) if steps else _wall(trace, None)
+    low, high, _ = (*step_window(trace, steps), None) if steps else traced_window(trace)
     known = _with_work(trace, owned.tree, (low, high))
     row = _nearest(owned.tree, owned.row, known["row"].to_numpy())
     has_gpu = len(trace.gpu) > 0

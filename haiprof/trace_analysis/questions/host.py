@@ -35,6 +35,7 @@ from haiprof.trace_analysis.sequences import (
     kernel_sequences,
     operator_sequences,
 )
+from haiprof.trace_analysis.temporal import traced_time
 from haiprof.trace_format.kineto.tables import OPS
 
 
@@ -269,6 +270,10 @@ class HostQuestions(RankTraces):
             is of GPU events outside of all.
         """
         return self.per_rank(module_times, steps=steps)
+
+    def traced_time(self, steps: Steps = None) -> pl.DataFrame:
+        """How long each rank was traced, from its first step to its last: `rank`, `wall_ns`."""
+        return self.per_rank(traced_time, steps=steps)
 
     def operator_sequences(self, steps: Steps = None) -> pl.DataFrame:
         """What operators launch themselves, and when: `haiprof.trace_analysis.sequences`.

@@ -92,6 +92,25 @@ def test_the_command_shows_the_tree_and_its_classes(
     assert json.loads(capsys.readouterr().out)["modules"][1]["path"] == "Model_0/Linear_0"
 
 
+def test_shares_on_the_host_are_of_all_the_time_that_was_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that sleeps for two thirds of its step is not one that spends it in its model."""
+    events = [
+        step(1, 0, 1000),
+        event("nn.Module: Linear_0", "python_function", 50, 300, **{"Python id": 1}),
+        event("aten::mm", "cpu_op", 60, 200, **{"Sequence number": 7}),
+        event("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 400, 100,
+              **{"Sequence number": 7, "Fwd thread id": 1}),
+    ]  # fmt: skip
+    rank_file(tmp_path, 0, events, world_size=1)
+    assert main(["modules", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    (row,) = (line.split() for line in out.splitlines() if line.split()[:1] == ["Linear_0"])
+    assert row[1:] == ["1", "300", "µs", "100", "µs", "300", "µs", "40", "%"]
+    assert "60 % of the traced time is in none of these" in out
+
+
 def test_a_trace_without_modules_says_what_to_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
