@@ -193,7 +193,11 @@ def _with_step(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
-    """With counts and type from record_param_comms, and the `nccl:` annotation, at the launch."""
+    """With the `nccl:` annotation at the launch, and counts and type from record_param_comms there.
+
+    Those of the annotation serve where record_param_comms has none: DistributedDataParallel's
+    all-reduces of 2023 have their shape there alone.
+    """
     params = trace.ops.filter(pl.col("name").cast(pl.String) == "record_param_comms")
     shaped = _around_launch(
         kernels,
@@ -201,15 +205,31 @@ def _with_operator(trace: Trace, kernels: pl.DataFrame) -> pl.DataFrame:
             "ts_ns", "dur_ns", "tid", op_dims=_text("input_dims"), op_types=_text("input_types")
         ),
     )
-    calls = trace.annotations.filter(pl.col("name").cast(pl.String).str.starts_with("nccl:"))
-    found = _around_launch(shaped, calls.select("ts_ns", "dur_ns", "tid", annotation=_text("name")))
-    first = [
-        _first_input(dims, types) for dims, types in found.select("op_dims", "op_types").iter_rows()
+    found = _around_launch(shaped, _nccl_spans(trace))
+    rows = [
+        (*_first_input(*inputs[:2]), *_inputs_at_all(*inputs[2:]))
+        for inputs in found.select("op_dims", "op_types", "span_dims", "span_types").iter_rows()
     ]
-    said = pl.DataFrame(first, schema={"op_count": pl.Int64, "op_dtype": pl.String}, orient="row")
+    schema = {"op_count": pl.Int64, "op_dtype": pl.String, "span_count": pl.Int64,
+              "span_dtype": pl.String}  # fmt: skip
+    said = pl.DataFrame(rows, schema=schema, orient="row")
     return found.hstack(said).with_columns(
-        in_count=pl.coalesce("in_count", "op_count"), dtype=pl.coalesce("dtype", "op_dtype")
+        in_count=pl.coalesce("in_count", "op_count", "span_count"),
+        dtype=pl.coalesce("dtype", "op_dtype", "span_dtype"),
     )
+
+
+def _nccl_spans(trace: Trace) -> pl.DataFrame:
+    """PyTorch's spans around its calls of NCCL, which are annotations or, in some, operators."""
+    tables = (trace.annotations, trace.ops)
+    spans = [
+        table.filter(pl.col("name").cast(pl.String).str.starts_with("nccl:")).select(
+            "ts_ns", "dur_ns", "tid", annotation=_text("name"), span_dims=_text("input_dims"),
+            span_types=_text("input_types"),
+        )
+        for table in tables
+    ]  # fmt: skip
+    return pl.concat(spans)
 
 
 def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
@@ -222,6 +242,20 @@ def _all_inputs(dims: str | None, types: str | None) -> tuple[int | None, str | 
         return (count, dtypes[0]) if 0 <= count < _MOST_ELEMENTS else (None, None)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None, None
+
+
+def _inputs_at_all(dims: str | None, types: str | None) -> tuple[int | None, str | None]:
+    """As `_all_inputs`; where no type was recorded, the elements alone."""
+    count, dtype = _all_inputs(dims, types)
+    if count is not None or types not in (None, "[]"):
+        return count, dtype
+    try:
+        shapes = json.loads(dims or "")
+        known = bool(shapes) and all(shapes)  # an empty one is a number, or not known
+        count = sum(math.prod(map(int, each)) for each in shapes) if known else None
+    except (ValueError, TypeError, OverflowError):
+        return None, None
+    return (count, None) if count is not None and 0 <= count < _MOST_ELEMENTS else (None, None)
 
 
 def _first_input(dims: str | None, types: str | None) -> tuple[int | None, str | None]:

@@ -12,8 +12,18 @@ import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.collectives import kind_of
-from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces
+from haiprof.trace_analysis.collectives import collective_kernels, kind_of
+from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit.analysis.trace.shared import (
+    Event,
+    event,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    trace_of,
+    traces,
+)
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -250,6 +260,38 @@ def test_collectives_of_one_rank_have_sizes_and_bandwidths_that_hold_the_waiting
     assert (row["bytes"], row["sized_count"], row["time_ns"]) == (8_000_000, 2, 400_000)
     assert row["algorithm_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
     assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
+
+
+def test_all_reduces_of_dlrm_have_the_sizes_of_the_spans_around_them() -> None:
+    """Their record_param_comms holds no shape; `nccl:all_reduce` around each does."""
+    found = collective_kernels(Trace(sorted(traces("dlrm_v100_8ranks").iterdir())[0]))
+    reduced = found.filter(pl.col("kind") == "all_reduce")
+    assert reduced.select("in_count", "dtype", "element_bytes").rows() == [
+        (394_241, "float", 4), (112, "float", 4), (226_960, "float", 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "count", "dtype"),
+    [
+        ({"Input Dims": [[8, 4]], "Input type": ["float"]}, 32, "float"),
+        ({"Input Dims": [[8], [4]], "Input type": ["c10::Half", "c10::Half"]}, 12, "c10::Half"),
+        ({"Input Dims": [[8, 4]]}, 32, None),
+        ({"Input Dims": [[]]}, None, None),
+        ({"Input Dims": [["x"]], "Input type": []}, None, None),
+        ({}, None, None),
+    ],
+)
+@pytest.mark.parametrize("category", ["cpu_op", "user_annotation"])
+def test_sizes_are_read_from_the_span_around_the_launch(
+    category: str, said: dict[str, Any], count: int | None, dtype: str | None, tmp_path: Path
+) -> None:
+    trace = trace_of(tmp_path, [
+        event("nccl:all_reduce", category, 5, 10, **said), launch(1, 8),
+        kernel("ncclDevKernel", 20, 10, correlation=1),
+    ])  # fmt: skip
+    found = collective_kernels(trace).select("kind", "in_count", "dtype").row(0)
+    assert found == ("all_reduce", count, dtype)
 
 
 def test_collectives_of_one_rank_without_sizes_have_no_bandwidth(tmp_path: Path) -> None:
