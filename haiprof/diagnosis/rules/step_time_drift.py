@@ -86,6 +86,8 @@ def step_time_drift(inputs: RuleInputs) -> Judgement:
     if not own:  # which itself waits for a core, and so is no sign of what others do
         changed = (*_core_wait_growth(inputs, found.growth, began_ns), *changed)
     finding = _finding(series, found, phase if named else None, grown[phase], changed)
+    if named and not own and _is_hardly_seen(inputs, series, found, changed):
+        finding = replace(finding, confidence=NOTE_SURE)
     finding = _per_work(finding, series, found, work=work, expected=expected)
     if not named:
         finding = _beside_others(finding, inputs, found.growth)
@@ -111,6 +113,23 @@ def _is_crowded(inputs: RuleInputs) -> bool:
 def _is_new_code(inputs: RuleInputs, phase: str, since: int) -> bool:
     samples = inputs.load_samples(typical_rank(inputs))
     return new_code_ratio(samples, phase, since) >= DRIFT_PHASE_RATIO
+
+
+def _is_hardly_seen(
+    inputs: RuleInputs, series: pl.DataFrame, found: Rise, changed: Sequence[tuple[str, Evidence]]
+) -> bool:
+    """Whether few steps lie on one side of a small rise, or all that came with it came once.
+
+    Where fewer than half of the first third lie before it, that third was not faster because of
+    it: steps became longer from the first one on, as where a job fills what it keeps by design (an
+    optimizer's history, caches). And what came once proves nothing of the steps that follow.
+    """
+    if not found.is_sudden or found.growth >= PLAIN_DRIFT_RATIO:
+        return False
+    phases = [phase for phase, what in _ONCE.items() if what in [name for name, _ in changed]]
+    count = inputs.pauses.filter(pl.col("phase").is_in(phases)).height
+    once = bool(changed) and len(phases) == len(changed) == count
+    return once or min(found.since, series.height - found.since) < series.height // 3 / 2
 
 
 def _finding(

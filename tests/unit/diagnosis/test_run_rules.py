@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -600,6 +600,34 @@ def test_two_ranks_that_take_turns_are_uneven_data(root: Path) -> None:
     assert rules(verdict_of(root, times, ranks=2)) == ["data_imbalance"]
 
 
+def test_rank_that_becomes_slow_in_the_middle_is_named_with_its_first_step(root: Path) -> None:
+    """In the first part now one rank and now the other is late by a little, as always."""
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        if step >= 251:
+            return (0.2, 5.0, 10.0, 14.0) if rank == 1 else (0.2, 5.0, 22.0, 2.0)
+        return (0.2, 5.0, 10.0, 2.0)
+
+    verdict = verdict_of(root, times, ranks=2, steps=600)
+    assert "data_imbalance" not in rules(verdict)
+    finding = found(verdict, "ranks_uneven")
+    assert finding.title.startswith("rank 1 is slow from step 251 on: 12")
+    assert (finding.rank, finding.cause) == (1, "optimizer")
+    assert 0.2 < (finding.lost_ratio or 0.0) < 0.36  # 12 of 39 ms in three fifths of the steps
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_turns_that_go_on_are_no_rank_that_became_slow(ranks: int, root: Path) -> None:
+    """By chance one of them is late more often in a part of the run."""
+    late = np.random.default_rng(5).integers(0, ranks, 600)
+    late[480:500] = 1
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (0.2, 12.0, 10.0, 2.0) if late[step] == rank else (0.2, 5.0, 17.0, 2.0)
+
+    assert rules(verdict_of(root, times, ranks=ranks, steps=600)) == ["data_imbalance"]
+
+
 @pytest.mark.parametrize(
     ("times", "order"),
     [
@@ -777,6 +805,33 @@ def test_a_drift_beside_a_single_collection_is_a_note(root: Path) -> None:
     drift = found(judged(root), "step_time_drift")
     assert "a garbage collection came then too" in drift.title
     assert drift.severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("longer", "pauses", "severity"),
+    [
+        (lambda step: 6.0 * (step >= 100), (), "warning"),
+        (lambda step: 16.0 * (step >= 100), (99,), "critical"),  # which is no small drift
+        (lambda step: 6.0 * (step >= 100), (99,), "info"),  # all that came with it came once
+        (lambda step: 6.0 * (step >= 100), range(3, 200, 4), "warning"),  # and this always comes
+        (lambda step: min(1.5 * step, 42.0) - 6.0, (), "info"),  # an optimizer's history fills
+    ],
+)
+def test_a_small_drift_of_one_phase_needs_more_than_a_few_steps_or_one_collection(
+    root: Path, longer: Callable[[int], float], pauses: Sequence[int], severity: str
+) -> None:
+    rows, now, count = [], START_NS, 200 if longer(0) == 0 else 90
+    for step in range(count):
+        own = 10.0 + longer(step) + 0.3 * (step % 3)
+        for kind, ms in ((schema.FORWARD, 4.0), (schema.BACKWARD, 8.0), (schema.OPTIMIZER, own)):
+            rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.2) * NS_PER_MS)
+        if step in pauses:
+            rows.append((schema.GC, 2, now, now + NS_PER_MS // 5))
+            now += NS_PER_MS // 4
+    write_line(root, rows)
+    drift = found(judged(root), "step_time_drift")
+    assert (drift.cause, drift.severity) == ("sudden", severity)
 
 
 def test_collections_do_not_explain_what_costs_far_more(root: Path) -> None:
