@@ -165,7 +165,7 @@ class RuleInputs:
 def gather_inputs(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> RuleInputs:
-    """Facts from the frames of a run, and from its traces up to a size."""
+    """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
     found = analyzer.steps()
     steps = _drop_unused_columns(found)
     restarted = bool((steps["attempt"] > 0).any())
