@@ -70,7 +70,8 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     or a rule and its cause). Where both have fired, and the first costs most of what the second
     does, the second is its consequence. A cause is at least as severe as what follows from it. What
     has several causes goes behind the weightiest; of two that explain each other the weightier is
-    the cause. A job that stands still comes before everything else.
+    the cause. A job that stands still comes before everything else. Nothing stands above what is
+    graver, unless it is right behind its own cause: of several consequences the first one.
 
     Args:
         findings: At most one of each rule.
@@ -86,9 +87,11 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             free = other.rule not in cause_of and other.rule not in _line(cause.rule, cause_of)
             if free and cause.is_cause_of(other):
                 cause_of[other.rule] = cause.rule
-    raised = [replace(f, severity=_severity(f, by_weight, cause_of)) for f in by_weight]
-    roots = sorted((f for f in raised if f.rule not in cause_of), key=_weight)
-    return tuple(found for root in roots for found in _family(root, raised, cause_of))
+    raised = [
+        replace(f, severity=_severity(f, by_weight, cause_of), explained_by=cause_of.get(f.rule))
+        for f in by_weight
+    ]
+    return tuple(_placed(sorted(raised, key=_weight)))
 
 
 def _set_weight(finding: Finding) -> Finding:
@@ -122,10 +125,27 @@ def _severity(
     return min(family, key=SEVERITIES.index)
 
 
-def _family(
-    root: Finding, findings: Sequence[Finding], cause_of: Mapping[str, str]
-) -> Iterator[Finding]:
-    yield replace(root, explained_by=cause_of.get(root.rule))
-    for finding in sorted(findings, key=_weight):
-        if cause_of.get(finding.rule) == root.rule:
-            yield from _family(finding, findings, cause_of)
+def _placed(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Each consequence behind its cause, as near as those that are graver leave it.
+
+    Args:
+        findings: By weight, a cause at least as severe as what follows from it.
+    """
+    left, placed = list(findings), list[str]()
+    while left:
+        known = [f for f in left if f.explained_by is None or f.explained_by in placed]
+        behind = [f for f in known if placed and f.explained_by == placed[-1]]
+        gravest = [f for f in known if _gravity(f) == min(map(_gravity, known))]
+        nearest = max(gravest, key=lambda f: _place_of_cause(f, placed))  # of several the first
+        found = behind[0] if behind else nearest
+        placed.append(found.rule)
+        left.remove(found)
+        yield found
+
+
+def _place_of_cause(finding: Finding, placed: Sequence[str]) -> int:
+    return -1 if finding.explained_by is None else placed.index(finding.explained_by)
+
+
+def _gravity(finding: Finding) -> tuple[bool, int]:
+    return finding.rule != STANDSTILL, SEVERITIES.index(finding.severity)

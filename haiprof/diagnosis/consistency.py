@@ -44,13 +44,18 @@ def _impossible(finding: Finding, split: Mapping[str, float | None], whole: floa
 
 
 def is_in_order(findings: Sequence[Finding]) -> bool:
-    """Whether no cause stands below a milder one, and each consequence behind its cause.
+    """Whether nothing stands below what is milder, and each consequence behind its cause.
 
-    A job that stands still comes first, however mild.
+    A job that stands still comes first, however mild; and right behind its own cause a milder
+    consequence may stand.
     """
     places = {finding.rule: place for place, finding in enumerate(findings)}
-    roots = [f for f in findings if f.explained_by is None and f.rule != STANDSTILL]
-    weights = [SEVERITIES.index(f.severity) for f in roots]
+    behind = ["", *(finding.rule for finding in findings)]
+    weights = [
+        SEVERITIES.index(finding.severity)
+        for finding, above in zip(findings, behind, strict=False)
+        if finding.rule != STANDSTILL and (not above or finding.explained_by != above)
+    ]
     return (
         places.get(STANDSTILL, 0) == 0
         and weights == sorted(weights)

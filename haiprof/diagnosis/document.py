@@ -33,7 +33,7 @@ FIELDS = {
     "end_wall_ns": "Unix time of the job's end; null where it still ran, or that was not noted",
     "ranks": "ranks that have steps",
     "since_ns": "only steps from this Unix time on were judged; null: the whole run",
-    "findings": "most important first, a cause right before what it explains",
+    "findings": "most important first, a cause before what it explains",
     "abstained": "rules that could not be judged: `slug`, and `why`",
     "checked": "slugs of rules that had their data and found nothing",
     "not_measured": "`what`, and `why`",

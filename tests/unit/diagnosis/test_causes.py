@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.diagnosis.causes import agreeing, in_order
+from haiprof.diagnosis.consistency import is_in_order
 from haiprof.diagnosis.finding import SEVERITIES, Finding, Severity
 
 
@@ -35,6 +36,15 @@ def test_consequence_stands_right_behind_its_cause() -> None:
          finding("c", confidence=0.1)]
     )  # fmt: skip
     assert [f.rule for f in found] == ["a", "c", "b"]
+
+
+def test_a_milder_consequence_stands_above_nothing_graver_but_right_behind_its_cause() -> None:
+    cores = finding("cores", "critical", explains=("turns", "late", "jitter"), confidence=0.9)
+    others = [finding("turns", confidence=0.6), finding("late", "info"), finding("saves")]
+    assert [f.rule for f in in_order([cores, *others])] == ["cores", "turns", "saves", "late"]
+    assert [f.rule for f in in_order([cores, *others[1:]])] == ["cores", "late", "saves"]
+    grave = [*others, finding("jitter", "critical")]
+    assert [f.rule for f in in_order([cores, *grave])][:3] == ["cores", "jitter", "turns"]
 
 
 def test_only_the_named_cause_of_a_rule_is_explained() -> None:
@@ -92,6 +102,7 @@ def test_order_loses_nothing_and_does_not_depend_on_the_order_of_asking(
 ) -> None:
     ordered = in_order(found)
     assert sorted(f.rule for f in ordered) == sorted(f.rule for f in found)
+    assert is_in_order(ordered)
     shuffled = list(found)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert in_order(shuffled) == ordered

@@ -175,6 +175,15 @@ def test_a_hang_outranks_everything(others: list[Finding], severity: str) -> Non
     assert not others or not is_in_order([*ordered[1:], ordered[0]])
 
 
+def test_what_is_milder_is_noticed_above_what_is_graver() -> None:
+    """Unless it is right behind its own cause."""
+    cause, grave = a_finding(rule="a", severity="critical"), a_finding(rule="d")
+    mild = [a_finding(rule=r, severity="info", explained_by="a") for r in ("b", "c")]
+    assert is_in_order([cause, mild[0], grave, mild[1]])
+    assert not is_in_order([cause, *mild, grave])
+    assert not is_in_order([cause, grave, a_finding(rule="e", severity="critical")])
+
+
 def test_one_event_is_a_note_however_long_it_took() -> None:
     assert severity_of(a_finding(lost_ratio=0.9, is_one_event=True)) == "info"
 
