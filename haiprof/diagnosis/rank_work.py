@@ -6,18 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats
+from haiprof.base.arrays import Floats, Ints
 from haiprof.diagnosis.finding import Abstention
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     MIN_STEPS,
+    RANK_EXCESS_WARNING_RATIO,
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
+    STEADY_QUANTILE,
+    STEADY_RATIO,
 )
 from haiprof.run_analysis.step_frame import STEP_PHASES
+
+Flags = npt.NDArray[np.bool_]
 
 # Where a rank waits for the others, time is not its own work (TraceML: backward; with FSDP both).
 _WAITS, _SHARDED_WAITS = ("backward",), ("forward", "backward")
@@ -33,6 +39,8 @@ class RankWork:
     """Phases in which they do."""
     phases: Floats
     """[own phase, rank, step] in ns."""
+    steps: Ints
+    """[step]: their numbers."""
     step_ns: Floats
     """[step]: the longest rank's step, of which what it has beyond the others is a part."""
 
@@ -51,14 +59,14 @@ def rank_work(inputs: RuleInputs, rule: str) -> RankWork | Abstention:
         return Abstention(rule=rule, why="backward, where ranks wait, is not measured on all ranks")
     waits = _SHARDED_WAITS if inputs.sharded else _WAITS
     own = tuple(phase for phase in STEP_PHASES if phase not in waits)
-    phases, step_ns = _match_steps(inputs, own)
+    phases, step_ns, steps = _match_steps(inputs, own)
     if len(step_ns) < MIN_STEPS:
         return Abstention(rule=rule, why="the ranks have no steps in common")
-    return RankWork(own=own, waits=waits, phases=phases, step_ns=step_ns)
+    return RankWork(own=own, waits=waits, phases=phases, steps=steps, step_ns=step_ns)
 
 
-def _match_steps(inputs: RuleInputs, own: Sequence[str]) -> tuple[Floats, Floats]:
-    """[own phase, rank, step] and the longest rank's step, for the steps that all ranks have."""
+def _match_steps(inputs: RuleInputs, own: Sequence[str]) -> tuple[Floats, Floats, Ints]:
+    """[own phase, rank, step], the longest rank's step, and the steps that all ranks have."""
     columns = [*(f"{phase}_host_ns" for phase in own), "step_ns"]
     common = inputs.by_rank[inputs.world[0]]["step"].to_numpy()
     for steps in inputs.by_rank.values():
@@ -68,7 +76,7 @@ def _match_steps(inputs: RuleInputs, own: Sequence[str]) -> tuple[Floats, Floats
         rows = np.searchsorted(steps["step"].to_numpy(), common)
         for row, name in enumerate(columns):
             table[row, place] = steps[name].fill_null(0).to_numpy()[rows]
-    return table[:-1], table[-1].max(axis=0, initial=0.0)
+    return table[:-1], table[-1].max(axis=0, initial=0.0), common
 
 
 def beyond_typical(work: Floats) -> Floats:
@@ -78,6 +86,15 @@ def beyond_typical(work: Floats) -> Floats:
     """
     beyond: Floats = work - np.sort(work, axis=0)[(len(work) - 1) // 2]
     return beyond
+
+
+def steadily_slow(work: RankWork) -> Flags:
+    """[rank]: whether its own work exceeds the typical rank's by a tenth of the step, steadily."""
+    beyond = beyond_typical(work.whole)
+    excess = np.median(beyond, axis=1)
+    steady = np.quantile(beyond, STEADY_QUANTILE, axis=1) >= STEADY_RATIO * excess
+    slow: Flags = steady & (excess >= RANK_EXCESS_WARNING_RATIO * max(work.step_ns.mean(), 1.0))
+    return slow
 
 
 def uneven_input_ratio(inputs: RuleInputs, work: RankWork) -> float | None:

@@ -341,6 +341,9 @@ STEADY_RATIO = 0.50
 differs by turns is not. Own choice."""
 IMBALANCE_TURN_RATIO = 0.10
 """Taking turns: at least two ranks are the slowest in a tenth of the steps each. Own choice."""
+ONSET_MIN_STEPS = 60
+"""A rank that is slow from some step on is so in as many steps and a quarter of the run: ranks that
+take turns never are, by chance, in four of five of them. Own choice."""
 HARDWARE_DIFFERENCE_RATIO = 0.15
 """A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
 CORE_WAIT_WARNING_RATIO."""

@@ -6,15 +6,12 @@ import numpy as np
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
+from haiprof.diagnosis.rank_turns import find_turns, work_since_one_is_late
 from haiprof.diagnosis.rank_work import beyond_typical, rank_work, uneven_input_ratio
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
-    IMBALANCE_MAIN_RATIO,
-    IMBALANCE_TURN_RATIO,
-    RANK_EXCESS_WARNING_RATIO,
     RANK_PHASE_COVERAGE_RATIO,
-    STEADY_QUANTILE,
 )
 
 RULE = "data_imbalance"
@@ -24,26 +21,19 @@ def data_imbalance(inputs: RuleInputs) -> Judgement:
     """Fires where the slowest rank of each step holds the others up, and it is not always the same.
 
     A machine that is slow is slow in each step; a batch that is long is another rank's next time.
+    Of one that becomes slow in the middle of the run `ranks_uneven` speaks.
     """
     work = rank_work(inputs, RULE)
     if isinstance(work, Abstention):
         return work
-    count = len(work.step_ns)
-    if count < CRITICAL_MIN_STEPS:
+    if len(work.step_ns) < CRITICAL_MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {CRITICAL_MIN_STEPS} steps in common")
-    beyond = beyond_typical(work.whole)
-    steady = np.quantile(beyond, STEADY_QUANTILE, axis=1).clip(0)  # what a slow rank always loses
-    beyond = beyond - steady[:, None]
-    slowest = beyond.argmax(axis=0)
-    lost = beyond.max(axis=0)
-    share = float(np.median(lost) / max(work.step_ns.mean(), 1.0))
-    turns = np.bincount(slowest, minlength=len(inputs.world)) / count
-    often = int((turns >= IMBALANCE_TURN_RATIO).sum())
-    always = turns.max() >= IMBALANCE_MAIN_RATIO or (len(turns) <= 8 and often < 2)
-    if share < RANK_EXCESS_WARNING_RATIO or always:
+    turns = find_turns(work)
+    if turns is None or work_since_one_is_late(work) is not None:
         return None
+    slowest, lost, share = turns.slowest, turns.lost, turns.share
     by_phase = {
-        phase: float(np.median(beyond_typical(times)[slowest, np.arange(count)]))
+        phase: float(np.median(beyond_typical(times)[slowest, np.arange(len(slowest))]))
         for phase, times in zip(work.own, work.phases, strict=True)
     }
     phase = max(by_phase, key=lambda name: by_phase[name])
@@ -59,7 +49,7 @@ def data_imbalance(inputs: RuleInputs) -> Judgement:
             Evidence(name=f"of it in {phase}", value=by_phase[phase], unit="ns"),
             Evidence(
                 name="steps in which the same rank is the slowest, at most",
-                value=float(turns.max()),
+                value=turns.most,
                 unit="ratio",
             ),
             Evidence(name="inputs of one rank, the largest by the smallest", value=uneven, unit=""),

@@ -9,15 +9,13 @@ import numpy as np
 
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rank_work import beyond_typical, rank_work
+from haiprof.diagnosis.rank_turns import work_since_one_is_late
+from haiprof.diagnosis.rank_work import RankWork, beyond_typical, rank_work, steadily_slow
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.thresholds import (
     CRITICAL_MIN_STEPS,
-    RANK_EXCESS_WARNING_RATIO,
     RANK_PHASE_COVERAGE_RATIO,
-    STEADY_QUANTILE,
-    STEADY_RATIO,
 )
 
 RULE = "ranks_uneven"
@@ -30,17 +28,35 @@ _ALONE = (
 
 
 def ranks_uneven(inputs: RuleInputs) -> Judgement:
-    """Fires where a rank's own work exceeds the median rank's by a tenth of the step, steadily."""
-    work = rank_work(inputs, RULE)
-    if isinstance(work, Abstention):
-        return work
-    beyond = beyond_typical(work.whole)
-    excess = np.median(beyond, axis=1)
-    shares = excess / max(work.step_ns.mean(), 1.0)
-    steady = np.quantile(beyond, STEADY_QUANTILE, axis=1) >= STEADY_RATIO * excess
-    slow = np.flatnonzero(steady & (shares >= RANK_EXCESS_WARNING_RATIO))
-    if not len(slow):
+    """Fires where a rank's own work exceeds the median rank's by a tenth of the step, steadily.
+
+    Of a run in which ranks seem to take turns, and one of them is slow from some step on, the steps
+    from that one on are judged.
+    """
+    whole = rank_work(inputs, RULE)
+    if isinstance(whole, Abstention):
+        return whole
+    if steadily_slow(whole).any():
+        return _judge(inputs, whole, since=None, part=1.0)
+    tail = work_since_one_is_late(whole)
+    if tail is None:
         return None
+    part = float(tail.step_ns.sum() / max(whole.step_ns.sum(), 1.0))
+    return _judge(inputs, tail, since=int(tail.steps[0]), part=part)
+
+
+def _judge(inputs: RuleInputs, work: RankWork, *, since: int | None, part: float) -> Finding:
+    """The finding on the slowest of the slow ranks.
+
+    Args:
+        inputs: The run.
+        work: Its steps, or those from `since` on.
+        since: Their first; None where all of them are meant.
+        part: Their share of the run's time.
+    """
+    excess = np.median(beyond_typical(work.whole), axis=1)
+    shares = excess / max(work.step_ns.mean(), 1.0)
+    slow = np.flatnonzero(steadily_slow(work))
     place = int(slow[excess[slow].argmax()])
     share = float(shares[place])
     by_phase = {
@@ -48,10 +64,10 @@ def ranks_uneven(inputs: RuleInputs) -> Judgement:
         for name, times in zip(work.own, work.phases, strict=True)
     }
     rank = inputs.world[place]
-    state = state_of(inputs, rank, share)
+    state = state_of(inputs, rank, share * part)
     found = _finding(
         inputs, rank, float(excess[place]), share=share, by_phase=by_phase,
-        count=len(work.step_ns), waits=work.waits,
+        count=len(work.step_ns), waits=work.waits, since=since, lost=share * part,
     )  # fmt: skip
     others = [inputs.world[each] for each in slow if each != place]
     if others:
@@ -73,17 +89,18 @@ def _is(ranks: Sequence[int]) -> str:
 
 def _finding(
     inputs: RuleInputs, rank: int, excess: float, *, share: float, by_phase: Mapping[str, float],
-    count: int, waits: Sequence[str],
+    count: int, waits: Sequence[str], since: int | None, lost: float,
 ) -> Finding:  # fmt: skip
     main = max(by_phase, key=lambda phase: by_phase[phase])
     named = by_phase[main] >= RANK_PHASE_COVERAGE_RATIO * excess
     enough = count >= CRITICAL_MIN_STEPS
     where = f" in {_PLACES.get(main, main)}" if named else ""
+    begun = "" if since is None else f" from step {since} on"
     gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
     return Finding(
         rule=RULE,
-        title=f"rank {rank} is slow: {duration_text(excess)} of each step ({ratio_text(share)}) "
-        f"more than the others" + where,
+        title=f"rank {rank} is slow{begun}: {duration_text(excess)} of each step "
+        f"({ratio_text(share)}) more than the others{where}",
         evidence=(
             Evidence(name=f"rank {rank}: work beyond the median rank", value=excess, unit="ns"),
             Evidence(name="the same, share of the step", value=share, unit="ratio"),
@@ -97,7 +114,7 @@ def _finding(
         else f"compare rank {rank} with another: its data shard, its host's load{gpu}; the others "
         f"wait for it in {' and '.join(waits)}",
         confidence=(0.85 if named else 0.7) if enough else 0.5,
-        lost_ratio=min(share, 1.0),
+        lost_ratio=min(lost, 1.0),
         missing=(f"slowness inside {' or '.join(waits)} itself: waiting there looks the same",),
         rank=rank,
         cause=main if named else None,
