@@ -218,6 +218,11 @@ def captured() -> list[Event]:
     return [*start, end, *sound()]
 
 
+def captured_whole() -> list[Event]:
+    """A graph that was captured in the window from its beginning on."""
+    return [call(899, 50, "cudaStreamBeginCapture", 40), *captured()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One kind of treacherous trace."""
@@ -314,6 +319,8 @@ KINDS = (
     Kind(name="B/E pairs", check="", is_fault=False, write=one(halves)),
     Kind(name="window opened during graph capture", check="window_during_capture", is_fault=True,
          write=one(captured)),
+    Kind(name="graph captured within the window", check="window_during_capture", is_fault=False,
+         write=one(captured_whole)),
     Kind(name="ranks without a trace", check="missing_ranks", is_fault=True,
          write=ranks((0, 1000, 1), (2, 1000, 1), size=4)),
     Kind(name="ranks with different steps", check="different_steps", is_fault=True,

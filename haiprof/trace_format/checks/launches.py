@@ -164,6 +164,8 @@ def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
 @dataclass(frozen=True, slots=True)
 class _Missing:
     captured: pl.DataFrame
+    whole_captures: bool
+    """Whether every capture with such calls is in the trace from its beginning to its end."""
     tail: pl.DataFrame
     middle: pl.DataFrame
 
@@ -196,28 +198,32 @@ def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
 def _sorted_out(
     alone: pl.DataFrame, launches: pl.DataFrame, gpu: pl.DataFrame, runtime: pl.DataFrame
 ) -> _Missing:
-    captured = pl.Series(_in_capture(alone, runtime))
+    inside, begun = _in_capture(alone, runtime)
+    captured = pl.Series(inside)
     rest = alone.filter(~captured)
     with_kernel = launches.join(gpu.select("correlation"), on="correlation", how="semi")
     last = with_kernel["ts_ns"].max() if len(with_kernel) else None
     late = pl.lit(False) if last is None else pl.col("ts_ns") > last
-    return _Missing(alone.filter(captured), rest.filter(late), rest.filter(~late))
+    whole = bool(begun[inside].all())
+    return _Missing(alone.filter(captured), whole, rest.filter(late), rest.filter(~late))
 
 
-def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> Flags:
-    """Whether each call lies between the beginning and the end of a capture of its thread."""
+def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Flags, Flags]:
+    """Whether a capture of its thread ends after each call, and whether its beginning is known."""
     marks = _calls_named(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}")
+    found, begun = (np.zeros(len(alone), dtype=np.bool_) for _ in range(2))
     if marks.is_empty():
-        return np.zeros(len(alone), dtype=np.bool_)
+        return found, begun
     is_end = marks["name"].cast(pl.String).str.contains(END_CAPTURE).to_numpy()
     threads, starts = marks["tid"].fill_null(-1).to_numpy(), marks["ts_ns"].to_numpy()
     calls, call_threads = alone["ts_ns"].to_numpy(), alone["tid"].fill_null(-1).to_numpy()
-    found = np.zeros(len(alone), dtype=np.bool_)
     for thread in np.unique(threads).tolist():
         own, rows = threads == thread, np.flatnonzero(call_threads == thread)
         following = np.searchsorted(starts[own], calls[rows])
         found[rows] = np.append(is_end[own], False)[following]
-    return found
+        before = np.append(True, is_end[own])[following]  # nothing before is no beginning either
+        begun[rows] = ~before
+    return found, begun
 
 
 def _find_captures(parts: _Missing) -> Finding | None:
@@ -229,9 +235,13 @@ def _find_captures(parts: _Missing) -> Finding | None:
         count=count,
         text=f"{count_text(count, 'launch call')} while a CUDA graph was being captured: "
         "nothing ran",
-        effect="not launches; the graph's kernels name no operator unless the capture's trace is "
-        "joined",
+        effect="not launches; the graph's kernels name the operators of these calls where it can "
+        "be told which graph it was"
+        if parts.whole_captures
+        else "not launches; the window opened "
+        "within the capture, so that the graph's kernels name no operator",
         answers=("launches", "queue", "efficiency"),
+        is_fault=not parts.whole_captures,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from haiprof.trace_format.checks.finding import Finding
 from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
 
-_VERSION = 2  # of the checks: findings of another one are worked out anew
+_VERSION = 3  # of the checks: findings of another one are worked out anew
 _SIZE_LIMIT_BYTES = 1 << 20
 _UNFIT = (OSError, ValueError, RecursionError)
 """What reading of a damaged entry raises."""
