@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import polars as pl
 
 from haiprof.base.units import ratio_text
+from haiprof.diagnosis.collective_time import BETWEEN_PHASES, COLLECTIVES
 from haiprof.diagnosis.finding import CodeLine, Finding, place_text
+from haiprof.diagnosis.python_time import ends_in_torch
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.rules.backward_bound import GRADIENTS, LOSS
-from haiprof.diagnosis.rules.blocking_collectives import BETWEEN_PHASES, COLLECTIVES
+from haiprof.diagnosis.rules.forward_bound import PYTHON
 from haiprof.diagnosis.rules.step_time_drift import SINCE_STEP
 from haiprof.run_analysis.code_samples import (
     CODE_PHASES,
@@ -22,7 +25,9 @@ from haiprof.run_analysis.code_samples import (
     WORKER,
     CodeSamples,
 )
-from haiprof.run_analysis.lines import FunctionTime, function_times
+from haiprof.run_analysis.lines import FunctionTime, function_times, time_beyond
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.phases import GC_PHASE
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.stack_lines import LOCK_HELD
 
@@ -66,6 +71,10 @@ class CodeQuestion:
     """Only where a function of that file is on the stack."""
     outside: str = ""
     """Of stacks with a function of that file, what is outside of it."""
+    own_code: bool = False
+    """Only where the innermost frame is not torch's own."""
+    collections: bool = False
+    """Only in the pauses of the garbage collector that were recorded."""
     least_ratio: float = MIN_RATIO
     """A line with less than that share of what was asked about is not named."""
 
@@ -80,6 +89,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "dataloader_bound": CodeQuestion(phases=("dataloader",), workers=True),
     FIRST_BATCH: CodeQuestion(phases=("dataloader",), workers=True),
     "forward_bound": CodeQuestion(phases=("forward",)),
+    f"forward_bound/{PYTHON}": CodeQuestion(phases=("forward",), own_code=True),
     "backward_bound": CodeQuestion(phases=("backward",)),
     f"backward_bound/{LOSS}": CodeQuestion(phases=("other",), least_ratio=0.5),
     f"backward_bound/{GRADIENTS}": CodeQuestion(phases=()),  # its lines are all of torch's own
@@ -90,7 +100,7 @@ QUESTIONS: Mapping[str, CodeQuestion] = {
     "blocking_collectives": CodeQuestion(phases=BETWEEN_PHASES, within=COLLECTIVES),
     "checkpoint_stalls": CodeQuestion(phases=("checkpoint",)),
     EVALUATION_HEAVY: CodeQuestion(phases=("evaluation",), outside=_MODULE),
-    "garbage_collection": CodeQuestion(phases=_STEP),
+    "garbage_collection": CodeQuestion(phases=_STEP, collections=True),
     "interpreter_lock": CodeQuestion(phases=(_OTHER_THREADS,)),
     "recompiles": CodeQuestion(phases=(*_STEP, "evaluation"), within=_COMPILER, outside=_COMPILER),
     "too_few_cores": CodeQuestion(phases=_STEP, workers=True),
@@ -168,6 +178,12 @@ class CodeAnswers:
             samples = replace(samples, stack=outside[samples.stack])
         if question.within == _COMPILER:
             return samples, function_times(samples), "the compilations", 1.0
+        if question.collections:
+            samples = samples.take(self._in_pauses(samples))
+            return samples, function_times(samples), "the collections", 1.0
+        if question.own_code:
+            stack = np.where(ends_in_torch(samples), 0, samples.stack)
+            samples = replace(samples, stack=stack)  # of no line, and in the whole all the same
         if question.against:
             chosen, times, of, part = self._contrast(samples, finding, question)
             of += f" in {finding.cause}" if named else ""
@@ -186,19 +202,18 @@ class CodeAnswers:
         self, samples: CodeSamples, finding: Finding, question: CodeQuestion
     ) -> tuple[CodeSamples, list[FunctionTime], str, float]:
         """Functions by the time that they take beyond what they take elsewhere."""
+        if question.against == "other_ranks":
+            return self._against_others(samples, finding.rank)
         if question.against == "usual_steps":
             rows, of = samples.slow, "the extra time of slow steps"
             slow, usual = self._step_counts(samples)
             scale = slow / max(usual, 1)
-        elif question.against == "earlier_steps":
+        else:
             since = next(e.value or 0.0 for e in finding.evidence if e.name == SINCE_STEP)
             rows, of = samples.step >= since, f"the extra time since step {since:.0f}"
             first = min(int(s["step"][0]) for s in self._inputs.by_rank.values())
             last = max(int(s["step"][-1]) for s in self._inputs.by_rank.values())
             scale = (last - since + 1) / max(since - first, 1)
-        else:
-            rows, of = samples.rank == finding.rank, f"the extra time of rank {finding.rank}"
-            scale = 1 / max(len(np.unique(samples.rank)) - 1, 1)
         chosen, less = samples.take(rows), samples.take(~rows)
         times = function_times(chosen, less=less, scale=scale)
         beyond_ns = sum(time.time_ns for time in times if time.time_ns > 0)
@@ -208,6 +223,32 @@ class CodeAnswers:
             if time.time_ns > 0
         ]
         return chosen, times, of, 1.0
+
+    def _against_others(
+        self, samples: CodeSamples, rank: int | None
+    ) -> tuple[CodeSamples, list[FunctionTime], str, float]:
+        """Functions by the time that their lines take on this rank beyond others, without waiting.
+
+        A rank in a collective waits for others there, or moves data as they do.
+        """
+        scale = 1 / max(len(np.unique(samples.rank)) - 1, 1)
+        samples = samples.take(~samples.tree.within(COLLECTIVES)[samples.stack])
+        chosen = samples.take(samples.rank == rank)
+        beyond = time_beyond(chosen, samples.take(samples.rank != rank), scale=scale)
+        times = [replace(time, low=None, high=None) for time in function_times(beyond)]
+        return chosen, times, f"the extra time of rank {rank}", 1.0
+
+    def _in_pauses(self, samples: CodeSamples) -> Bools:
+        """Per sample: whether the collector had stopped its rank then."""
+        found = np.zeros(len(samples.stack), dtype=np.bool_)
+        pauses = self._inputs.pauses.filter(pl.col("phase") == GC_PHASE)
+        for rank in np.unique(samples.rank).tolist():
+            own = pauses.filter(pl.col("rank") == rank).sort("start_ns")
+            start = own["start_ns"].to_numpy()
+            end = np.append(np.maximum.accumulate(start + own["duration_ns"].to_numpy()), 0)
+            last = np.searchsorted(start, samples.time_ns, side="right") - 1
+            found |= (samples.rank == rank) & (last >= 0) & (samples.time_ns <= end[last])
+        return found
 
     def _other_threads(self, finding: Finding) -> Iterator[CodeLine]:
         """Another Python thread that was busy most of the time: it takes the interpreter lock."""

@@ -9,6 +9,7 @@ import numpy as np
 from haiprof.base.arrays import Floats
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.lines import innermost_frame, wilson
+from haiprof.run_analysis.nesting import Bools
 from haiprof.run_format.stack_lines import LOCK_HELD
 
 MIN_COUNT = 20
@@ -43,16 +44,21 @@ def python_time(samples: CodeSamples, phase: str) -> PythonTime | None:
     chosen = (samples.phase == CODE_PHASES.index(phase)) & (samples.worker < 0)
     if int(chosen.sum()) < MIN_COUNT:
         return None
-    tree = samples.tree
-    of_torch = np.array([_TORCH in frame.file for frame in tree.frames] or [False], dtype=np.bool_)
-    leaf, weight = tree.place[samples.stack[chosen]], samples.weight_ns[chosen]
-    own, held = ~of_torch[leaf], samples.lock_wait[chosen] == LOCK_HELD
+    own, weight = ~ends_in_torch(samples)[chosen], samples.weight_ns[chosen]
+    held = samples.lock_wait[chosen] == LOCK_HELD
     usual = float(held[~own].mean()) if (~own).any() else 0.0
     usual = max(usual, DISPATCH_RATIO)
     beyond = float(held[own].mean()) - usual if own.any() else 0.0
     python = max(beyond, 0.0) / max(1.0 - usual, FREE_RATIO)
     share = float(weight[own].sum()) / max(float(weight.sum()), 1.0)
     return PythonTime(own_ratio=share, held_ratio=share * python)
+
+
+def ends_in_torch(samples: CodeSamples) -> Bools:
+    """Per sample: whether the innermost frame is torch's own code, or none is known."""
+    of_torch = [*(_TORCH in frame.file for frame in samples.tree.frames), True]
+    found: Bools = np.array(of_torch, dtype=np.bool_)[samples.tree.place[samples.stack]]
+    return found
 
 
 def new_code_ratio(samples: CodeSamples, phase: str, since_step: int) -> float:

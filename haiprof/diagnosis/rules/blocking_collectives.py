@@ -7,24 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from haiprof.base.units import ratio_text
+from haiprof.diagnosis.collective_time import (
+    BETWEEN_PHASES,
+    COLLECTIVES,
+    has_samples,
+    looked_at,
+    phase_ratio,
+)
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.thresholds import COSTLY_WARNING_RATIO, MIN_STEPS
-from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.lines import innermost_stack
 from haiprof.run_analysis.nesting import Bools
 
 RULE = "blocking_collectives"
-COLLECTIVES = "/torch/distributed/distributed_c10d.py"
-BETWEEN_PHASES = ("dataloader", "other")
-"""In forward, backward and optimizer they are part of how the model is shared among the ranks."""
 _THROUGH = (
     COLLECTIVES, "/torch/distributed/c10d_logger.py", "/torch/utils/_contextlib.py",
     "/accelerate/accelerator.py", "/accelerate/state.py", "/accelerate/utils/operations.py",
 )  # fmt: skip
 """Files through which the job's own code calls them; what DDP, FSDP and the like call is theirs."""
-MIN_COUNT = 20
-RANK_LIMIT = 8
 
 
 def blocking_collectives(inputs: RuleInputs) -> Judgement:
@@ -39,23 +41,15 @@ def blocking_collectives(inputs: RuleInputs) -> Judgement:
     if inputs.steps.height < MIN_STEPS:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     shares = []
-    for rank in inputs.world[:: max(len(inputs.world) // RANK_LIMIT, 1)]:
+    for rank in looked_at(inputs):
         samples = inputs.load_samples(rank)
-        if int((samples.worker < 0).sum()) < MIN_COUNT:
+        if not has_samples(samples):
             return Abstention(rule=RULE, why=f"too few stacks of rank {rank} were sampled")
-        shares.append(_share(samples, float(inputs.of_rank(rank)["step_ns"].sum())))
+        shares.append(phase_ratio(inputs, rank, BETWEEN_PHASES, _own_calls(samples.tree)))
     lost = min(shares) * (1 - max(inputs.core_waits.values(), default=0.0))
     if lost < COSTLY_WARNING_RATIO:
         return None
     return _finding(shares, lost, inputs.count_collectives(typical_rank(inputs)))
-
-
-def _share(samples: CodeSamples, whole_ns: float) -> float:
-    """What part of a rank's steps passes in collectives that its own code calls."""
-    phases = [CODE_PHASES.index(phase) for phase in BETWEEN_PHASES]
-    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
-    called = _own_calls(samples.tree)[samples.stack]
-    return min(float(samples.weight_ns[chosen & called].sum()) / max(whole_ns, 1.0), 1.0)
 
 
 def _own_calls(tree: CodeTree) -> Bools:

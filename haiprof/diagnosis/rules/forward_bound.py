@@ -31,6 +31,8 @@ from haiprof.diagnosis.thresholds import (
 )
 
 RULE = "forward_bound"
+PYTHON = "python"
+"""The cause: Python of the job's own, inside forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ def forward_bound(inputs: RuleInputs) -> Judgement:
     cores = float(np.median(list(inputs.main_cores.values()))) if inputs.main_cores else None
     if gpu is not None and gpu < GPU_IDLE_RATIO and (cores or 0.0) >= CPU_BUSY_CORES:
         return _left_on_cpu(measured, gpu, cores)
-    return _plain(measured, gpu, cores, is_seen=code is not None)
+    return _plain(inputs, measured, gpu, cores, is_seen=code is not None)
 
 
 def _is_frozen(inputs: RuleInputs) -> bool:
@@ -141,7 +143,7 @@ class _OwnCode:
 
 
 _PYTHON = _OwnCode(
-    cause="python",
+    cause=PYTHON,
     title="Python of the job's own takes",
     evidence="Python in forward",
     remedy="see what forward does in Python: loops over elements or samples, hooks, printing, "
@@ -174,20 +176,26 @@ def _in_own_code(measured: _Measured, share: float, code: _OwnCode) -> Finding:
 
 
 def _plain(
-    measured: _Measured, gpu: float | None, cores: float | None, *, is_seen: bool
+    inputs: RuleInputs,
+    measured: _Measured,
+    gpu: float | None,
+    cores: float | None,
+    *,
+    is_seen: bool,
 ) -> Finding:
     missing = []
     if gpu is None:
         missing.append("GPU utilization")
     if cores is None:
         missing.append("CPU use of the rank")
+    copies = "copies between devices, " * inputs.uses_gpu
     return Finding(
         rule=RULE,
         title=f"forward-bound: forward takes {ratio_text(measured.share)} of the step, "
         f"{measured.ratio:.1f}x backward",
         evidence=_evidence(measured, gpu, cores),
         remedy="look in forward for work that has no gradient: Python loops over elements, "
-        "copies between devices, augmentation or tokenizing; frozen layers make it normal",
+        f"{copies}augmentation or tokenizing; frozen layers make it normal",
         confidence=SEEN_SURE if is_seen else 0.6,
         lost_ratio=measured.lost,
         missing=tuple(missing),

@@ -8,8 +8,13 @@ import polars as pl
 
 from haiprof.base.statistics.medians import lower_median
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.collective_time import (
+    BETWEEN_PHASES,
+    least_waiting_for,
+    waiting_for,
+)
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.rule_inputs import RuleInputs, median
+from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.diagnosis.steal import explain_by_steal
 from haiprof.diagnosis.thresholds import (
@@ -25,6 +30,9 @@ from haiprof.diagnosis.thresholds import (
 RULE = "late_rank"
 _FROM_ONE = ("broadcast", "scatter", "broadcastoop", "send")
 """Collectives that one rank feeds: who is late there has made something before it."""
+_OWN_PHASES = ("dataloader", "forward", "backward", "optimizer")
+_BEFORE = "before its collectives"
+"""Where it is not known where they are begun."""
 
 
 def late_rank(inputs: RuleInputs) -> Judgement:
@@ -82,12 +90,9 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
     others = inputs.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
         "late_ns_per_step"
     ].max()
-    where = "inside forward or backward" if inputs.sharded else "inside backward"
-    if inputs.marked_by and inputs.steps["backward_host_ns"].null_count():
-        where = "before its collectives"
     alone = str(kind).lower().replace("_", "") in _FROM_ONE
     title = f"rank {rank} prepares alone what the others wait for" if alone else (
-        f"rank {rank} is slow {where}"
+        f"rank {rank} is slow {_where(inputs, rank, late, share)}"
     )  # fmt: skip
     gpu = "its GPU's clock and temperature, " if inputs.uses_gpu else ""
     steady = float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO
@@ -118,4 +123,45 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
         lost_ratio=min(share, 1.0),
         cause=None if always else "now_and_then",
         rank=rank,
+        explains=_consequences(inputs, rank, share),
     )
+
+
+def _where(inputs: RuleInputs, rank: int, late_ns: float, share: float) -> str:
+    """Where in the step a rank is slow, by the phase in which the collectives are begun.
+
+    Between the phases a rank may also come late that was slow in one of them: its own is longer.
+    """
+    own = {phase: _beyond_others(inputs, rank, phase) for phase in _OWN_PHASES}
+    if all(excess is None for excess in own.values()):
+        return _BEFORE
+    waits = waiting_for(inputs, rank, BETWEEN_PHASES, late_ratio=share)
+    if waits >= EXPLAINED_RATIO * share:
+        longest = max(own, key=lambda phase: own[phase] or 0.0)
+        slow = (own[longest] or 0.0) >= EXPLAINED_RATIO * late_ns
+        return f"in {longest}" if slow else "between the phases"
+    if inputs.marked_by and inputs.steps["backward_host_ns"].null_count():
+        return _BEFORE
+    if inputs.sharded:
+        return "inside forward or backward"
+    return "inside backward" if inputs.backward_work.height else _BEFORE
+
+
+def _beyond_others(inputs: RuleInputs, rank: int, phase: str) -> float | None:
+    """Time in a phase of the median step beyond the typical other rank's; None: not measured."""
+    known = {r: median(steps[f"{phase}_host_ns"]) for r, steps in inputs.by_rank.items()}
+    own = known.pop(rank, None)
+    others = [ns for ns in known.values() if ns is not None]
+    return None if own is None or not others else own - lower_median(others)
+
+
+def _consequences(inputs: RuleInputs, rank: int, share: float) -> tuple[str, ...]:
+    """Rules whose finding is mostly waiting for this rank in collectives."""
+    outside = usual_share(inputs, "other") or 0.0
+    waits = waiting_for(inputs, rank, ("other",), late_ratio=share)
+    found = []
+    if waits and waits >= EXPLAINED_RATIO * outside:
+        found.append("outside_the_model")
+    if least_waiting_for(inputs, rank, BETWEEN_PHASES) >= EXPLAINED_RATIO:
+        found.append("blocking_collectives")
+    return tuple(found)

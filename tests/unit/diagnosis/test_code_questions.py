@@ -246,7 +246,7 @@ def test_own_code_that_waits_in_a_phase_is_found_where_the_process_is_idle(
 
 
 def test_python_of_the_jobs_own_in_forward_is_not_where_torch_calls_it(tmp_path: Path) -> None:
-    """A hook takes less of forward than the operators, whose time is the calling line's otherwise."""
+    """Operators take more of forward than the hook: time of the line that calls the model."""
     linear = (f"{SITE}/torch/nn/modules/linear.py", 130, "Linear.forward")
     hook = ("/home/me/train.py", 4, "stats_hook")
 

@@ -88,6 +88,16 @@ def test_forward_bound_with_a_busy_gpu_does_not_blame_the_cpu(root: Path) -> Non
     assert [f.title.split(":")[0] for f in verdict.findings] == ["forward-bound"]
 
 
+@pytest.mark.parametrize("gpu", [None, 0.9])
+def test_copies_between_devices_are_advised_on_only_where_there_are_two(
+    root: Path, gpu: float | None
+) -> None:
+    verdict = verdict_of(root, lambda rank, step: (0.2, 30.0, 10.0, 2.0), gpu=gpu, cores=0.7)
+    (finding,) = verdict.findings
+    assert ("copies between devices" in finding.remedy) is (gpu is not None)
+    assert "Python loops over elements, " in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("gpu", "cores", "wait_ms", "fires"),
     [(0.3, 1.0, 0.2, True), (0.8, 1.0, 0.2, False), (0.3, 0.4, 0.2, False), (0.3, 1.0, 9.0, False)],
