@@ -33,8 +33,8 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
         - `sequence` (1.0; 0.5 where sizes contradict): process group, its ranks, kind and number
           within the group, which PyTorch records since 2.3.
         - `order` (0.9): the n-th of its kind, group and communication stream in the same profiler
-          step, where every rank has as many, and nearly all of them overlap in time once the
-          hosts' clocks are compared by the collectives' ends.
+          step, where every rank has as many, and nearly all of them overlap in time, as they
+          are or once the hosts' clocks are compared by the collectives' ends.
         - `end` (0.7): ends at the same time, where order fails: windows that differ, or kernels
           missing from a trace. Only where clocks agree.
     """
@@ -87,18 +87,33 @@ def _same_counts(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _in_possible_order(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Drops groups whose order contradicts time: no rank may end before the last one starts."""
+    """Drops groups whose order contradicts time: no rank may end before the last one starts.
+
+    Of the times as they are and those with clocks compared by ends, the better ones count: ranks of
+    gloo on one host end a collective ms apart, and what that says of their clocks is wrong.
+    """
     # Column by column: polars evaluates a window inside of another one within the outer's groups.
     first = pl.col("end_ns").min()
     timed = kernels.with_columns(start=pl.col("start_ns") - first, end=pl.col("end_ns") - first)
     timed = timed.with_columns(clock=pl.col("end") - pl.col("end").median().over("key"))
     off = pl.when(~pl.col("one_clock")).then(pl.col("clock")).otherwise(0).median()
     timed = timed.join(_one_clock(kernels), on=["rank", "event"]).with_columns(off=off.over("rank"))
-    last_start = (pl.col("start") - pl.col("off")).max().over("key")
-    possible = last_start <= (pl.col("end") - pl.col("off")).min().over("key")
-    judged = timed.with_columns(possible=possible | ~pl.col("kind").is_in(SYNCHRONISING))
-    share = pl.col("possible").mean().over(*_GROUP, "role")
-    return judged.filter((share >= ORDER_HOLDS_RATIO) & pl.col("possible")).select(kernels.columns)
+    judged = timed.with_columns(plain=_is_possible(pl.lit(0)), moved=_is_possible(pl.col("off")))
+    shares = judged.with_columns(
+        pl.col(name).mean().over(*_GROUP, "role").alias(f"{name}_share")
+        for name in ("plain", "moved")
+    )
+    as_they_are = pl.col("plain_share") >= pl.col("moved_share")
+    possible = pl.when(as_they_are).then("plain").otherwise("moved")
+    share = pl.max_horizontal("plain_share", "moved_share")
+    return shares.filter((share >= ORDER_HOLDS_RATIO) & possible).select(kernels.columns)
+
+
+def _is_possible(off: pl.Expr) -> pl.Expr:
+    """Whether the last rank starts before the first one ends, with clocks ahead by `off`."""
+    last_start = (pl.col("start") - off).max().over("key")
+    first_end = (pl.col("end") - off).min().over("key")
+    return (last_start <= first_end) | ~pl.col("kind").is_in(SYNCHRONISING)
 
 
 def _one_clock(kernels: pl.DataFrame) -> pl.DataFrame:

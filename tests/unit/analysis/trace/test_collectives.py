@@ -103,6 +103,26 @@ def test_order_is_not_believed_where_times_contradict_it(tmp_path: Path) -> None
     assert set(found["start_skew_ns"]) == {0}
 
 
+def gloo(spans_us: Iterable[tuple[float, float]]) -> list[Event]:
+    """All-reduces of gloo: who asked, and what its thread did from when until when."""
+    events = []
+    for start, end in spans_us:
+        events.append(event("c10d::allreduce_", "cpu_op", start - 50, 20))
+        events.append(event("gloo:all_reduce", "user_annotation", start, end - start, tid=2))
+    return events
+
+
+def test_ranks_of_gloo_match_in_order_though_their_ends_are_ms_apart(tmp_path: Path) -> None:
+    """Two ranks of one host, as torch 2 recorded them: clocks moved by such ends are wrong."""
+    first = [(100, 124_415), (130_736, 131_148), (132_693, 143_840), (145_412, 148_684),
+             (150_092, 155_513)]  # fmt: skip
+    second = [(123_806, 124_450), (128_522, 131_209), (135_037, 139_799), (143_755, 145_696),
+              (149_443, 150_381)]  # fmt: skip
+    waits = analysis(tmp_path, [gloo(first), gloo(second)]).collective_waits()
+    assert waits["matched_by"].to_list() == ["order"] * 10
+    assert waits.filter(pl.col("rank") == 0)["wait_ns"][0] == 123_706_000
+
+
 def test_numbered_collectives_match_though_one_is_lost(tmp_path: Path) -> None:
     first = [all_reduce(at, at + 90, seq=at) for at in (1000, 3000, 5000)]
     found = analysis(tmp_path, [first, first[1:]]).collectives()
