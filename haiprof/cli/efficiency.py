@@ -10,7 +10,7 @@ from haiprof.base.options import ENV_PEAK
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 PeakOption = Annotated[
     str | None,
@@ -56,7 +56,7 @@ def efficiency(
     with ReadProgress(quiet=as_json):
         whole = analysis.step_efficiency(chosen, peaks=peaks)
         operators = analysis.efficiency(chosen, peaks=peaks)
-    say_faults(output, analysis, "efficiency")
+    print_faults(output, analysis, "efficiency")
     output.show(
         lambda _: efficiency_view(whole, operators),
         {"path": str(traces), "steps": whole.to_dicts(), "operators": operators.to_dicts()},

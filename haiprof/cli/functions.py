@@ -26,7 +26,7 @@ from haiprof.cli.trace_arguments import (
     parse_cluster,
     parse_steps,
 )
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 
 class Kind(str, Enum):
@@ -124,7 +124,7 @@ def functions(
     with ReadProgress(quiet=as_json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
-    faults = say_faults(output, analysis, "kernels")
+    faults = print_faults(output, analysis, "kernels")
     found = function_reports(patterns, only.value if only else None)
     if hardware:
         joined = hardware_by_function(

@@ -9,7 +9,7 @@ import typer
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 Depth = Annotated[
     int | None,
@@ -48,7 +48,7 @@ def modules(
     with ReadProgress(quiet=as_json):
         found = analysis.module_times(parse_steps(steps))
         wall_ns = int(analysis.traced_time(parse_steps(steps))["wall_ns"].sum())
-    faults = say_faults(output, analysis, *OF_EACH_RANK)
+    faults = print_faults(output, analysis, *OF_EACH_RANK)
     output.show(
         lambda _: modules_view(found, wall_ns, depth=depth),
         {"path": str(traces), "wall_ns": wall_ns, "modules": found.to_dicts(), "faults": faults},

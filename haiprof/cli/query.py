@@ -13,7 +13,7 @@ from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
 from haiprof.cli.trace_arguments import ReadProgress, Window
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 Target = Annotated[
     str | None,
@@ -80,7 +80,7 @@ def query(
             return
         answer = ask(tables, sql)
         of_traces = names_traces(tables, sql)
-    faults = say_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
+    faults = print_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
     if as_csv:
         from haiprof.compat.exports.tabular import print_text, write_csv
 

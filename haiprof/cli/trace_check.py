@@ -43,8 +43,8 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
         raise typer.Exit(1)
 
 
-def say_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:
-    """Says, before an answer, what is wrong with the recording that it rests on.
+def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> list[str]:
+    """Prints, before an answer, what is wrong with the recording that it rests on.
 
     Returns:
         The same lines, which stand in a command's JSON as `faults`.

@@ -11,7 +11,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import Rank, ReadProgress, StepRange, Traces, Window, parse_steps
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 Annotation = Annotated[
     str | None,
@@ -72,5 +72,5 @@ def critical_path(
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
             output.hint(f"wrote {written}")
-    faults = say_faults(output, analysis, "critical-path")
+    faults = print_faults(output, analysis, "critical-path")
     output.show(lambda _: critical_path_view(path), critical_path_data(path) | {"faults": faults})

@@ -18,7 +18,7 @@ from haiprof.cli.trace_arguments import (
     Window,
     parse_steps,
 )
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 SLOWER = 10
 """Exit status of `--fail-if-slower`, which no error of haiprof has."""
@@ -110,7 +110,7 @@ def trace_diff(
     faults = [
         line
         for analysis in (before, after)
-        for line in say_faults(output, analysis, "kernels", "steps")
+        for line in print_faults(output, analysis, "kernels", "steps")
     ]
     said = verdict(found, tolerance_ratio=tolerance or 0.0)
     output.show(lambda _: diff_view(found, said), diff_data(found, said) | {"faults": faults})

@@ -21,7 +21,7 @@ from haiprof.cli.trace_arguments import (
     parse_cluster,
     parse_steps,
 )
-from haiprof.cli.trace_check import say_faults
+from haiprof.cli.trace_check import print_faults
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.what_if.changes import Change
@@ -103,7 +103,7 @@ def what_if(
     with ReadProgress(quiet=as_json):
         answers = what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
         analysis = TraceQuestions(source, window=window, pool=pool)
-        faults = say_faults(output, analysis, "what-if")
+        faults = print_faults(output, analysis, "what-if")
     output.show(lambda _: what_if_view(answers), what_if_data(answers) | {"faults": faults})
 
 

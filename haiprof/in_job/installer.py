@@ -480,15 +480,15 @@ class Installer:
         state.owner = patches._ident()
         state.stepped, state.slow = True, False
         roots = Registry(lambda _: {}, patches.module_codes, [])
-        outermost = patches.wrap_module_call(_nothing, state, roots, self.is_grad_enabled)
+        outermost = patches.wrap_module_call(_do_nothing, state, roots, self.is_grad_enabled)
         _skip_frame(outermost)
         call = time_call(
-            FORWARD, _nothing, roots.entries, self.is_grad_enabled,
+            FORWARD, _do_nothing, roots.entries, self.is_grad_enabled,
             wrapper=outermost, gate=state, spans=scratch.spans,
         )  # fmt: skip
         target = _Target()
         roots.add(target)
-        bare = _price(_nothing, target)
+        bare = _price(_do_nothing, target)
         span = _price(call, target) - bare
         state.busy = 1
         return max(span, 0.0), max(_price(call, target) - bare, 0.0)
@@ -519,7 +519,7 @@ class _Target:
     _parameters: ClassVar[dict[str, Any]] = {}  # read by torch.profiler where it records modules
 
 
-def _nothing(target: Any) -> None:
+def _do_nothing(target: Any) -> None:
     """Stands for a module's call while a wrapper is timed."""
 
 

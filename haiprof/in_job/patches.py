@@ -101,7 +101,7 @@ class State(Gate):
         """What stands for steps until then."""
         self.stepped = False
         """Whether an optimizer has stepped."""
-        self.trains: Callable[[], None] = _nothing
+        self.trains: Callable[[], None] = _do_nothing
         """Called at the first backward pass or optimizer step."""
         self.inside: frozenset[CodeType] = frozenset()
         """Code that runs within a span: where hooks put in late must not begin."""
@@ -579,7 +579,7 @@ def step_marker(state: State) -> Callable[[], None]:
     return mark
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 

@@ -398,9 +398,9 @@ class Job:
             self._judge(nice=False)
             self._finish(self._verdict)
         if died:
-            self._say_death()
+            self._print_death()
 
-    def _say_death(self) -> None:
+    def _print_death(self) -> None:
         """The cause in one line, after all that the job and the verdict have said."""
         with contextlib.suppress(RunFormatError):
             death = read_json(self.run.verdict_json).get("death")

@@ -79,14 +79,14 @@ class RunCopies:
         last = self._begin(words, background=False)
         status = None if last is None else self._wait(last, deadline_s, asked_to_end)
         if status in _INTERRUPTED:
-            self._say_failure("is not complete, as it was interrupted")
+            self._print_failure("is not complete, as it was interrupted")
 
     def _begin(self, words: list[str], *, background: bool) -> subprocess.Popen[bytes] | None:
         try:
             return self._start(words, background)
         except OSError as error:
             self._next_s = self._clock() + PUT_EVERY_S
-            self._say_failure(f"cannot be put ({error.strerror})")
+            self._print_failure(f"cannot be put ({error.strerror})")
             return None
 
     def _look_after(self, process: subprocess.Popen[bytes]) -> None:
@@ -122,13 +122,13 @@ class RunCopies:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._say_failure(why)
+        self._print_failure(why)
         return None
 
     def _target(self) -> str:
         return mask_text(run_address(self._address, self._run.root.name))
 
-    def _say_failure(self, why: str) -> None:
+    def _print_failure(self, why: str) -> None:
         print_message(f"{self._target()} {why}; the run is in {self._run.root}")
         address = shlex.quote(mask_text(self._address))
         print_message(f"hint: haiprof put {shlex.quote(str(self._run.root))} {address}")

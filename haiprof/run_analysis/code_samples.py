@@ -117,7 +117,7 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
             numbers = grower.add(process)
             stack = numbers[process.stack]
             placed = (
-                _place_training(rank.found, rank.events, process.time_ns)
+                _locate_in_training(rank.found, rank.events, process.time_ns)
                 if process.worker is None
                 else _place_worker(grower, stack)
             )
@@ -200,7 +200,7 @@ def slow_of(found: Segmentation) -> Bools:
     return slow
 
 
-def _place_training(found: Segmentation, events: Spans, time_ns: Ints) -> tuple[Ints, Ints]:
+def _locate_in_training(found: Segmentation, events: Spans, time_ns: Ints) -> tuple[Ints, Ints]:
     """Phase and step of each moment of the training thread."""
     steps = found.steps
     step = _inside(steps.start_ns, steps.end_ns, time_ns)

@@ -12,7 +12,7 @@ from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series, 
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.run_files import RunFiles
-from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 
 BEFORE_NS = 60 * NS_PER_S
 """A caught failure so long before a death is worth a word."""
@@ -149,7 +149,7 @@ def _by_line(
     try:
         if path.stat().st_size > _SNAPSHOT_LIMIT_BYTES:
             return (), str(path)
-        held = held_by_line(read_memory_snapshot(path))
+        held = sum_by_line(read_memory_snapshot(path))
     except (OSError, TraceFormatError):
         return (), None
     own = held.filter(held["device"] == (failed.device or 0)).head(_LINES)

@@ -213,7 +213,7 @@ def failed_allocations(run: RunPaths) -> Iterator[tuple[str, int, GpuOutOfMemory
             yield host, pid, _parse(last, count=max(count, 1))
 
 
-def said_by_torch(message: str) -> GpuOutOfMemory | None:
+def parse_torch_message(message: str) -> GpuOutOfMemory | None:
     """What the text of `torch.OutOfMemoryError` tells; None for another text.
 
     Source: c10/cuda/CUDACachingAllocator.cpp, where it is put together.

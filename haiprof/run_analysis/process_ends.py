@@ -11,7 +11,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.gpu_out_of_memory import (
     GpuOutOfMemory,
     failed_allocations,
-    said_by_torch,
+    parse_torch_message,
 )
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
@@ -120,7 +120,7 @@ class ProcessEnd:
     def ran_out_of_gpu_memory(self) -> bool:
         """Whether the exception that ended it, or one that led to it, says so."""
         errors = self.failure.errors if self.failure is not None else ()
-        return any(said_by_torch(error.message) is not None for error in errors)
+        return any(parse_torch_message(error.message) is not None for error in errors)
 
     @property
     def error(self) -> Error | None:
@@ -192,7 +192,7 @@ def process_ends(files: RunFiles) -> list[ProcessEnd]:
             _take_end(found, node.host, line)
     ends = [ProcessEnd(host=host, pid=pid, uncaught=draft.uncaught, **_known_fields(draft.facts))
             for (host, pid), draft in found.items()]  # fmt: skip
-    ends = [_with_said(end) for end in ends]
+    ends = [_add_torch_numbers(end) for end in ends]
     ends = _place_generations([_without_helpers(end, ends) for end in ends])
     return sorted(ends, key=lambda e: (e.rank is None, e.rank or 0, e.generation, e.host, e.pid))
 
@@ -356,12 +356,12 @@ def _known_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _with_said(end: ProcessEnd) -> ProcessEnd:
-    """What torch's own text tells of GPU memory, where the process itself noted less or nothing."""
+def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
+    """Adds what torch's own text tells of GPU memory, where the process noted less or nothing."""
     if end.failure is None:
         return end
     for error in end.failure.errors:
-        said = said_by_torch(error.message)
+        said = parse_torch_message(error.message)
         if said is None:
             continue
         noted, raised_ns = end.gpu_memory, end.failure.wall_ns or 0

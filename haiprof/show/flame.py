@@ -20,7 +20,7 @@ from haiprof.run_analysis.flame_graph import (
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
 from haiprof.show.page.tables import PageTable, text_table
-from haiprof.show.split import counted_steps
+from haiprof.show.split import select_judged_steps
 from haiprof.show.text import count_text, printable, share_text
 
 RANK_LIMIT = 16
@@ -96,7 +96,7 @@ def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
 
 def flame_source(analyzer: RunFrames, *, run: str = "") -> tuple[FlameSource, list[str]]:
     """The samples of a run in its steps that count, and what was left out of it."""
-    steps = counted_steps(last_attempts(analyzer.steps()))
+    steps = select_judged_steps(last_attempts(analyzer.steps()))
     chosen, count = _chosen_ranks(steps)
     try:
         folder = analyzer.manifest().cwd

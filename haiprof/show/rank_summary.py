@@ -17,7 +17,7 @@ from haiprof.show.overview_series import counters_over_time, lasting_values, ste
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.source import RunData
-from haiprof.show.split import counted_samples, counted_time, phase_split, settled_steps
+from haiprof.show.split import find_judged_time, phase_split, select_judged_samples, settled_steps
 from haiprof.show.summary import rank_steps
 
 SLOWEST_COUNT = 5
@@ -115,8 +115,8 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
     span = time_range(steps, counters)
     split = phase_split(steps)
     counted = settled_steps(steps)
-    samples = counted_samples(counters, counted, ranks)
-    window = counted_time(counted, span)
+    samples = select_judged_samples(counters, counted, ranks)
+    window = find_judged_time(counted, span)
     return OneRankSummary(
         run=run_header(data.run, manifest),
         span=span,

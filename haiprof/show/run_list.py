@@ -50,9 +50,9 @@ class RunEntry:
     step_count: int | None
     """Steps of the rank that has most; None where the ranks cannot be read."""
     died_of: str | None
-    """Why it died, in a word: `exception`, `out of memory`; null where it did not."""
+    """Why it died, in a word: `exception`, `out of memory`; None where it did not."""
     died_rank: int | None
-    """The rank that it began with; null where it is not known, or were several."""
+    """The rank that it began with; None where it is not known, or were several."""
     problem: str | None
     """Why something of it cannot be read."""
     is_counted: bool

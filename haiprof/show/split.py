@@ -15,34 +15,34 @@ def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
     return judged_steps(steps.sort("step"))
 
 
-def counted_steps(steps: pl.DataFrame) -> pl.DataFrame:
+def select_judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
     """The steps of all ranks and attempts that count: warm and not traced."""
     frames = steps.partition_by("rank", "attempt", maintain_order=True)
     return pl.concat([steps.clear(), *map(settled_steps, frames)])
 
 
-def counted_samples(
-    counters: pl.DataFrame, counted: pl.DataFrame, ranks: pl.DataFrame
+def select_judged_samples(
+    counters: pl.DataFrame, judged: pl.DataFrame, ranks: pl.DataFrame
 ) -> pl.DataFrame:
     """Samples of counters while the steps that count ran: not of start-up, nor of a process's end.
 
     Args:
         counters: `Analyzer.counters()`.
-        counted: From `counted_steps`.
+        judged: From `select_judged_steps`.
         ranks: `Analyzer.ranks()`.
     """
-    spans = training_spans(counted.partition_by("rank", "attempt", maintain_order=True))
+    spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
     return training_window(counters, host_windows(spans, ranks))
 
 
-def counted_time(counted: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
+def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
     """From the begin of the first step that counts to the end of the last one.
 
     Args:
-        counted: From `counted_steps`.
+        judged: From `select_judged_steps`.
         whole: Of the run, where no step counts.
     """
-    return time_range(counted, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
+    return time_range(judged, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:

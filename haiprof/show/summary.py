@@ -21,10 +21,10 @@ from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, time_range
 from haiprof.show.source import RunData
 from haiprof.show.split import (
-    counted_samples,
-    counted_steps,
-    counted_time,
+    find_judged_time,
     phase_split,
+    select_judged_samples,
+    select_judged_steps,
     settled_steps,
 )
 from haiprof.show.text import moment_text
@@ -131,12 +131,12 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
     steps, counters, ranks = data.steps(), data.counters(), data.ranks()
     by_rank = steps.partition_by("rank", "attempt", as_dict=True)
     manifest = manifest_or_none(data.run)
-    counted = counted_steps(steps)
-    samples = counted_samples(counters, counted, ranks)
+    counted = select_judged_steps(steps)
+    samples = select_judged_samples(counters, counted, ranks)
     stats = m.metric_stats(samples)
     span = time_range(steps, counters)
     marked_by = untrained_boundary(steps)
-    window = counted_time(counted, span)
+    window = find_judged_time(counted, span)
     return OverviewSummary(
         run=run_header(data.run, manifest),
         span=span,

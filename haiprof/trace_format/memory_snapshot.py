@@ -168,7 +168,7 @@ class _Parser:
         return self._places[id(frames)]
 
 
-def held_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
+def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Memory in use by the line of the job's own code that allocated it.
 
     Args:

@@ -37,7 +37,7 @@ from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.native import NativeColumns
 from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from haiprof.trace_format.merge.inputs import trace_input
 from haiprof.trace_format.merge.rewrite import RankEvents
 from tests.fuzz.scratch import folder, put
@@ -257,7 +257,7 @@ def memory_seeds() -> list[bytes]:
 def read_snapshot(data: bytes) -> object:
     """What `torch.cuda.memory._dump_snapshot` writes."""
     found = read_memory_snapshot(put("snapshot.pickle", data))
-    return held_by_line(found).height > 1, found.events.height > 1, len(found.stacks) > 1
+    return sum_by_line(found).height > 1, found.events.height > 1, len(found.stacks) > 1
 
 
 @cache

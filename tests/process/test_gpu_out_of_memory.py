@@ -10,7 +10,7 @@ import pytest
 
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
-from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from tests.conftest import Once
 from tests.process.jobs import REPOSITORY, Job, run_job
 
@@ -174,6 +174,6 @@ def test_snapshot_opens_in_pytorchs_own_viewer(large_batch: Job) -> None:
     assert f"segments: {read.segments.height}" in seen
     used = sum(b["size"] for s in content["segments"] for b in s["blocks"]
                if b["state"] == "active_allocated")  # fmt: skip
-    assert held_by_line(read)["size_bytes"].sum() == used
+    assert sum_by_line(read)["size_bytes"].sum() == used
     actions = [entry["action"] for entry in content["device_traces"][0]]
     assert read.events["action"].to_list() == actions

@@ -140,11 +140,11 @@ class FilesystemSampler(TableSampler):
         elif mount.type == LUSTRE:
             columns, reading = LUSTRE_COLUMNS, self._lustre_reading(seen)
         else:
-            columns, reading = ALL_COLUMNS, _nothing(ALL_COLUMNS, mount, UNCOUNTED[mount.type])
+            columns, reading = ALL_COLUMNS, _refuse(ALL_COLUMNS, mount, UNCOUNTED[mount.type])
         rest = tuple(name for name in ALL_COLUMNS if name not in columns)
         readings = [reading]
         if rest:
-            readings.append(_nothing(rest, mount, f"a {mount.type} client does not count it"))
+            readings.append(_refuse(rest, mount, f"a {mount.type} client does not count it"))
         details = {"fstype": mount.type, "device": mount.source}
         return Entity(key=(index,), name=mount.point, readings=tuple(readings), details=details)
 
@@ -184,6 +184,6 @@ def _among(seen: _FoundMount, others: Iterable[_FoundMount]) -> bool:
     )
 
 
-def _nothing(columns: Sequence[str], mount: Mount, reason: str) -> Reading:
+def _refuse(columns: Sequence[str], mount: Mount, reason: str) -> Reading:
     why = Unavailable(reason, status="unsupported")
     return refused_reading(columns, f"{mount.type} client", why)

@@ -67,7 +67,7 @@ def _activate_after(loader: Any, watch: Any) -> None:
         _note_failure(error)
 
 
-class _Nothing:
+class _EmptyFinder:
     """Finds no module: what stands in for a finder of our folder, once this file is loaded.
 
     Python would ask the folder's file system at each import of the job, and may wait for it.
@@ -155,5 +155,5 @@ if _RUN and not any(type(finder).__name__ == "_TorchWatch" for finder in sys.met
         _load_hook()
 for _entry in sys.path:
     if _entry.rstrip("/") == _HERE:
-        sys.path_importer_cache[_entry] = _Nothing()  # type: ignore[assignment]
+        sys.path_importer_cache[_entry] = _EmptyFinder()  # type: ignore[assignment]
 _run_shadowed()

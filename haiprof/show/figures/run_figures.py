@@ -15,7 +15,7 @@ from haiprof.show.figures.run_difference import Difference, run_difference_figur
 from haiprof.show.rank_summary import OneRankSummary, one_rank_summary, rank_counters
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.source import RunData
-from haiprof.show.split import counted_samples, counted_steps
+from haiprof.show.split import select_judged_samples, select_judged_steps
 from haiprof.show.summary import OverviewSummary, overview_summary, rank_name, rank_steps
 from haiprof.show.tables.compare import headline, part_name, step_facts
 from haiprof.show.text import count_text, moment_text
@@ -36,10 +36,10 @@ def overview_picture(data: RunData) -> go.Figure:
         HaiprofError: The run cannot be read at all.
     """
     summary = overview_summary(data)
-    counted = counted_steps(data.steps())
+    counted = select_judged_steps(data.steps())
     return overview_figure(
         counted,
-        counted_samples(data.counters(), counted, data.ranks()),
+        select_judged_samples(data.counters(), counted, data.ranks()),
         splits=[(f"rank {rank_name(r)}", r.split_ns) for r in summary.ranks if r.step_count],
         missing=summary.missing,
         title=_title(summary.run, _overview_facts(summary)),
@@ -54,11 +54,11 @@ def one_rank_picture(data: RunData, rank: int) -> go.Figure:
         MissingDataError: The run has no such rank.
     """
     summary = one_rank_summary(data, rank)
-    counted = counted_steps(rank_steps(data.steps(), rank, summary.attempt))
+    counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
     samples = rank_counters(data.counters(), rank, summary.about["host"])
     return one_rank_figure(
         counted,
-        counted_samples(samples, counted, data.ranks()),
+        select_judged_samples(samples, counted, data.ranks()),
         missing=summary.missing,
         title=_title(summary.run, _rank_facts(summary)),
         start_ns=summary.span.start_ns if summary.span else 0,
@@ -67,7 +67,7 @@ def one_rank_picture(data: RunData, rank: int) -> go.Figure:
 
 def rank_map_picture(data: RunData) -> go.Figure | None:
     """All ranks over time as one interactive figure; None where there is no step."""
-    grid = rank_grid(counted_steps(data.steps()))
+    grid = rank_grid(select_judged_steps(data.steps()))
     if grid is None:
         return None
     header = run_header(data.run, manifest_or_none(data.run))

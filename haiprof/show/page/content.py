@@ -32,7 +32,7 @@ from haiprof.show.page.tables import PageTable
 from haiprof.show.page.trace_sections import TraceSections, trace_sections
 from haiprof.show.run_header import RunHeader
 from haiprof.show.series import TimeRange
-from haiprof.show.split import counted_samples, counted_steps
+from haiprof.show.split import select_judged_samples, select_judged_steps
 from haiprof.show.summary import OverviewSummary, overview_summary
 
 
@@ -86,14 +86,14 @@ def page_content(
     verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
     summary = overview_summary(analyzer, with_series=False)
     steps, late = analyzer.steps(), analyzer.lateness()
-    judged = counted_steps(steps)
+    judged = select_judged_steps(steps)
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None)
     traces = trace_sections(analyzer.run, read=read_traces)
     memory = memory_part(
         analyzer,
-        counted_samples(analyzer.counters(), judged, analyzer.ranks()),
+        select_judged_samples(analyzer.counters(), judged, analyzer.ranks()),
         missing=summary.missing,
         traced=bool(traces.memory),
         start_ns=time_start_ns(summary),
@@ -144,7 +144,7 @@ def _data(
     """What the figures are drawn of."""
     steps, counters = analyzer.steps(), analyzer.counters()
     start_ns = time_start_ns(summary)
-    grid = rank_grid(counted_steps(steps))
+    grid = rank_grid(select_judged_steps(steps))
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,

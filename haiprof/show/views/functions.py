@@ -143,7 +143,7 @@ def _report(report: FunctionReport, rank_count: int, *, brief: bool) -> Iterator
     """Meaning first, then tables; of all five only what differs and what bounds most."""
     share = report.facts["bottleneck"]["median"]
     title = report.title if share is None else f"{report.title}: {ratio_text(share)} of the time"
-    yield section(title, *bullets(report.meaning or _nothing(report)))
+    yield section(title, *bullets(report.meaning or _explain_no_findings(report)))
     limit = _LIMIT if brief else 4 * _LIMIT
     for name, table, columns in shown_tables(report, rank_count):
         if not (brief and name == RANKS):
@@ -179,7 +179,7 @@ def _left_out(reports: Sequence[FunctionReport]) -> list[str]:
     return [f"{report.title}: {report.missing[0]}" for report in reports if report.missing]
 
 
-def _nothing(report: FunctionReport) -> tuple[str, ...]:
+def _explain_no_findings(report: FunctionReport) -> tuple[str, ...]:
     return ("nothing abnormal",) if not report.tables[FUNCTIONS].is_empty() else ()
 
 

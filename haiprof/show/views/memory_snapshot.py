@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.views.blocks import section
-from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 
 _DEVICES = (
     ("device", "GPU"), ("reserved_bytes", "reserved"), ("allocated_bytes", "allocated"),
@@ -71,7 +71,7 @@ def snapshot_answers(path: Path) -> SnapshotAnswers:
         line=pl.col("stack").replace_strict(places, default=None, return_dtype=pl.String)
     )
     total = pl.col("size_bytes").sum().over("device")
-    by_line = held_by_line(found).with_columns(share_ratio=pl.col("size_bytes") / total)
+    by_line = sum_by_line(found).with_columns(share_ratio=pl.col("size_bytes") / total)
     return SnapshotAnswers(
         devices=devices,
         by_line=by_line,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
-from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, said_by_torch
+from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.unit.analysis.test_deaths import T0, Job, S, found
@@ -148,11 +148,14 @@ def test_torchs_own_text_is_enough_for_the_numbers(job: Job) -> None:
 
 
 def test_texts_of_other_torches_and_others_are_taken_as_far_as_they_go() -> None:
-    old = said_by_torch(OLD_TEXT)
+    old = parse_torch_message(OLD_TEXT)
     assert old is not None
     assert (old.requested_bytes, old.allocated_bytes) == (GIB, None)
-    assert said_by_torch("DefaultCPUAllocator: not enough memory: you tried to allocate 8") is None
-    assert said_by_torch("HIP out of memory. Tried to allocate 512 bytes.") == GpuOutOfMemory(
+    assert (
+        parse_torch_message("DefaultCPUAllocator: not enough memory: you tried to allocate 8")
+        is None
+    )
+    assert parse_torch_message("HIP out of memory. Tried to allocate 512 bytes.") == GpuOutOfMemory(
         requested_bytes=512
     )
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 from haiprof.base.errors import TraceFormatError
 from haiprof.cli import main
-from haiprof.trace_format.memory_snapshot import held_by_line, read_memory_snapshot
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from haiprof.trace_format.plain_pickle import read_plain_pickle
 
 
@@ -70,7 +70,7 @@ def test_segments_alone_are_a_snapshot_too(tmp_path: Path, allocator: Allocator)
 def test_memory_is_told_by_line_and_what_is_older_apart(
     tmp_path: Path, allocator: Allocator
 ) -> None:
-    held = held_by_line(read_memory_snapshot(write(tmp_path / "s.pickle", allocator.snapshot())))
+    held = sum_by_line(read_memory_snapshot(write(tmp_path / "s.pickle", allocator.snapshot())))
     assert held["size_bytes"].sum() == allocator.allocated
     assert held.filter(held["line"].is_null())["size_bytes"].to_list() == [4 * MIB]
     (line,) = held["line"].drop_nulls()
@@ -161,7 +161,7 @@ def test_odd_fields_are_missing_and_no_error(tmp_path: Path) -> None:
     found = read_memory_snapshot(write(tmp_path / "s.pickle", {"segments": [segment]}))
     assert found.segments["address"].to_list() == [None]
     assert found.stacks == ((),)
-    assert held_by_line(found).is_empty()
+    assert sum_by_line(found).is_empty()
 
 
 def test_value_that_pickle_itself_reads_is_the_same(allocator: Allocator) -> None:
