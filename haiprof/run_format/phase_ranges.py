@@ -50,5 +50,5 @@ def parse_ranges(packed: object, *, since_ns: object) -> list[PhaseRange]:
             )
             for place, start, duration in rows[:LIMIT]
         ]
-    except (ValueError, TypeError, IndexError, KeyError):
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return []
