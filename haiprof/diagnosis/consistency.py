@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from haiprof.diagnosis.causes import PHASE_RULES, STANDSTILL
 from haiprof.diagnosis.finding import SEVERITIES, Finding
 
+SHARE_OF_USUAL = "the same, share of the step"
+"""Of a finding's evidence: the one before it, of the usual step; all of it where that is longer."""
 _SLACK = 1e-6
 
 
@@ -35,6 +38,11 @@ def _impossible(finding: Finding, split: Mapping[str, float | None], whole: floa
         value = evidence.value
         if evidence.unit == "ratio" and value is not None and not -_SLACK <= value <= 1 + _SLACK:
             yield f"{evidence.name} would be {value:.3g} of its whole"
+    for part, share in pairwise(finding.evidence):
+        if share.name == SHARE_OF_USUAL and whole and None not in (part.value, share.value):
+            known = min((part.value or 0.0) / whole, 1.0)
+            if abs((share.value or 0.0) - known) > _SLACK:
+                yield f"{part.name} would be {share.value:.3g} of a step, and is {known:.3g}"
     phase = PHASE_RULES.get(finding.rule)
     device = any("(device time)" in evidence.name for evidence in finding.evidence)
     if phase is None or device or lost is None or not whole:

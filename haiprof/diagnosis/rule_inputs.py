@@ -138,6 +138,12 @@ class RuleInputs:
         return self.by_rank[rank]
 
     @property
+    def usual_step_ns(self) -> float:
+        """The usual step, which the verdict's bar shows: shares on a card are of this one."""
+        split = usual_split(self.of_rank(typical_rank(self)))
+        return sum(ns or 0.0 for ns in split.values())
+
+    @property
     def is_short(self) -> bool:
         """Whether the judged steps took less time than it takes to know anything of the cores."""
         if not self.steps.height:

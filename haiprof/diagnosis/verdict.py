@@ -55,7 +55,7 @@ class Verdict:
     ranks: tuple[int, ...]
     """Ranks that have steps."""
     findings: tuple[Finding, ...]
-    """The weightiest first, each right before what it explains."""
+    """The weightiest first, each before what it explains."""
     abstained: tuple[tuple[str, str], ...]
     """(rule, why it could not be judged)."""
     not_measured: tuple[tuple[str, str], ...]

@@ -47,8 +47,8 @@ def late_rank(inputs: RuleInputs) -> Judgement:
     if not known.height:
         return Abstention(rule=RULE, why="no collectives that ranks have in common were recorded")
     worst = known.row(0, named=True)
-    step_ns = median(inputs.steps["step_ns"])
-    if step_ns is None or worst["step_count"] < MIN_STEPS:
+    step_ns = inputs.usual_step_ns
+    if not step_ns or worst["step_count"] < MIN_STEPS:
         return Abstention(rule=RULE, why="too few steps with collectives")
     share = min(worst["late_ns_per_step"] / step_ns, 1.0)
     if share < RANK_EXCESS_WARNING_RATIO:
@@ -90,9 +90,10 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
     others = inputs.lateness.filter((pl.col("group") == worst["group"]) & (pl.col("rank") != rank))[
         "late_ns_per_step"
     ].max()
+    of_median = min(late / max(median(inputs.steps["step_ns"]) or 0.0, 1.0), 1.0)  # as waits are
     alone = str(kind).lower().replace("_", "") in _FROM_ONE
     title = f"rank {rank} prepares alone what the others wait for" if alone else (
-        f"rank {rank} is slow {_where(inputs, rank, late, share)}"
+        f"rank {rank} is slow {_where(inputs, rank, late, of_median)}"
     )  # fmt: skip
     gpu = "its GPU's clock and temperature, " if inputs.uses_gpu else ""
     steady = float(str(worst["last_ratio"])) >= STEADILY_LAST_RATIO
@@ -101,7 +102,7 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
     sure = 0.85 if count >= CRITICAL_MIN_STEPS else 0.6
     return Finding(
         rule=RULE,
-        title=f"{title}: it begins {kind} "
+        title=f"{title}{'' if always else ' at times'}: it begins {kind} "
         f"{duration_text(late)} ({ratio_text(share)} of the step) later than the others",
         evidence=(
             Evidence(name=f"rank {rank}: lateness per step", value=late, unit="ns"),
@@ -123,7 +124,7 @@ def _finding(inputs: RuleInputs, worst: dict[str, object], share: float) -> Find
         lost_ratio=min(share, 1.0),
         cause=None if always else "now_and_then",
         rank=rank,
-        explains=_consequences(inputs, rank, share),
+        explains=_consequences(inputs, rank, of_median),
     )
 
 

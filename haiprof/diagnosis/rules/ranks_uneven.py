@@ -55,10 +55,9 @@ def _judge(inputs: RuleInputs, work: RankWork, *, since: int | None, part: float
         part: Their share of the run's time.
     """
     excess = np.median(beyond_typical(work.whole), axis=1)
-    shares = excess / max(work.step_ns.mean(), 1.0)
     slow = np.flatnonzero(steadily_slow(work))
     place = int(slow[excess[slow].argmax()])
-    share = float(shares[place])
+    share = min(float(excess[place]) / max(inputs.usual_step_ns, 1.0), 1.0)
     by_phase = {
         name: float(np.median(beyond_typical(times)[place]))
         for name, times in zip(work.own, work.phases, strict=True)

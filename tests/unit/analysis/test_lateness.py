@@ -185,6 +185,27 @@ def test_rank_is_late_now_and_then_where_others_are_late_for_as_long(
         write_dump(RunPaths(root).rank(rank).collectives(7), entries)
     found = {f.rule: f for f in diagnose(Analyzer(root)).findings}["late_rank"]
     assert (found.rank, found.cause) == (1, cause)
+    assert found.title.startswith("rank 1 is slow inside backward at times: ") is (
+        cause is not None
+    )
+
+
+def test_lateness_is_told_as_a_share_of_the_step_that_the_bar_shows(tmp_path: Path) -> None:
+    """Each fourth step waits for batches, so that the usual step is longer than the median one."""
+    root = write_story(
+        tmp_path / "run", lambda _, n: (1 if n % 4 else 161, 10, 60, 2), ranks=2, noise=0
+    )
+    steps = Analyzer(root).steps().filter(pl.col("rank") == 0)["start_ns"].to_list()
+    for rank in range(2):
+        entries = [
+            entry(n, at + ((30 if n % 4 else 190) + 25 * rank) * NS_PER_MS)
+            for n, at in enumerate(steps)
+        ]
+        write_dump(RunPaths(root).rank(rank).collectives(7), entries)
+    verdict = diagnose(Analyzer(root))
+    found = {f.rule: f for f in verdict.findings}["late_rank"]
+    assert found.lost_ratio == pytest.approx(25 / 113, abs=0.01)
+    assert found.lost_ratio == pytest.approx(25 * NS_PER_MS / (verdict.step_ns or 1))
 
 
 @pytest.mark.parametrize(("wait", "cause"), [(0.42, "waits_for_cores"), (0.35, None)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S, ratio_text
 from haiprof.diagnosis.causes import CONTRADICTIONS, PHASE_RULES, STANDSTILL, in_order, severity_of
-from haiprof.diagnosis.consistency import impossible_findings, is_in_order
+from haiprof.diagnosis.consistency import SHARE_OF_USUAL, impossible_findings, is_in_order
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Evidence, Finding
 from haiprof.diagnosis.verdict import Verdict
@@ -186,6 +186,14 @@ def test_what_is_milder_is_noticed_above_what_is_graver() -> None:
 
 def test_one_event_is_a_note_however_long_it_took() -> None:
     assert severity_of(a_finding(lost_ratio=0.9, is_one_event=True)) == "info"
+
+
+def test_share_of_another_step_than_the_bars_is_noticed() -> None:
+    late = Evidence(name="lateness per step", value=30.0, unit="ns")
+    for value, is_so in ((0.3, True), (0.4, False)):
+        share = Evidence(name=SHARE_OF_USUAL, value=value, unit="ratio")
+        found = impossible_findings([a_finding(evidence=(late, share))], {"backward": 100.0})
+        assert (found == {}) is is_so, found
 
 
 def test_part_above_its_whole_is_noticed() -> None:

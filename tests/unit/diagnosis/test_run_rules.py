@@ -701,6 +701,19 @@ def test_slow_rank_is_not_called_uneven_data(root: Path) -> None:
     assert rules(verdict_of(root, times, ranks=4)) == ["ranks_uneven"]
 
 
+def test_slow_rank_is_told_as_a_share_of_the_step_that_the_bar_shows(root: Path) -> None:
+    """Two stalls of a second make the mean step longer than the usual one."""
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        slow_ms = 10.0 * rank
+        return (0.2, 5.0 + slow_ms, 1000.0 if step in (30, 40) else 20.0 - slow_ms, 2.0)
+
+    verdict = verdict_of(root, times, ranks=2, noise=0.0, steps=100)
+    finding = found(verdict, "ranks_uneven")
+    assert finding.lost_ratio == pytest.approx(10.0 / 28.0, abs=0.01)
+    assert finding.lost_ratio == pytest.approx(10.0 * NS_PER_MS / (verdict.step_ns or 1), abs=1e-3)
+
+
 def test_two_slow_ranks_are_both_named_and_no_uneven_data(root: Path) -> None:
     times = lambda rank, step: (  # noqa: E731
         (0.2, 9.0 if rank == 1 else 8.9, 10.0, 2.0) if rank in (1, 4) else (0.2, 5.0, 14.0, 2.0)
