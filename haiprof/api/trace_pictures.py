@@ -144,5 +144,7 @@ class ShownTraces(TraceQuestions):
         from haiprof.show.page.trace_page import trace_page_html
         from haiprof.trace_analysis.report import standard_report
 
-        report = standard_report(self.path, steps=steps, window=self._window, pool=self._pool)
+        report = standard_report(
+            self.path, steps=steps, window=self._window, named=self._named, pool=self._pool
+        )
         return write_text(Path(path), trace_page_html(report, self))

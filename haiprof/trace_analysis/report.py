@@ -22,6 +22,7 @@ from haiprof.trace_analysis.kernels import across_ranks, kernels
 from haiprof.trace_analysis.launches import launch_summary
 from haiprof.trace_analysis.overlap import kernel_types, overlap
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
+from haiprof.trace_analysis.questions.base import NamedFiles
 from haiprof.trace_analysis.queue import full_queue, queue_length_summary
 from haiprof.trace_analysis.report_cache import CacheEntry, cache_entry, read_answers, store_answers
 from haiprof.trace_analysis.step_time import step_time_breakdown
@@ -133,6 +134,7 @@ def standard_report(
     steps: Steps = None,
     rank: int | None = None,
     window: int | None = None,
+    named: NamedFiles | None = None,
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> TraceReport:
@@ -143,6 +145,7 @@ def standard_report(
         steps: First profiler step and the one after the last; None takes all.
         rank: Only this one; None takes all.
         window: Of a run with several trace windows: which, by start, from 0; None takes the last.
+        named: These files alone, as for `RankTraces`.
         pool: Where ranks without cached answers are read; None takes local processes where the
             files are large.
         progress: Called with how many files are done.
@@ -151,7 +154,8 @@ def standard_report(
         TraceFormatError: There is no trace, one cannot be read, or two are of one rank.
         MissingDataError: There is no such rank, or none of these steps.
     """
-    files = window_files(path, window)
+    asked = TraceQuestions(path, pool=pool, window=window, named=named)
+    files = asked.paths()
     reduced = files[0].name.endswith(SUMMARY_SUFFIX)
     if reduced:
         steps, visits = _read_summaries(files, steps)
@@ -160,10 +164,10 @@ def standard_report(
     else:
         pool = pool or default_pool(files)
         if rank is not None:
-            files = [_file_of_rank(TraceQuestions(path, pool=pool, window=window), rank)]
+            files = [_file_of_rank(asked, rank)]
         visits = _visit_files(files, steps, pool, progress)
     if rank is None:
-        analysis = VisitedTraces(path, visits, steps, window=window)
+        analysis = VisitedTraces(path, visits, steps, window=window, named=named)
     else:
         visit = visits[files[0]]
         visit[trace_file] = replace(visit[trace_file], rank=rank)  # the file itself may not say it
@@ -275,6 +279,7 @@ class VisitedTraces(TraceQuestions):
         visits: The answers, by file.
         steps: The steps that were asked for.
         window: As for `standard_report`.
+        named: As for `standard_report`.
     """
 
     def __init__(
@@ -284,8 +289,9 @@ class VisitedTraces(TraceQuestions):
         steps: Steps,
         *,
         window: int | None = None,
+        named: NamedFiles | None = None,
     ) -> None:
-        super().__init__(path, window=window)
+        super().__init__(path, window=window, named=named)
         self._visits = visits
         self.steps = steps
         self.lacking: dict[Path, MissingDataError] = {}

@@ -22,11 +22,20 @@ from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_f
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 Steps = tuple[int, int] | None
+NamedFiles = Mapping[int, Path] | tuple[Path, ...]
+"""Files by rank, or files that state their ranks."""
 _Result = TypeVar("_Result")
 
 
 class RankTraces:
-    """The traces of a job by rank, and how a question is asked of each of them."""
+    """The traces of a job by rank, and how a question is asked of each of them.
+
+    Args:
+        path: As for `TraceQuestions`; with `named`, where these files are.
+        pool: As for `TraceQuestions`.
+        window: As for `TraceQuestions`.
+        named: These files and no others: by rank, or each of the rank that it states.
+    """
 
     def __init__(
         self,
@@ -34,8 +43,10 @@ class RankTraces:
         *,
         pool: Pool | None = None,
         window: int | None = None,
+        named: NamedFiles | None = None,
     ) -> None:
         self.path = Path(path)
+        self._named = named
         self._window = window
         self._pool = pool
 
@@ -67,17 +78,26 @@ class RankTraces:
         Raises:
             TraceFormatError: There is none, one cannot be read, or two are of one rank.
         """
-        paths = window_files(self.path, self._window)
+        paths = self.paths()
         if is_reduced_to_functions(paths):
             from haiprof.trace_analysis.patterns.pattern_file import read_pattern
 
             return by_rank(read_pattern(path).file for path in paths)
         found = self._ask(trace_file, paths, {})
-        return by_rank(replace(f, path=path) for f, path in zip(found, paths, strict=True))
+        files = [replace(f, path=path) for f, path in zip(found, paths, strict=True)]
+        if isinstance(self._named, Mapping):
+            files = [replace(f, rank=rank) for rank, f in zip(self._named, files, strict=True)]
+        return by_rank(files)
+
+    def paths(self) -> list[Path]:
+        """The files, one per rank."""
+        if self._named is None:
+            return window_files(self.path, self._window)
+        return list(self._named.values() if isinstance(self._named, Mapping) else self._named)
 
     def size_bytes(self) -> int:
         """Total size of the files on disk."""
-        return sum(path.stat().st_size for path in window_files(self.path, self._window))
+        return sum(path.stat().st_size for path in self.paths())
 
     def load_report(self) -> pl.DataFrame:
         """What was read of each file, and what not: `haiprof.trace_analysis.files`.
@@ -139,5 +159,5 @@ class RankTraces:
     ) -> list[_Result]:
         """The answer of each file, in order."""
         if self._pool is None:
-            self._pool = default_pool(window_files(self.path, self._window))
+            self._pool = default_pool(self.paths())
         return self._pool.map(question, paths, options, progress)

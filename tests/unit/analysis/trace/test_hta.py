@@ -9,6 +9,7 @@ import json
 import re
 from enum import Flag, auto
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -228,6 +229,44 @@ def test_names_of_hta_work_where_they_are_asked_for(folder: Path) -> None:
         TraceAnalysis(folder).get_temporal_breakdown  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match="get_nothing"):
         analysis.get_nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_arguments_of_htas_constructor_name_the_traces(folder: Path, tmp_path: Path) -> None:
+    expected = TraceAnalysis(folder, compat="hta").get_temporal_breakdown()  # type: ignore[attr-defined]
+    first, second = (folder / f"rank{rank}.json" for rank in (0, 1))
+    (folder / "not a rank.json").write_text(
+        first.read_text()
+    )  # which a folder would be refused for
+    ways: list[dict[str, Any]] = [
+        {"trace_files": {1: str(second), 0: first}},
+        {"trace_files": {0: "rank0.json", 1: "rank1.json"}, "trace_dir": str(folder)},
+        {"trace_files": [str(second), str(first)], "include_last_profiler_step": True},
+    ]
+    for way in ways:
+        analysis = TraceAnalysis(**way)
+        assert analysis.get_temporal_breakdown().equals(expected)  # type: ignore[attr-defined]
+        assert list(analysis.files) == [0, 1]
+    page = TraceAnalysis(**ways[0]).write_page(tmp_path / "page.html").read_text()
+    assert "2 ranks" in page
+    (folder / "not a rank.json").unlink()
+    by_folder = TraceAnalysis(trace_dir=str(folder))
+    assert by_folder.get_temporal_breakdown().equals(expected)  # type: ignore[attr-defined]
+    assert list(TraceAnalysis({5: first}).kernel_breakdown()["rank"].unique()) == [5]
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({}, "no traces given"),
+        ({"path": "a", "trace_dir": "b"}, "both path and HTA's arguments"),
+        ({"trace_files": {}}, "expected files"),
+        ({"trace_files": "rank0.json"}, "expected files"),
+        ({"trace_dir": "b", "include_last_profiler_step": False}, "no step is left out"),
+    ],
+)
+def test_arguments_that_name_no_traces_are_told(way: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TraceAnalysis(**way)
 
 
 def test_methods_without_a_table_of_hta(folder: Path) -> None:
