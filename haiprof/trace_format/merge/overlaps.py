@@ -142,11 +142,11 @@ def _lanes_of(events: pl.DataFrame) -> Ints:
     found = np.zeros(len(starts), dtype=np.int64)
     if (starts[1:] >= np.maximum.accumulate(ends)[:-1]).all():
         return found
-    found[:] = list(_place(zip(starts.tolist(), ends.tolist(), strict=True)))
+    found[:] = list(_choose_lanes(zip(starts.tolist(), ends.tolist(), strict=True)))
     return found
 
 
-def _place(spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+def _choose_lanes(spans: Iterable[tuple[int, int]]) -> Iterator[int]:
     """Yields the first lane in which each span stands alone or within another one."""
     lanes: list[list[int]] = []
     for start, end in spans:
