@@ -2,154 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from haiprof.base.errors import UsageError
-from haiprof.base.safe_files import make_named_folder
-from haiprof.base.units import NS_PER_US
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
 
-if TYPE_CHECKING:
-    import polars as pl
-
-    from haiprof.trace_analysis.temporal import Steps
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What may be set of a table; None is the default of the question."""
-
-    num_kernels: int | None = None
-    duration_ratio: float | None = None
-    runtime_cutoff: float | None = None
-    launch_delay_cutoff: float | None = None
-    operator: str | None = None
-    min_length: int | None = None
-    top: int | None = None
-    output: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """One table: how it is asked for, and which limits it takes."""
-
-    ask: Callable[[TraceQuestions, Steps, Limits], pl.DataFrame]
-    columns: tuple[tuple[str, str], ...]
-    """What people see of it, with its heading; scripts get all."""
-    named_by: str = "name"
-    """The column that may be cut where a line is too short."""
-    limits: tuple[str, ...] = ()
-
-
-def _kernels(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    return traces.kernel_breakdown(
-        steps, num_kernels=limits.num_kernels, duration_ratio=limits.duration_ratio
-    )
-
-
-def _cutoffs(limits: Limits) -> tuple[int, int]:
-    """Of runtime and launch delay in ns."""
-    from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
-
-    runtime, delay = limits.runtime_cutoff, limits.launch_delay_cutoff
-    return (
-        RUNTIME_CUTOFF_NS if runtime is None else round(runtime * NS_PER_US),
-        LAUNCH_DELAY_CUTOFF_NS if delay is None else round(delay * NS_PER_US),
-    )
-
-
-def _launches(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    runtime, delay = _cutoffs(limits)
-    return traces.launch_summary(steps, runtime_cutoff_ns=runtime, launch_delay_cutoff_ns=delay)
-
-
-def _single_launches(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    runtime, delay = _cutoffs(limits)
-    return traces.launch_statistics(steps, runtime_cutoff_ns=runtime, launch_delay_cutoff_ns=delay)
-
-
-def _sequences(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    from haiprof.trace_analysis.sequences import MIN_PATTERN_LENGTH, TOP_K
-
-    if limits.operator is None:
-        raise UsageError("trace-table sequences: of which operator?", hint="--operator layer_norm")
-    return traces.kernel_sequences(
-        limits.operator, steps, min_pattern_length=limits.min_length or MIN_PATTERN_LENGTH,
-        top_k=limits.top or TOP_K,
-    )  # fmt: skip
-
-
-def _counters(traces: TraceQuestions, steps: Steps, limits: Limits) -> pl.DataFrame:
-    if steps is not None:
-        raise UsageError("trace-table counter-traces: each trace is written whole, without --steps")
-    if limits.output is not None:
-        make_named_folder(limits.output)
-    return traces.write_counter_traces(limits.output)
-
-
-_CUTOFFS = ("runtime_cutoff", "launch_delay_cutoff")
-_TIMES = (("count", "calls"), ("sum_ns", "time"), ("mean_ns", "mean"), ("max_ns", "longest"))
-TABLES: Mapping[str, Table] = {
-    "kernels": Table(
-        ask=_kernels,
-        columns=(("rank", "rank"), ("kind", "kind"), ("name", "kernel"), *_TIMES,
-                 ("kind_ratio", "of its kind")),
-        limits=("num_kernels", "duration_ratio"),
-    ),
-    "launches": Table(
-        ask=_launches,
-        columns=(("rank", "rank"), ("name", "call"), ("launch_count", "calls"),
-                 ("cpu_duration_median_ns", "median"), ("runtime_outlier_count", "long"),
-                 ("launch_delay_median_ns", "delay"), ("launch_delay_outlier_count", "delayed"),
-                 ("short_count", "short kernels")),
-        named_by="call",
-        limits=_CUTOFFS,
-    ),
-    "single-launches": Table(
-        ask=_single_launches,
-        columns=(("rank", "rank"), ("name", "kernel"), ("cpu_duration_ns", "call took"),
-                 ("launch_delay_ns", "delay"), ("gpu_duration_ns", "kernel took"),
-                 ("is_short", "short"), ("is_runtime_outlier", "long"),
-                 ("is_launch_delay_outlier", "delayed")),
-        named_by="kernel",
-        limits=_CUTOFFS,
-    ),
-    "annotations": Table(
-        ask=lambda traces, steps, _: traces.annotation_breakdown(steps),
-        columns=(("rank", "rank"), ("category", "category"), ("name", "range"), *_TIMES,
-                 ("covered_ns", "covered")),
-    ),
-    "annotation-kernels": Table(
-        ask=lambda traces, steps, _: traces.annotation_kernels(steps),
-        columns=(("rank", "rank"), ("annotation", "range"), ("name", "kernel"), *_TIMES),
-    ),
-    "sequences": Table(
-        ask=_sequences,
-        columns=(("rank", "rank"), ("name", "sequence"), ("count", "calls"),
-                 ("kernel_count", "kernels"), ("gpu_duration_ns", "GPU"),
-                 ("cpu_duration_ns", "host")),
-        named_by="pattern",
-        limits=("operator", "min_length", "top"),
-    ),
-    "counter-traces": Table(
-        ask=_counters,
-        columns=(("rank", "rank"), ("name", "file"), ("counter_event_count", "counter events")),
-        named_by="path",
-        limits=("output",),
-    ),
-}  # fmt: skip
-_ROWS = 40
+NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-kernels",
+         "sequences", "counter-traces")  # fmt: skip
+"""As `show.views.trace_table.TABLES` has them."""
 
 Name = Annotated[
-    str, typer.Argument(metavar="TABLE", help=", ".join(TABLES), show_default=False)
+    str, typer.Argument(metavar="TABLE", help=", ".join(NAMES), show_default=False)
 ]  # fmt: skip
 Kernels = Annotated[
     int | None,
@@ -226,6 +93,7 @@ def trace_table(
 
       haiprof trace-table counter-traces traces/ -o with-counters
     """
+    from haiprof.show.views.trace_table import Limits, table_of, table_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
 
     limits = Limits(
@@ -233,36 +101,14 @@ def trace_table(
         launch_delay_cutoff=launch_delay_cutoff, operator=operator, min_length=min_length,
         top=top, output=output,
     )  # fmt: skip
-    chosen = _table_of(table, limits)
+    chosen = table_of(table, limits)
     questions = TraceQuestions(traces, window=window)
     with ReadProgress(quiet=as_json):
         found = chosen.ask(questions, parse_steps(steps), limits)
     if csv:
         typer.echo(found.write_csv(), nl=False)
         return
-    _show(found, table, traces, Output(json=as_json))
-
-
-def _table_of(name: str, limits: Limits) -> Table:
-    """The table; raises UsageError for another name, and for a limit that it does not take."""
-    if name not in TABLES:
-        raise UsageError(f"trace-table: no table {name}", hint=f"one of {', '.join(TABLES)}")
-    for field in fields(Limits):
-        if getattr(limits, field.name) is not None and field.name not in TABLES[name].limits:
-            option = field.name.replace("_", "-")
-            takes = [other for other, each in TABLES.items() if field.name in each.limits]
-            raise UsageError(f"trace-table {name}: takes no --{option}",
-                             hint=f"--{option} goes with {', '.join(takes)}")  # fmt: skip
-    return TABLES[name]
-
-
-def _show(found: pl.DataFrame, name: str, traces: Path, output: Output) -> None:
-    from rich.console import Group
-
-    from haiprof.show.tables.frame_table import frame_table
-
-    shown = found.rename({TABLES[name].named_by: "name"})
-    output.show(
-        lambda _: Group(*frame_table(shown, TABLES[name].columns, limit=_ROWS)),
-        {"path": str(traces), "table": name, "rows": found.to_dicts()},
+    Output(json=as_json).show(
+        lambda _: table_view(found, chosen),
+        {"path": str(traces), "table": table, "rows": found.to_dicts()},
     )

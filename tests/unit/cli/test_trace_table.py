@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from haiprof.cli import main
+from haiprof.cli.trace_table import NAMES
+from haiprof.show.views.trace_table import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 
 
@@ -41,6 +43,10 @@ def rows(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, A
     assert main(["trace-table", *map(str, words), "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return found
+
+
+def test_help_names_the_tables_that_there_are() -> None:
+    assert tuple(TABLES) == NAMES
 
 
 def test_kernels_are_limited_by_number_and_by_share(
