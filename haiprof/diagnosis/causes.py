@@ -91,7 +91,7 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         replace(f, severity=_severity(f, by_weight, cause_of), explained_by=cause_of.get(f.rule))
         for f in by_weight
     ]
-    return tuple(_placed(sorted(raised, key=_weight)))
+    return tuple(_arrange(sorted(raised, key=_weight)))
 
 
 def _set_weight(finding: Finding) -> Finding:
@@ -125,7 +125,7 @@ def _severity(
     return min(family, key=SEVERITIES.index)
 
 
-def _placed(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _arrange(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Each consequence behind its cause, as near as those that are graver leave it.
 
     Args:
