@@ -35,15 +35,18 @@ def torchrun(ranks: int, *words: str) -> list[str]:
     return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *words]
 
 
-def within(seconds: float, condition: Callable[[], _Found | None]) -> _Found:
-    """What the condition gave once it gave something."""
-    limit = time.monotonic() + seconds
+def within(
+    seconds: float, condition: Callable[[], _Found | None], what: str = "the condition"
+) -> _Found:
+    """What the condition gave once it gave something; `what` is named where it never did."""
+    limit, pause_s = time.monotonic() + seconds, 0.01
     while time.monotonic() < limit:
         found = condition()
         if found:
             return found
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.2)
+    raise AssertionError(f"{what}: not within {seconds} s")
 
 
 class LiveJob:

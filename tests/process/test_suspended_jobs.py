@@ -14,7 +14,8 @@ import pytest
 from haiprof import Analyzer
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import REPOSITORY, environment
-from tests.security.launched import Launched, within
+from tests.process.live import within
+from tests.security.launched import LIMIT_S, Launched
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,11 @@ def ranks(folder: Path) -> Launched:
 
 def recorded(one: Launched) -> None:
     """Waits until both ranks write."""
-    within(lambda: len(list(one.logs.glob("*/ranks/*/phases.rec"))) == 2, "both ranks' records")
+    within(
+        LIMIT_S,
+        lambda: len(list(one.logs.glob("*/ranks/*/phases.rec"))) == 2,
+        "both ranks' records",
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,9 @@ def test_slurm_suspends_resumes_and_cancels(tmp_path: Path) -> None:
     def submit(out: str) -> str:
         haiprof = f"exec {sys.executable} -m haiprof --quiet --log-dir {folder}/logs count.py"
         number = ask("sbatch", "--parsable", "-o", out, "-e", "err", "--wrap", haiprof)
-        within(lambda: (folder / out).exists() and "ready" in (folder / out).read_text(), out)
+        within(
+            LIMIT_S, lambda: (folder / out).exists() and "ready" in (folder / out).read_text(), out
+        )
         return number
 
     def left() -> list[int]:
@@ -115,11 +122,11 @@ def test_slurm_suspends_resumes_and_cancels(tmp_path: Path) -> None:
     ask("scontrol", "suspend", number)
     time.sleep(1.2)
     ask("scontrol", "resume", number)
-    within(lambda: not ask("squeue", "-h", "-j", number), "the end of the job")
+    within(LIMIT_S, lambda: not ask("squeue", "-h", "-j", number), "the end of the job")
     assert "ExitCode=3:0" in ask("scontrol", "show", "job", number)
     assert (folder / "suspended").read_text().endswith("done\n")
     ask("scancel", submit("cancelled"))
-    within(lambda: not left(), "the end of the cancelled job")
+    within(LIMIT_S, lambda: not left(), "the end of the cancelled job")
     assert "done" not in (folder / "cancelled").read_text()
 
 

@@ -8,18 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from tests.process.jobs import environment
+from tests.process.live import within
 
 LIMIT_S = 120.0
-_Found = TypeVar("_Found")
 
 COUNTS = """
 import os, signal, sys, time
@@ -37,17 +35,6 @@ print("done", flush=True)
 sys.exit(int(sys.argv[1]))
 """
 """Counts until a file `end` is there; says which of the named signals it got; ends with 3, say."""
-
-
-def within(condition: Callable[[], _Found | None], what: str) -> _Found:
-    """What the condition gave once it gave something."""
-    limit = time.monotonic() + LIMIT_S
-    while time.monotonic() < limit:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what}: not within {LIMIT_S} s")
 
 
 def _lead_a_group() -> None:
@@ -129,7 +116,9 @@ class Launched:
 
     def job(self) -> int:
         """The job's own process, once it counts."""
-        return int(within(lambda: re.search(r"ready (\d+)\n", self.out), "the job's start")[1])
+        return int(
+            within(LIMIT_S, lambda: re.search(r"ready (\d+)\n", self.out), "the job's start")[1]
+        )
 
     def launcher(self) -> int:
         """The launcher's process, behind what stands in front of it."""
@@ -143,7 +132,7 @@ class Launched:
             others = [p.pid for p in psutil.Process(launcher).children() if p.pid != job]
             return {"canary": min(others), "recorder": max(others)} if len(others) == 2 else None
 
-        return within(find, "two processes beside the job")
+        return within(LIMIT_S, find, "two processes beside the job")
 
     def beats(self) -> int:
         path = self.folder / "beats"
@@ -152,7 +141,7 @@ class Launched:
     def goes_on(self) -> None:
         """The job counts on."""
         before = self.beats()
-        within(lambda: self.beats() > before + 3, "the job's going on")
+        within(LIMIT_S, lambda: self.beats() > before + 3, "the job's going on")
 
     def states(self, *pids: int) -> set[str]:
         """Of processes: `stopped`, `sleeping`, ...; gone ones have none."""
@@ -164,7 +153,7 @@ class Launched:
 
     def stand_still(self, *pids: int) -> None:
         """Waits until these are stopped."""
-        within(lambda: self.states(*pids) == {psutil.STATUS_STOPPED}, "standing still")
+        within(LIMIT_S, lambda: self.states(*pids) == {psutil.STATUS_STOPPED}, "standing still")
 
     def end(self) -> None:
         """Lets the job end by itself."""
@@ -177,7 +166,7 @@ class Launched:
         return status
 
     def leaves_nothing(self) -> None:
-        within(lambda: not self.alive(), f"an end of {self.alive()}")
+        within(LIMIT_S, lambda: not self.alive(), f"an end of {self.alive()}")
 
     def got(self) -> list[str]:
         """The signals that the job has noted so far."""

@@ -24,7 +24,8 @@ from haiprof.launch.run import START_LIMIT_S
 from haiprof.launch.supervisor import EXIT_LIMIT_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
-from tests.security.launched import Launched, within
+from tests.process.live import within
+from tests.security.launched import LIMIT_S, Launched
 
 pytestmark = pytest.mark.slow
 SLACK_S = 5.0  # of a machine that does other things too
@@ -88,6 +89,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def recorded(one: Launched) -> None:
     """Waits until the rank's thread has written some steps."""
     within(
+        LIMIT_S,
         lambda: any(path.stat().st_size > 4000 for path in one.logs.glob("*/ranks/0/phases.rec")),
         "the rank's record",
     )
@@ -95,7 +97,7 @@ def recorded(one: Launched) -> None:
 
 def seconds_from_its_end(one: Launched) -> float:
     """How long the launcher goes on once the job has said its last word."""
-    within(lambda: "done" in one.out, "the job's end")
+    within(LIMIT_S, lambda: "done" in one.out, "the job's end")
     began_s = time.monotonic()
     assert one.process.wait(START_LIMIT_S) == 3
     return time.monotonic() - began_s
@@ -118,7 +120,7 @@ def test_job_starts_without_its_record(tmp_path: Path, disk: Disk) -> None:
 def test_user_who_will_not_wait_for_the_start_ends_it(tmp_path: Path, disk: Disk) -> None:
     disk.hang()
     with Launched(tmp_path / "job", log_dir=disk.path / "logs") as one:
-        within(lambda: len(psutil.Process(one.process.pid).children()) == 2, "the waiting")
+        within(LIMIT_S, lambda: len(psutil.Process(one.process.pid).children()) == 2, "the waiting")
         os.kill(one.process.pid, signal.SIGINT)
         assert one.process.wait(SLACK_S) == -signal.SIGINT
         assert one.out == ""

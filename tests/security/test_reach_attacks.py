@@ -42,7 +42,8 @@ from haiprof.launch.run_directories import create_run
 from haiprof.live.ask import members
 from haiprof.run_format.control import new_request, post_request, read_replies
 from tests.process.launch.reach_peers import Peer, agent, connect, read, take_agent
-from tests.process.launch.test_relay import Node, within
+from tests.process.launch.test_relay import Node
+from tests.process.live import within
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 REQUEST = new_request("stacks", valid_s=600).as_json()

@@ -28,7 +28,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.show.servers.local_server import FIRST_PAGE, new_access
 from haiprof.show.servers.perfetto import perfetto_served
 from tests.browser import Page, browser, chromium
-from tests.process.launch.test_relay import within
+from tests.process.live import within
 from tests.served import served
 from tests.unit.rundir.small_run import write_small_run
 

@@ -22,7 +22,8 @@ from haiprof.launch.supervisor import EXIT_LIMIT_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
 from tests.process.jobs import run_command
-from tests.security.launched import Launched, within
+from tests.process.live import within
+from tests.security.launched import LIMIT_S, Launched
 
 QUIET = ("--quiet",)
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -49,7 +50,7 @@ def test_signals_reach_the_job_once_each(launch: Callable[..., Launched], to: st
     for name, one in jobs.items():
         one.beside()
         kill(one.process.pid, getattr(signal, name))
-        within(one.got, "the signal")
+        within(LIMIT_S, one.got, "the signal")
     for name, one in jobs.items():
         one.goes_on()  # a second one would have come by now
         assert one.got() == [name]
@@ -93,7 +94,7 @@ def test_one_that_is_stopped_alone_goes_on_as_if_nothing_had_been(
     for name, one in jobs.items():
         os.kill(stopped[name], signal.SIGCONT)
         os.kill(launchers[name], signal.SIGUSR1)
-        within(one.got, f"a signal after the stop of the {name}")
+        within(LIMIT_S, one.got, f"a signal after the stop of the {name}")
         one.end()
     for name, one in jobs.items():
         assert (name, one.status(), one.got()) == (name, 3, ["SIGUSR1"])
@@ -107,7 +108,7 @@ def test_recording_process_that_stays_stopped_holds_the_end_for_ten_seconds(tmp_
         recorder = one.beside()["recorder"]
         os.kill(recorder, signal.SIGSTOP)
         one.end()
-        within(lambda: "done" in one.out, "the job's end")
+        within(LIMIT_S, lambda: "done" in one.out, "the job's end")
         began_s = time.monotonic()
         assert one.process.wait(30) == 3
         assert time.monotonic() - began_s < EXIT_LIMIT_S + 5
@@ -120,7 +121,7 @@ def test_launcher_that_is_stopped_while_the_job_ends_has_its_status(tmp_path: Pa
         job = one.job()
         os.kill(one.launcher(), signal.SIGSTOP)
         one.end()
-        within(lambda: one.states(job) == {psutil.STATUS_ZOMBIE}, "the job's end")
+        within(LIMIT_S, lambda: one.states(job) == {psutil.STATUS_ZOMBIE}, "the job's end")
         os.kill(one.launcher() if psutil.pid_exists(job) else one.process.pid, signal.SIGCONT)
         assert one.status() == 3
 
@@ -144,7 +145,7 @@ def test_whole_job_is_stopped_and_continued(launch: Callable[..., Launched], wak
             _nobody_stands_still(one, pids[names])
     for one in jobs.values():
         os.killpg(one.process.pid, signal.SIGUSR1)
-        within(one.got, "a signal after it")
+        within(LIMIT_S, one.got, "a signal after it")
         one.goes_on()
         assert one.got() == ["SIGUSR1"]
         one.end()
@@ -152,7 +153,7 @@ def test_whole_job_is_stopped_and_continued(launch: Callable[..., Launched], wak
 
 
 def _nobody_stands_still(one: Launched, pids: list[int]) -> None:
-    within(lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
+    within(LIMIT_S, lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
 
 
 def test_suspend_of_the_launcher_alone_suspends_all_and_continues_all(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_suspend_of_the_launcher_alone_suspends_all_and_continues_all(tmp_path: 
         time.sleep(STOP_S)
         os.kill(pids[0], signal.SIGCONT)
         one.goes_on()
-        within(lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
+        within(LIMIT_S, lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
         one.end()
         assert one.status() == 3
 
@@ -180,7 +181,9 @@ def test_suspend_stop_and_continue_in_quick_succession_leave_nobody_behind(tmp_p
             time.sleep(0.01)
             os.kill(pids[0], signal.SIGCONT)
             one.goes_on()
-            within(lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all")
+            within(
+                LIMIT_S, lambda: psutil.STATUS_STOPPED not in one.states(*pids), "continuing of all"
+            )
         one.end()
         assert one.status() == 3
 
@@ -233,8 +236,8 @@ def test_launcher_that_is_killed_leaves_the_job_and_its_record(
 
 def _outlives_its_launcher(one: Launched, job: int) -> None:
     one.goes_on()
-    within(lambda: f"the job goes on as process {job}" in one.err, "what becomes of it")
-    within(lambda: _listed_pids(one) == [job], "the job in the list")
+    within(LIMIT_S, lambda: f"the job goes on as process {job}" in one.err, "what becomes of it")
+    within(LIMIT_S, lambda: _listed_pids(one) == [job], "the job in the list")
 
 
 def test_job_that_has_outlived_its_launcher_ends_by_the_pid_that_ps_shows(tmp_path: Path) -> None:
@@ -242,7 +245,7 @@ def test_job_that_has_outlived_its_launcher_ends_by_the_pid_that_ps_shows(tmp_pa
         one.beside()
         os.kill(one.launcher(), signal.SIGKILL)
         one.goes_on()
-        (pid,) = within(lambda: _listed_pids(one), "the job")
+        (pid,) = within(LIMIT_S, lambda: _listed_pids(one), "the job")
         os.kill(pid, signal.SIGTERM)
         one.leaves_nothing()
 
@@ -250,9 +253,9 @@ def test_job_that_has_outlived_its_launcher_ends_by_the_pid_that_ps_shows(tmp_pa
 def test_recording_process_that_is_killed_leaves_the_job_and_its_status(tmp_path: Path) -> None:
     with Launched(tmp_path, handles=["SIGUSR1"]) as one:
         os.kill(one.beside()["recorder"], signal.SIGKILL)
-        within(lambda: "(SIGKILL); the job goes on" in one.err, "word of it")
+        within(LIMIT_S, lambda: "(SIGKILL); the job goes on" in one.err, "word of it")
         os.kill(one.launcher(), signal.SIGUSR1)
-        within(one.got, "a signal after it")
+        within(LIMIT_S, one.got, "a signal after it")
         one.end()
         assert one.status() == 3
         assert "done" in one.out
@@ -262,7 +265,7 @@ def test_canary_that_is_killed_costs_nothing_but_a_signal_twice(tmp_path: Path) 
     with Launched(tmp_path, handles=["SIGUSR1"], options=QUIET) as one:
         os.kill(one.beside()["canary"], signal.SIGKILL)
         os.kill(one.launcher(), signal.SIGUSR1)
-        within(one.got, "the signal")
+        within(LIMIT_S, one.got, "the signal")
         one.end()
         assert one.status() == 3
 

@@ -25,7 +25,8 @@ from haiprof.launch.run_directories import create_run
 from haiprof.live.ask import members
 from haiprof.run_format.control import new_request, post_request, read_replies
 from tests.process.launch.reach_peers import take_agent
-from tests.process.launch.test_relay import HOST, Node, within
+from tests.process.launch.test_relay import HOST, Node
+from tests.process.live import within
 
 KEY = b"k" * 32
 

@@ -25,6 +25,7 @@ from haiprof.run_format.control import (
     read_replies,
 )
 from haiprof.run_format.layout import RunPaths
+from tests.process.live import within
 
 HOST = socket.gethostname()
 RANK = """
@@ -52,17 +53,6 @@ for line in sys.stdin:
     print(commands.reply(line.strip(), {"state": "done", "said": "later"}), flush=True)
 print(notes)
 """
-
-
-def within(seconds: float, condition: Callable[[], Any]) -> Any:
-    """What the condition gave once it held."""
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {seconds} s")
 
 
 class Node:
