@@ -650,24 +650,39 @@ def test_xid_reaches_the_events_file_with_its_own_time(tmp_path: Path) -> None:
 # -- pace -----------------------------------------------------------------------------------------
 
 
+class SimulatedSecond(threading.Event):
+    """A stop that comes after a second on a clock that moves by waiting and by slow calls alone."""
+
+    now = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.now += max(1, round(timeout * SECOND))
+        return self.now >= SECOND
+
+
 class SlowNvml(FakeNvml):
-    """A driver whose utilisation call takes its time."""
+    """A driver whose utilisation call takes 20 ms."""
+
+    def __init__(self, stop: SimulatedSecond) -> None:
+        super().__init__([FakeGpu()])
+        self.stop = stop
 
     def nvmlDeviceGetUtilizationRates(self, handle: object) -> object:  # type: ignore[override]  # noqa: N802
-        time.sleep(0.02)
+        self.stop.now += SECOND // 50
         return super().nvmlDeviceGetUtilizationRates(handle)
 
 
 def test_gpu_calls_that_get_slow_are_made_less_often(tmp_path: Path) -> None:
-    run = RunPaths(tmp_path)
-    sampler = GpuSampler(nvml=SlowNvml([FakeGpu()]))
-    loop = SamplingLoop(run, "node1", Options(interval_s={"gpu": 0.1}), samplers=[sampler])
-    stop = threading.Event()
-    thread = threading.Thread(target=loop.run, args=(stop,))
-    thread.start()
-    time.sleep(1.0)
-    stop.set()
-    thread.join()
+    run, stop = RunPaths(tmp_path), SimulatedSecond()
+
+    def clock() -> int:
+        return stop.now
+
+    sampler = GpuSampler(nvml=SlowNvml(stop), clock=clock)
+    options = Options(interval_s={"gpu": 0.1})
+    loop = SamplingLoop(run, "node1", options, clock=clock, boot_clock=clock, samplers=[sampler])
+    loop.run(stop)
     records = read_records(run.node("node1").records("gpu"))
     cost = [x for x in read_lines(run.node("node1").events)[0] if x["type"] == "cost"][-1]
     assert cost["slowed"]["gpu"] > 1
