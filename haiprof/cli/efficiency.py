@@ -56,8 +56,13 @@ def efficiency(
     with ReadProgress(quiet=as_json):
         whole = analysis.step_efficiency(chosen, peaks=peaks)
         operators = analysis.efficiency(chosen, peaks=peaks)
-    print_faults(output, analysis, "efficiency")
+    faults = print_faults(output, analysis, "efficiency")
     output.show(
         lambda _: efficiency_view(whole, operators),
-        {"path": str(traces), "steps": whole.to_dicts(), "operators": operators.to_dicts()},
+        {
+            "path": str(traces),
+            "steps": whole.to_dicts(),
+            "operators": operators.to_dicts(),
+            "faults": faults,
+        },
     )

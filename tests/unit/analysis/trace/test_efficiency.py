@@ -210,4 +210,6 @@ def test_command_shows_mfu_and_operators(
     assert "_scaled_dot_product" in out
     assert re.search(r"copy_ .* 2\.33 ms +0\.00 +2\.31 +memory", out), "2.31 TB/s, not 2 B"
     assert main(["efficiency", path, "--json", "--peak", "bf16=1"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"][0]["peak"].startswith("as given")
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"][0]["peak"].startswith("as given")
+    assert found["faults"] == []
