@@ -10,6 +10,7 @@ import typer
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
+from haiprof.cli.trace_check import print_faults
 
 NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-kernels",
          "sequences", "counter-traces")  # fmt: skip
@@ -73,7 +74,7 @@ def trace_table(
     operator: Operator = None,
     min_length: Length = None,
     top: Top = None,
-    output: Folder = None,
+    folder: Folder = None,
     csv: Csv = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,20 +96,22 @@ def trace_table(
     """
     from haiprof.show.views.trace_table import Limits, table_of, table_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_format.checks.finding import OF_EACH_RANK
 
     limits = Limits(
         num_kernels=num_kernels, duration_ratio=duration_ratio, runtime_cutoff=runtime_cutoff,
         launch_delay_cutoff=launch_delay_cutoff, operator=operator, min_length=min_length,
-        top=top, output=output,
+        top=top, output=folder,
     )  # fmt: skip
     chosen = table_of(table, limits)
-    questions = TraceQuestions(traces, window=window)
+    questions, output = TraceQuestions(traces, window=window), Output(json=as_json)
     with ReadProgress(quiet=as_json):
         found = chosen.ask(questions, parse_steps(steps), limits)
+    faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
         typer.echo(found.write_csv(), nl=False)
         return
-    Output(json=as_json).show(
+    output.show(
         lambda _: table_view(found, chosen),
-        {"path": str(traces), "table": table, "rows": found.to_dicts()},
+        {"path": str(traces), "table": table, "rows": found.to_dicts(), "faults": faults},
     )
