@@ -22,6 +22,6 @@ def work_text(work: StepWork) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """`3.2 TFLOP`."""
-    size, prefix = next((each for each in _SCALES if flops >= each[0]), (1.0, ""))
+    """`3.2 TFLOP`; three digits, and 1,000 of a unit is one of the next."""
+    size, prefix = next((each for each in _SCALES if flops >= 0.9995 * each[0]), (1.0, ""))
     return f"{flops / size:.3g} {prefix}FLOP"
