@@ -43,6 +43,7 @@ from haiprof.run_analysis.burst import read_export
 from haiprof.run_analysis.records import record_columns
 from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import open_run
+from haiprof.run_format.added_ranges import add_phases
 from haiprof.run_format.control import (
     encode_message,
     new_request,
@@ -57,6 +58,7 @@ from haiprof.run_format.kept_answers import read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
 from haiprof.run_format.messages import read_object
+from haiprof.run_format.phase_ranges import KEY, PhaseRange, pack_ranges, parse_ranges
 from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.show.console import SafeConsole
@@ -444,20 +446,31 @@ def nsys_seeds() -> list[bytes]:
 
 
 def read_sidecar(data: bytes) -> object:
-    """What a rank put down beside its raw trace."""
+    """What a rank put down beside its raw trace, and what becomes of the trace by it."""
     run = RunPaths(folder() / "parts-run")
     put(f"parts-run/traces/.parts/{_STEM}.part.json", data)
     (part,) = complete_parts(run)
-    return len(part.sidecar_content())
+    content = part.sidecar_content()
+    ranges = parse_ranges(content.get(KEY), since_ns=content.get("start_wall_ns"))
+    pieces = add_phases(io.BytesIO(_RAW), ranges=ranges, pid=1, tid=1)
+    added = json.loads(b"".join(pieces))["traceEvents"]
+    return len(content), len(added)
 
 
+_RAW = (
+    b'{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [{"ph": "X", "ts": 1, "dur": 2}]}'
+)
 _STEM = "rank0_node0_7.1700000000000000000"
 
 
 @cache
 def sidecar_seeds() -> list[bytes]:
-    """One that is whole."""
-    return [json.dumps({"stem": _STEM, "rank": 0, "attempt": 0, "window": 1}).encode()]
+    """Two that are whole, with and without passes of the window."""
+    plain = {"stem": _STEM, "rank": 0, "attempt": 0, "window": 1}
+    passes = [PhaseRange(name="forward", start_wall_ns=1_700_000_000_000_001_000, duration_ns=7)]
+    since_ns = 1_700_000_000_000_000_000
+    packed = {KEY: pack_ranges(passes, since_ns=since_ns), "start_wall_ns": since_ns}
+    return [json.dumps(each).encode() for each in (plain, plain | packed)]
 
 
 def read_kept(data: bytes) -> object:
