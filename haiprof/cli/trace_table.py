@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -94,6 +95,7 @@ def trace_table(
 
       haiprof trace-table counter-traces traces/ -o with-counters
     """
+    from haiprof.compat.exports.tabular import print_text, write_csv
     from haiprof.show.views.trace_table import Limits, table_of, table_view
     from haiprof.trace_analysis.trace_questions import TraceQuestions
     from haiprof.trace_format.checks.finding import OF_EACH_RANK
@@ -109,7 +111,7 @@ def trace_table(
         found = chosen.ask(questions, parse_steps(steps), limits)
     faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
-        typer.echo(found.write_csv(), nl=False)
+        print_text(lambda file: write_csv(found, file), sys.stdout.buffer)
         return
     output.show(
         lambda _: table_view(found, chosen),

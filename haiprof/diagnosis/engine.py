@@ -82,7 +82,7 @@ def diagnose(
         not_measured=not_measured(analyzer, inputs),
         evaluation_ns=_largest(inputs.ranks["eval_ns"] - _compiled_in_evaluation(inputs)),
         compile_ns=_largest(inputs.ranks["compile_ns"]),
-        events=_events(analyzer.pauses()),
+        events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
         cost=_cost(analyzer, inputs),
         next_command=_next_command(run, inputs, findings),
         notes=(

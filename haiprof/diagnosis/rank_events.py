@@ -57,9 +57,18 @@ class LastAttempts:
     """The last allocation that failed, of ranks that did not die of one."""
 
 
-def read_last_attempts(files: RunFiles) -> LastAttempts:
-    """Reads the lines of the last attempts."""
-    last = {rank.rank: rank for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))}
+def read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttempts:
+    """Reads the lines of the attempts that are judged.
+
+    Args:
+        files: Of the run.
+        judged: Attempt by rank; of other ranks the last one counts.
+    """
+    last = {
+        rank.rank: rank
+        for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))
+        if judged.get(rank.rank, rank.attempt) == rank.attempt
+    }
     loaders = {number: _loader(rank) for number, rank in last.items()}
     threads = {
         number: integer(rank.report.get("operator_threads")) for number, rank in last.items()

@@ -205,9 +205,11 @@ def gather_inputs(
         trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
         save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
-        loading=last_attempts(analyzer.loading()),
+        loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
-        last_attempts=read_last_attempts(analyzer.files),
+        last_attempts=read_last_attempts(
+            analyzer.files, dict(spans.select("rank", "attempt").rows())
+        ),
         backward_work=analyzer.backward_work(),
         lateness=analyzer.lateness(),
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
@@ -449,10 +451,15 @@ def typical_rank(inputs: RuleInputs) -> int:
     Own is what lies outside of backward, where ranks wait for each other. Source: the median over
     ranks is TraceML's typical rank; of an even number the slow one of two is not typical.
     """
+    return typical_of(inputs.by_rank)
+
+
+def typical_of(by_rank: Mapping[int, pl.DataFrame]) -> int:
+    """The same of judged steps by rank; at least one."""
     work = {
         rank: float(int(steps["step_ns"].sum()) - int(steps["backward_host_ns"].sum() or 0))
         / steps.height
-        for rank, steps in inputs.by_rank.items()
+        for rank, steps in by_rank.items()
     }
     return sorted(work, key=lambda rank: (work[rank], rank))[(len(work) - 1) // 2]
 

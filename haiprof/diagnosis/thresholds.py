@@ -162,6 +162,9 @@ straggler warning (rank-straggler-policy.md)."""
 ABNORMAL_RATIO = 0.01
 """PerfTracker: memory operations, runtime calls and Python functions with a bottleneck ratio above
 1 % are abnormal (seed 001). What stays below on all ranks is not compared either."""
+PER_BLOCK_RATIO = 1.15
+"""How much longer a block may take on a rank with more of them before its GPU is doubted. Own
+choice."""
 SAME_COUNT_RATIO = 0.10
 """Kernels whose counts differ by more than this did other work: their cost is not compared. Own
 choice."""

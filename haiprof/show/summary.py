@@ -9,10 +9,10 @@ from typing import Any
 import polars as pl
 
 from haiprof.diagnosis.recorded_windows import traced_lines
-from haiprof.diagnosis.rule_inputs import usual_split
+from haiprof.diagnosis.rule_inputs import typical_of, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
 from haiprof.run_analysis.step_boundaries import WORDS
-from haiprof.run_analysis.step_frame import untrained_boundary
+from haiprof.run_analysis.step_frame import last_attempts, untrained_boundary
 from haiprof.show import metrics as m
 from haiprof.show.figures.style import PHASES
 from haiprof.show.missing import missing_sources
@@ -118,12 +118,19 @@ class OverviewSummary:
         return asdict(self)
 
 
-def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSummary:
+_TRACE_LIMIT_BYTES = 64 << 20
+"""Of traces on disk that an overview reads for the work of a step: it answers at once."""
+
+
+def overview_summary(
+    data: RunData, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES
+) -> OverviewSummary:
     """The numbers of a job, also of one that still runs.
 
     Args:
         data: The run.
         with_series: Whether its counters over time are wanted, which takes long for many ranks.
+        trace_limit_bytes: Larger traces are not read; 0 reads none.
 
     Raises:
         HaiprofError: The run cannot be read at all.
@@ -155,21 +162,22 @@ def overview_summary(data: RunData, *, with_series: bool = True) -> OverviewSumm
         ),
         missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
-        work=step_work(data.run, _usual_step_ns(counted)),
+        work=step_work(data.run, _usual_step_ns(counted), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
 
 
-def _usual_step_ns(counted: pl.DataFrame) -> float | None:
-    """Of the typical rank, as on the card."""
-    of_ranks = counted.group_by("rank", "attempt").agg(pl.col("step_ns").median())
-    if of_ranks.is_empty():
+def _usual_step_ns(judged: pl.DataFrame) -> float | None:
+    """Of the typical rank in its last attempt, as on the card."""
+    steps = last_attempts(judged)
+    by_rank = {
+        int(rank): part for (rank,), part in steps.partition_by("rank", as_dict=True).items()
+    }
+    if not by_rank:
         return None
-    middle = of_ranks.sort("step_ns", "rank").row((of_ranks.height - 1) // 2, named=True)
-    split = usual_split(rank_steps(counted, middle["rank"], middle["attempt"]))
-    return sum(ns or 0.0 for ns in split.values())
+    return sum(ns or 0.0 for ns in usual_split(by_rank[typical_of(by_rank)]).values())
 
 
 def _number(value: object) -> float | None:

@@ -46,7 +46,8 @@ def block_counts(gpu: pl.DataFrame) -> pl.Series:
 
 def _product(text: str) -> int | None:
     sizes = _sizes(text)
-    return math.prod(sizes) if sizes else None
+    count = math.prod(sizes) if sizes else 0
+    return count if 0 < count < _LIMIT**2 else None
 
 
 def split_geometry(name: str) -> tuple[str, str]:

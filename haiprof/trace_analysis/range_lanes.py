@@ -17,9 +17,8 @@ from haiprof.trace_format.kineto.event_fields import with_number
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.merge.overlaps import LANE
 
-LANE = 1_000_000_000
-"""Added to a thread's number."""
 _GZIP_LEVEL = 1
 
 
@@ -66,7 +65,8 @@ def _lanes(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _ranges(trace: Trace) -> pl.DataFrame:
-    return trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    ranges = pl.concat([trace.annotations, trace.phase_ranges])
+    return ranges.filter(pl.col("category") != "gpu_user_annotation")
 
 
 def _text(trace: Trace, lanes: list[tuple[int, int]]) -> Iterator[bytes]:

@@ -13,6 +13,12 @@ from haiprof.trace_analysis.sql_tables import SqlTable, is_of_run
 
 _FILE_SCAN = re.compile(r"\bSCAN \[", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
+_TEXT = re.compile("'[^']*'")
+_SOURCES = re.compile(
+    r"\b(?:from|join)\b(.*?)(?=\b(?:where|group|order|having|limit|on|using|join|union|intersect|"
+    r"except|select)\b|[()]|$)",
+    re.IGNORECASE | re.DOTALL,
+)
 _QUOTED_NAME = re.compile(r"""["'`]([^"'`]+)["'`]""")
 _MANY = 40
 
@@ -57,7 +63,13 @@ def names_traces(tables: Mapping[str, SqlTable], sql: str) -> bool:
         tables: From `sql_tables`.
         sql: As for `ask`.
     """
-    return any(not is_of_run(name) for name in _words(sql) & tables.keys())
+    return any(not is_of_run(name) for name in _sources(sql) & tables.keys())
+
+
+def _sources(sql: str) -> set[str]:
+    """The names after FROM and JOIN, in lower case; a column may be called as a table is."""
+    lists = _SOURCES.findall(_TEXT.sub("''", sql))
+    return {name.lower() for found in lists for name in _WORD.findall(found)}
 
 
 def _words(sql: str) -> set[str]:

@@ -17,7 +17,12 @@ from haiprof.diagnosis.functions.report import (
     spread_of,
     too_few_ranks,
 )
-from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, EXPLAINED_RATIO, SAME_COUNT_RATIO
+from haiprof.diagnosis.thresholds import (
+    ABNORMAL_RATIO,
+    EXPLAINED_RATIO,
+    PER_BLOCK_RATIO,
+    SAME_COUNT_RATIO,
+)
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.launch_geometry import split_geometry
 from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
@@ -156,11 +161,17 @@ def _kernels(functions: pl.DataFrame, ranks: int) -> pl.DataFrame:
 def _meaning(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> list[str]:
     lines = []
     for rank, pace, work in ranks.filter("has_more_work").select("rank", _PACE, _WORK).rows():
+        rest = pace / work
         lines.append(
             f"rank {rank} has more work: its kernels have {work:.2f} times the blocks of the "
             f"others', and take {pace:.2f} times their time. Its inputs are larger (longer "
-            "sequences, more tokens for its experts, a larger batch): balance them; its GPU is not "
-            "slow by this"
+            "sequences, more tokens for its experts, a larger batch): balance them; "
+            + (
+                f"a block takes {rest:.2f} times as long, as in attention over longer sequences, "
+                "or on a slower GPU: look at its clock, too"
+                if rest > PER_BLOCK_RATIO
+                else "its GPU is not slow by this"
+            )
         )
     for rank, pace in ranks.filter(pl.col("is_slow")).select("rank", _PACE).rows():
         lines.append(

@@ -127,7 +127,8 @@ def _is_hardly_seen(
     if not found.is_sudden or found.growth >= PLAIN_DRIFT_RATIO:
         return False
     phases = [phase for phase, what in _ONCE.items() if what in [name for name, _ in changed]]
-    count = inputs.pauses.filter(pl.col("phase").is_in(phases)).height
+    pauses = inputs.pauses.filter(pl.col("phase").is_in(phases))
+    count = pauses.group_by("rank").len()["len"].max() or 0  # of each rank, which all have theirs
     once = bool(changed) and len(phases) == len(changed) == count
     return once or min(found.since, series.height - found.since) < series.height // 3 / 2
 

@@ -26,6 +26,7 @@ class PhaseTimes:
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, int]] = []
+        self._tid: int | None = None
 
     def begin(self, kind: int, end: Callable[[], None]) -> Callable[[], None]:
         """A span begins.
@@ -40,6 +41,8 @@ class PhaseTimes:
         spans = self._spans
         if kind not in _NAMES or len(spans) >= LIMIT:
             return end
+        if self._tid is None:
+            self._tid = threading.get_native_id()
 
         def end_pass() -> None:
             spans.append((kind, start_ns, _now()))
@@ -49,7 +52,7 @@ class PhaseTimes:
         return end_pass
 
     def as_json(self, clock: ClockAnchor) -> dict[str, Any]:
-        """For the sidecar; called on the thread that trains.
+        """For the sidecar.
 
         Args:
             clock: When the window began.
@@ -60,7 +63,7 @@ class PhaseTimes:
             for kind, start, end in self._training_spans()
         )
         packed = pack_ranges(ranges, since_ns=clock.wall_ns)
-        return {KEY: packed, "tid": threading.get_native_id()}
+        return {KEY: packed, "tid": self._tid}
 
     def _training_spans(self) -> list[tuple[int, int, int]]:
         """By start; a module in evaluation mode counts only where a backward pass comes next."""

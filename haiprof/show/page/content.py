@@ -84,7 +84,7 @@ def page_content(
         RunFormatError: It is of another version, or nothing in it can be read.
     """
     verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
-    summary = overview_summary(analyzer, with_series=False)
+    summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0)
     steps, late = analyzer.steps(), analyzer.lateness()
     judged = select_judged_steps(steps)
     windows, no_windows = parts.trace_files(analyzer.run)

@@ -15,8 +15,9 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.times import exact_ns
 from haiprof.trace_format.merge.lanes import Fields
 
-LANE = 1_000_000_000
-"""Added to a stream's number, once per lane."""
+LANE = 50_000_000
+"""Added to a stream's or thread's number, once per lane: more than any such number (Linux counts
+threads to 4 million), and 64 of them fit the 32 bits that Perfetto reads."""
 _MOST_LANES = 64
 _GPU_RANGES = "gpu_user_annotation"
 _COMPLETE, _ARROW_END = b'"X"', b'"f"'

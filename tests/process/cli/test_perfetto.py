@@ -16,7 +16,8 @@ from haiprof.base.errors import MissingDataError
 from haiprof.cli.app import run_command
 from haiprof.show.servers import perfetto
 from haiprof.show.servers.perfetto_trace import trace_to_show
-from haiprof.trace_analysis.range_lanes import LANE, with_range_lanes
+from haiprof.trace_analysis.range_lanes import with_range_lanes
+from haiprof.trace_format.merge.overlaps import LANE
 from tests.browser import Page, browser
 from tests.served import Served, served
 from tests.unit.analysis.trace.shared import event, rank_file, step, traces, write_trace
@@ -152,14 +153,16 @@ def test_the_ui_shows_a_real_gpu_trace(browser: Callable[[str], Page]) -> None:
 
 def test_with_stacks_ranges_have_a_lane_of_their_own_and_their_own_times(tmp_path: Path) -> None:
     enter = event("_record_function_with_args_enter", "python_function", 10, 15)
-    source = write_trace(tmp_path / "one.json", [enter, step(6, 20, 50)], {"a": [1]})
+    phase = event("forward", "user_annotation", 22, 40, haiprof="a phase")
+    source = write_trace(tmp_path / "one.json", [enter, step(6, 20, 50), phase], {"a": [1]})
     with with_range_lanes(source) as copy:
         found = json.loads(gzip.decompress(copy.read_bytes()))
         assert copy != source
-    name, call, mark = found["traceEvents"]
+    name, call, mark, forward = found["traceEvents"]
     assert name["args"]["name"] == "ranges of thread 1"
     assert (call["tid"], call["dur"]) == (1, 15)
     assert (mark["tid"], mark["ts"], mark["dur"]) == (LANE + 1, 20, 50)
+    assert forward["tid"] == LANE + 1
     assert found["a"] == [1]
     assert not copy.exists()
 

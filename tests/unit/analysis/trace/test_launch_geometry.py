@@ -11,6 +11,7 @@ from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.cli import main
 from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.trace_analysis.launch_geometry import block_counts
 from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
 from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces
 
@@ -109,3 +110,9 @@ def test_geometries_of_real_kernels_add_up_to_them(name: str) -> None:
         for frame in (plain, asked)
     ]
     assert sums[0].equals(sums[1])
+
+
+def test_blocks_of_a_damaged_grid_are_not_known() -> None:
+    grids = ["[8, 4, 1]", "[2147483647, 2147483647, 2147483647]", "[0, 1]", "[[1]]", "x", None]
+    found = block_counts(pl.DataFrame({"grid": grids}, schema={"grid": pl.String}))
+    assert found.to_list() == [32, None, None, None, None, None]

@@ -24,6 +24,7 @@ from haiprof.trace_analysis.alignment import (
 )
 from haiprof.trace_analysis.merge import MergeOptions, MergeReport, default_output, merge_traces
 from haiprof.trace_format.merge.inputs import merge_files, merge_inputs
+from haiprof.trace_format.merge.overlaps import LANE
 from tests.unit.analysis.trace.shared import Event, kernel, launch, step, traces, write_trace
 
 BASE_NS = 1_790_857_026_000_000_000
@@ -275,11 +276,11 @@ def test_an_arrow_follows_its_kernel_to_its_lane(tmp_path: Path) -> None:
     report = merge_traces([tmp_path], tmp_path / "merged.json.gz", MergeOptions())
     merged = load(report.path)["traceEvents"]
     lanes = {e["name"]: e["tid"] for e in merged if e["ph"] == "X" and e["cat"] == "kernel"}
-    beside = 1_000_000_007
-    assert lanes == {"a": 7, "b": beside, "inside": 7, "c": 2_000_000_007}
+    beside = LANE + 7
+    assert lanes == {"a": 7, "b": beside, "inside": 7, "c": 2 * LANE + 7}
     assert [e["tid"] for e in merged if e["ph"] == "f"] == [beside, 7]
     names = {e["tid"]: e["args"]["name"] for e in merged if e["name"] == "thread_name"}
-    assert names == {beside: "stream 7, overlapping", 2_000_000_007: "stream 7, overlapping 2"}
+    assert names == {beside: "stream 7, overlapping", 2 * LANE + 7: "stream 7, overlapping 2"}
     assert report.merged.event_count == len(merged)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.base.errors import RunNotFoundError, TraceFormatError, UsageError
-from haiprof.trace_analysis.sql import ask
+from haiprof.trace_analysis.sql import ask, names_traces
 from haiprof.trace_analysis.sql_tables import SqlTable, run_tables, sql_tables
 from haiprof.trace_format.kineto.tables import TABLES
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
@@ -187,3 +187,23 @@ def test_real_traces_agree_with_the_frames() -> None:
     found = ask(tables, "select rank, sum(dur_ns) as ns from gpu group by rank order by rank")
     own = TraceAnalysis(traces("dlrm_v100_8ranks")).traces
     assert found["ns"].to_list() == [trace.gpu["dur_ns"].sum() for trace in own.values()]
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("select gpu, avg(value) from counters group by gpu", False),
+        ("select count(*) from counters where source = 'from gpu'", False),
+        ("select * from gpu", True),
+        ("select * from counters c join gpu on c.rank = gpu.rank", True),
+        ("with a as (select * from counters, gpu) select * from a", True),
+    ],
+)
+def test_a_question_is_of_traces_by_its_tables_and_not_by_its_columns(
+    sql: str, expected: bool
+) -> None:
+    tables = {
+        name: SqlTable(name=name, meaning="", columns=(), dtypes={}, frame=pl.LazyFrame)
+        for name in ("gpu", "counters")
+    }
+    assert names_traces(tables, sql) is expected
