@@ -53,8 +53,8 @@ CGROUPS = (Path("/sys/fs/cgroup/cpu/haiprof_faults"), Path("/sys/fs/cgroup/haipr
 FIRST_REPORTED = 1000
 FIRST_LOADED = 2000
 USED_UP = (*range(1000, 1977), *range(2000, 2432))
-"""Reported before the rules were last changed: they are no longer counted. Seeds with nothing beside
-them are 1000 to 1999 and from 3000 on."""
+"""Reported before the rules were last changed: they are no longer counted. Seeds of jobs with
+nothing beside them are 1000 to 1999 and from 3000 on."""
 LIMIT_S = 90
 STRANGERS_CORES = 0.25
 SMALL_SHARE = 0.10
