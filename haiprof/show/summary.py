@@ -11,6 +11,7 @@ import polars as pl
 from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import typical_of, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
+from haiprof.run_analysis.records import number
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import last_attempts, untrained_boundary
 from haiprof.show import metrics as m
@@ -180,10 +181,6 @@ def _usual_step_ns(judged: pl.DataFrame) -> float | None:
     return sum(ns or 0.0 for ns in usual_split(by_rank[typical_of(by_rank)]).values())
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _reaction_line(row: Mapping[str, Any]) -> str:
     return f"{moment_text(row['noticed_ns'])}  {row['reason']}: {row['outcome']}"
 
@@ -214,7 +211,7 @@ def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -
         pid=row["pid"],
         device=row["device"],
         step_count=own.height,
-        median_step_ns=_number(median),
+        median_step_ns=number(median),
         split_ns=phase_split(own),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
         cpu_cores=m.mean_of(process, "cpu_cores"),

@@ -75,7 +75,7 @@ def _steps(job: Job, reached: Ints) -> Ints:
 def _share(
     value: float, changed: Ints, before: Ints, error_ratio: float, unexplained_ratio: float
 ) -> Share:
-    if len(before) < _LEAST_STEPS:
+    if len(before) < _LEAST_STEPS or before.sum() <= 0:
         return Share(value=value, low=None, high=None)
     residuals: Floats = changed - value * before
     gain = abs(1 - value)
