@@ -12,7 +12,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.live.ask import Answers, Member, ask, members
 from haiprof.live.missing_ranks import find_missing_ranks
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format.control import TOO_LATE, read_members
+from haiprof.run_format.control import OVER, TOO_LATE, read_members
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 
 AHEAD_S = 2.0
@@ -119,7 +119,7 @@ def trace_now(
             run, asked, options, ranks=ranks, timeout_s=timeout_s, lead_s=lead_s * 2**attempt,
             progress=progress,
         )  # fmt: skip
-        if any(rank.reason != TOO_LATE for rank in found.ranks):
+        if any(rank.reason not in (OVER, TOO_LATE) for rank in found.ranks):
             break
     return _with_files(run, found, answers, progress)
 
@@ -154,7 +154,9 @@ def _ask_once(
         f"asking {len(asked)} ranks for a trace (window {window}); waiting up to {wait_s:.0f} s"
     )
     needed = 1 if read_members(run) else len(asked)  # nodes apart could not agree on it themselves
-    first = None if options.get("time_s") else _first_step(statuses, needed, lead_s / pace)
+    # A rank alone begins at the next steps: with nobody to agree with it is never too late.
+    agreed = not options.get("time_s") and (len(asked) > 1 or ranks is not None)
+    first = _first_step(statuses, needed, lead_s / pace) if agreed else None
     arguments = {
         **options, "window": window, "first": first, "ahead_s": lead_s, "valid_s": wait_s,
     }  # fmt: skip

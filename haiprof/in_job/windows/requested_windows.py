@@ -20,6 +20,7 @@ from haiprof.in_job.windows.step_times import StepTimes
 from haiprof.in_job.windows.user_profilers import Guard, python_profiler
 from haiprof.in_job.windows.window_files import WindowFiles
 from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.control import OVER
 
 SPARE_BYTES = 64_000_000
 FINISHED_SHARE = 0.3  # of the raw size: the compressed trace, while both are there
@@ -285,7 +286,7 @@ class PlannedWindows:
         if recorder.is_child() and not recorder.armed:
             return  # a worker of a rank: it has not shown yet that it trains
         if number > wanted.first:
-            self._refuse(wanted, f"step {wanted.first} was over before haiprof could start")
+            self._refuse(wanted, OVER)
             return
         refusal = self._context.refusal()
         if number < wanted.first:
