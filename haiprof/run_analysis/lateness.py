@@ -6,18 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
+from haiprof.run_analysis.clock_offsets import estimate_offsets
 from haiprof.run_analysis.records import text
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
 
 MIN_MATCHES = 8
 """Fewer common collectives than this say nothing about a rank."""
+
+_CLOCK_EVENTS = 256
+"""The last collectives of each group of the first host that clocks are compared by."""
 
 COLLECTIVE_SCHEMA = {"rank": pl.Int64, "attempt": pl.Int64, "host": pl.String, **FLIGHT_SCHEMA}
 LATENESS_SCHEMA = {
@@ -106,61 +109,37 @@ class Arrivals:
     """[rank, collective], on one clock, in the order of the group's sequence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostClock:
-    """How a host's Unix clock stands to that of the first host."""
+def host_clock_offsets(collectives: pl.DataFrame) -> dict[str, int | None]:
+    """By host: what to subtract from its Unix times to get those of the first host.
 
-    host: str
-    offset_ns: int | None
-    """What to subtract from its times; None where nothing tells."""
-    spread_ns: int | None
-    """Median absolute deviation of what the offset was taken from."""
-    collective_count: int
-    """Completions that both hosts saw."""
-
-
-def host_clocks(collectives: pl.DataFrame) -> list[HostClock]:
-    """Clock offsets between hosts, from the completions of collectives that both took part in.
-
-    All ranks complete a collective at nearly the same time, so the median difference of the times
-    at which they noticed it is the difference of their clocks, to within how often they look.
-    Backends that do not tell completions (gloo) leave the offset unknown.
+    From the completions of collectives that both took part in, to within how often ranks look for
+    them (`clock_offsets`). None where fewer than `MIN_MATCHES` are shared with the first host, as
+    of backends that do not tell completions (gloo).
 
     Args:
         collectives: From `collective_frame`.
-
-    Returns:
-        One per host, the first one with offset 0.
     """
     hosts = collectives["host"].drop_nulls().unique().sort().to_list()
-    ended = (
+    ends = (
         collectives.filter(~pl.col("p2p") & pl.col("completed_ns").is_not_null())
-        .group_by("group", "sequence", "host")
-        .agg(pl.col("completed_ns").median())
+        .drop_nulls("host")
+        .group_by("group", "sequence", clock="host")
+        .agg(pl.col("completed_ns").median().alias("end_ns"))
     )
-    first = ended.filter(pl.col("host") == hosts[0]) if hosts else ended
-    clocks = [
-        HostClock(host=host, offset_ns=0, spread_ns=0, collective_count=0) for host in hosts[:1]
-    ]
-    for host in hosts[1:]:
-        own = ended.filter(pl.col("host") == host)
-        both = own.join(first, on=["group", "sequence"], suffix="_first")
-        clocks.append(_clock(host, (both["completed_ns"] - both["completed_ns_first"]).to_numpy()))
-    return clocks
-
-
-def _clock(host: str, differences: npt.NDArray[np.float64]) -> HostClock:
-    count = len(differences)
-    if count < MIN_MATCHES:
-        return HostClock(host=host, offset_ns=None, spread_ns=None, collective_count=count)
-    middle = float(np.median(differences))
-    spread = float(np.median(np.abs(differences - middle)))
-    return HostClock(
-        host=host, offset_ns=round(middle), spread_ns=round(spread), collective_count=count
+    of_first = ends.filter(pl.col("clock").is_in(hosts[:1])).sort("group", "sequence")
+    events = (
+        of_first.group_by("group", maintain_order=True).tail(_CLOCK_EVENTS).with_row_index("event")
     )
+    shared = ends.join(
+        events.select("group", "sequence", "event"), on=["group", "sequence"]
+    ).filter(pl.len().over("clock") >= MIN_MATCHES)
+    known = dict(estimate_offsets(shared).select("clock", "offset_ns").rows())
+    first_ns = known.get(hosts[0], 0.0) if hosts else 0.0
+    found = {host: round(known[host] - first_ns) if host in known else None for host in hosts}
+    return found | dict.fromkeys(hosts[:1], 0)
 
 
-def arrivals(collectives: pl.DataFrame, clocks: Sequence[HostClock]) -> list[Arrivals]:
+def arrivals(collectives: pl.DataFrame, clocks: Mapping[str, int | None]) -> list[Arrivals]:
     """Collectives by group, those that all ranks seen in the group have in common.
 
     Ranks of hosts whose clocks are not known to each other are not compared: a group that spans
@@ -168,10 +147,10 @@ def arrivals(collectives: pl.DataFrame, clocks: Sequence[HostClock]) -> list[Arr
 
     Args:
         collectives: From `collective_frame`.
-        clocks: From `host_clocks`.
+        clocks: From `host_clock_offsets`.
     """
-    offset = {clock.host: clock.offset_ns or 0 for clock in clocks}
-    own = {clock.host: clock.host if clock.offset_ns is None else "" for clock in clocks}
+    offset = {host: offset_ns or 0 for host, offset_ns in clocks.items()}
+    own = {host: host if offset_ns is None else "" for host, offset_ns in clocks.items()}
     rows = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null()).with_columns(
         pl.col("created_ns")
         - pl.col("host").replace_strict(offset, default=0, return_dtype=pl.Int64),

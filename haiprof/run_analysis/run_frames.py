@@ -20,7 +20,7 @@ from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
 from haiprof.run_analysis.epochs import loading_frame
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd, gpu_memory_at_end
-from haiprof.run_analysis.lateness import arrivals, collective_frame, host_clocks, lateness
+from haiprof.run_analysis.lateness import arrivals, collective_frame, host_clock_offsets, lateness
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
 from haiprof.run_analysis.phases import PHASE_SCHEMA, SAVE_PHASE, phase_frame
@@ -338,7 +338,7 @@ class RunFrames:
     @cached_property
     def _lateness(self) -> pl.DataFrame:
         collectives = self.collectives()
-        return lateness(arrivals(collectives, host_clocks(collectives)), self.steps())
+        return lateness(arrivals(collectives, host_clock_offsets(collectives)), self.steps())
 
     @cached_property
     def _evidence(self) -> Evidence:

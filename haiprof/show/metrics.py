@@ -25,27 +25,6 @@ class MetricStat:
 Metrics = Mapping[Owner, Mapping[str, MetricStat]]
 
 
-def training_window(counters: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
-    """Samples of each host from when its ranks trained, as the verdict averages them.
-
-    Args:
-        counters: `Analyzer.counters()`.
-        windows: From `host_windows`, of the steps that count.
-
-    Returns:
-        The same columns. All samples where there is no step, or no sample between steps: a
-        start-up of minutes must not dilute an average, but a short run must not lose all samples.
-    """
-    if windows.is_empty():
-        return counters
-    of_host = counters.join(windows, on="host", how="left").with_columns(
-        pl.col("begin").fill_null(windows["begin"].min()),
-        pl.col("end").fill_null(windows["end"].max()),
-    )
-    inside = of_host.filter(pl.col("time_ns").is_between(pl.col("begin"), pl.col("end")))
-    return counters if inside.is_empty() else inside.select(counters.columns)
-
-
 def metric_stats(counters: pl.DataFrame) -> Metrics:
     """Mean, lowest and highest value of each metric.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import polars as pl
 
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
-from haiprof.run_analysis.training_time import host_windows, training_spans
-from haiprof.show.metrics import training_window
+from haiprof.run_analysis.training_time import (
+    host_windows,
+    select_training_samples,
+    training_spans,
+)
 from haiprof.show.series import TimeRange, time_range
 
 
@@ -32,7 +35,7 @@ def select_judged_samples(
         ranks: `Analyzer.ranks()`.
     """
     spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
-    return training_window(counters, host_windows(spans, ranks))
+    return select_training_samples(counters, host_windows(spans, ranks))
 
 
 def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:

@@ -1,9 +1,7 @@
-"""The one estimate of clock offsets from traces: by the ends of collectives, and how sure it is.
+"""Clock offsets of the ranks of traces, and how sure they are.
 
-No rank leaves a synchronizing collective before all have entered, so its end is nearly the same
-moment everywhere: within tens of microseconds for a ring. A rank that ends later than the others by
-more than that, collective after collective, has a clock that is ahead. `alignment` corrects the
-clocks of a merged trace by this estimate, `host_offsets` those of function patterns.
+`alignment` corrects the clocks of a merged trace by them, `host_offsets` those of function
+patterns.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from typing import TypeVar
 
 import polars as pl
 
+from haiprof.run_analysis.clock_offsets import estimate_offsets
 from haiprof.trace_analysis.collectives import SYNCHRONISING
 
-ROUNDS = 100
 CLOCKS_AGREE_NS = 100_000
 """A smaller offset is not corrected: the ranks of a ring end tens of us apart on one clock."""
 SURE_FACTOR = 5
@@ -40,20 +38,18 @@ def clock_offsets(kernels: pl.DataFrame) -> pl.DataFrame:
     """
     ends = kernels.filter(
         pl.col("collective").is_not_null() & pl.col("kind").is_in(SYNCHRONISING)
-    ).select("rank", "collective", end_ns=pl.col("end_ns") - pl.col("end_ns").min())
-    offsets = _estimate(ends)
-    found = ends.join(offsets, on="rank", how="left").with_columns(error=_behind_middle())
-    spread = (pl.col("error") - pl.col("error").median()).abs().median() * MAD_TO_SIGMA
-    rows = found.group_by("rank").agg(
-        pl.len().alias("collective_count"),
-        pl.col("offset_ns").first().round().cast(pl.Int64),
-        spread.round().cast(pl.Int64).alias("residual_ns"),
+    ).select("end_ns", clock="rank", event="collective")
+    rows = estimate_offsets(ends).select(
+        pl.col("offset_ns").round().cast(pl.Int64),
+        rank="clock",
+        collective_count="event_count",
+        residual_ns=(pl.col("mad_ns") * MAD_TO_SIGMA).round().cast(pl.Int64),
     )
     everyone = kernels.select("rank").unique().join(rows, on="rank", how="left")
     sure = is_sure(pl.col("offset_ns"), pl.col("residual_ns"))
     return everyone.select(
         "rank",
-        pl.col("collective_count").fill_null(0).cast(pl.Int64),
+        pl.col("collective_count").fill_null(0),
         "offset_ns",
         "residual_ns",
         corrected=(sure & (pl.col("collective_count") > 1)).fill_null(value=False),
@@ -94,29 +90,3 @@ def on_one_clock(kernels: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
     return joined.with_columns(
         start_ns=pl.col("start_ns") - pl.col("moved"), end_ns=pl.col("end_ns") - pl.col("moved")
     ).drop("moved")
-
-
-def _estimate(ends: pl.DataFrame) -> pl.DataFrame:
-    """Estimates each rank's offset.
-
-    Process groups overlap but need not contain all ranks, so no collective can be the reference for
-    all. In each round every rank moves by its median distance to the middle of its collectives;
-    groups that share ranks converge to one clock.
-    """
-    offsets = ends.select("rank").unique().with_columns(offset_ns=pl.lit(0.0))
-    for _ in range(ROUNDS):
-        errors = ends.join(offsets, on="rank").with_columns(error=_behind_middle())
-        change = errors.group_by("rank").agg(pl.col("error").median())
-        offsets = offsets.join(change, on="rank").select(
-            "rank", offset_ns=pl.col("offset_ns") + pl.col("error")
-        )
-        if not change.height or float(change["error"].abs().max() or 0) < 1:  # type: ignore[arg-type]
-            break
-    centre = offsets["offset_ns"].median()
-    return offsets.with_columns(offset_ns=pl.col("offset_ns") - pl.lit(centre))
-
-
-def _behind_middle() -> pl.Expr:
-    """The end on the common clock minus the median of the collective's ends."""
-    end = pl.col("end_ns").cast(pl.Float64) - pl.col("offset_ns")
-    return end - end.median().over("collective")

@@ -17,6 +17,11 @@ from haiprof.diagnosis.thresholds import (
     COMPARE_MIN_EFFECTIVE,
     COMPARE_P_VALUE,
 )
+from haiprof.run_analysis.training_time import (
+    host_windows,
+    select_training_samples,
+    training_spans,
+)
 
 _REPLICATES = 200
 _LEAST_SAMPLES = 8
@@ -87,9 +92,10 @@ def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterCha
 
 def _inside(side: ComparedRun) -> pl.DataFrame:
     """Samples taken while judged steps ran."""
-    ends = side.steps["start_ns"] + side.steps["step_ns"]
-    times = pl.col("time_ns").is_between(pl.lit(side.steps["start_ns"].min()), pl.lit(ends.max()))
-    return side.analyzer.counters().filter(times & pl.col("value").is_not_null())
+    spans = training_spans(side.steps.partition_by("rank", "attempt", maintain_order=True))
+    windows = host_windows(spans, side.analyzer.ranks())
+    valid = side.analyzer.counters().drop_nulls("value")
+    return select_training_samples(valid, windows)
 
 
 def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:

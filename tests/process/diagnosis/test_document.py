@@ -114,7 +114,9 @@ def test_next_seconds_of_a_running_job_are_judged(tmp_path: Path) -> None:
         assert content["since_ns"] > 0
         assert content["step_count"] > 0
         assert json.loads((folder / "diagnosis.json").read_text()) == content
-        assert (folder / "functions.txt").exists(), done.stderr + (folder / "README.txt").read_text()
+        assert (folder / "functions.txt").exists(), (
+            done.stderr + (folder / "README.txt").read_text()
+        )
         assert "Python functions by call stack" in (folder / "functions.txt").read_text()
         assert process.poll() is None
     finally:
