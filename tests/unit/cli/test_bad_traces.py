@@ -32,11 +32,6 @@ COMMANDS = (
 FORESEEN = {0, 2, 4, 5}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def good() -> list[Event]:
     return [
         step(1, 0, 100),

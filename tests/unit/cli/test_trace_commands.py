@@ -19,9 +19,7 @@ from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path_factory.getbasetemp() / "haiprof-cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("HAIPROF_DEBUG")]:
         monkeypatch.delenv(name)
 

@@ -17,12 +17,6 @@ from haiprof.show.views.trace_table import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path_factory.getbasetemp() / "haiprof-cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Three kernels of 60, 30 and 10 us, whose calls take 20, 60 and 5 us."""

@@ -18,12 +18,6 @@ from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, s
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path_factory.getbasetemp() / "haiprof-cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """A step of 1000 us: 500 of the loader, 100 in launches, 300 of the CPU; kernels hide."""

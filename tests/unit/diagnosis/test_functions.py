@@ -22,11 +22,6 @@ from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, t
 from tests.unit.diagnosis.trace_stories import ALL_REDUCE, ALL_TO_ALL, GEMM, Story, write_ranks
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def reports(patterns: Patterns) -> dict[str, FunctionReport]:
     return {report.kind: report for report in function_reports(patterns).reports}
 

@@ -35,11 +35,6 @@ STEP_MS = (0.2, 5.0, 10.0, 2.0)
 PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_story(tmp_path / "run", lambda rank, step: STEP_MS, ranks=8)

@@ -19,11 +19,6 @@ from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, s
 STEPS, RANKS = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def all_reduce(start_us: float, end_us: float, number: int) -> Event:
     said = {"Collective name": "allreduce", "Group size": RANKS, "Seq": number,
             "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]"}  # fmt: skip

@@ -19,11 +19,6 @@ RANKS = 4
 GEMM = "void cutlass::gemm<float, 4>(int)"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def write_ranks(folder: Path, *, grid_of_last: int) -> Path:
     """Five steps of two products; on the last rank one of them has another grid and takes twice."""
     folder.mkdir()

@@ -31,11 +31,6 @@ BASE_NS = 1_790_857_026_000_000_000
 COLLECTIVES = 9
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def load(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return found

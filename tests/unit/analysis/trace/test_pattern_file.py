@@ -19,11 +19,6 @@ from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, rank_fil
 from tests.unit.diagnosis.trace_stories import Story, write_ranks
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def answer(path: Path) -> dict[str, Any]:
     """All that `functions --json` prints."""
     return function_reports(TraceAnalysis(path).patterns()).as_json()
