@@ -24,6 +24,32 @@ def _without_gradients(inputs: RuleInputs) -> float:
     return float(ranks["nograd_ns"].sum() or 0)
 
 
+def _of_steps_without_phases(inputs: RuleInputs) -> Judgement:
+    """Fires where Python holds the interpreter for a third of a step: nothing tells work from it.
+
+    Operators that such a loop calls by itself, and what it waits for, are its work.
+    """
+    code = inputs.python_time("other")
+    if code is None:
+        return Abstention(rule=RULE, why="no phase of the steps was seen, and too few stacks")
+    if code.held_ratio < OTHER_WARNING_RATIO:
+        return None
+    held_ns = code.held_ratio * float(inputs.steps["step_ns"].sum()) / inputs.steps.height
+    return Finding(
+        rule=RULE,
+        title=f"Python of the job's own takes {ratio_text(code.held_ratio)} of a step, and no "
+        "operator begins meanwhile",
+        evidence=(
+            Evidence(name="Python, share of the step", value=code.held_ratio, unit="ratio"),
+            Evidence(name="Python, mean per step", value=held_ns, unit="ns"),
+        ),
+        remedy="operators on whole tensors instead of a loop, fewer of such calls, or a process of "
+        "its own beside the job",
+        confidence=0.8 if inputs.steps.height >= CRITICAL_MIN_STEPS else 0.5,
+        lost_ratio=code.held_ratio,
+    )
+
+
 def outside_the_model(inputs: RuleInputs) -> Judgement:
     """Fires where a third of the step or more is in none of the four phases.
 
@@ -37,9 +63,7 @@ def outside_the_model(inputs: RuleInputs) -> Judgement:
         return Abstention(rule=RULE, why=f"fewer than {MIN_STEPS} steps")
     phases = ("dataloader", "forward", "backward", "optimizer")
     if all(inputs.steps[f"{phase}_host_ns"].null_count() for phase in phases):
-        return Abstention(
-            rule=RULE, why="no phase of the steps was seen: all of them is other time"
-        )
+        return _of_steps_without_phases(inputs)
     whole_ns = max(float(inputs.steps["step_ns"].sum()), 1.0)
     without = _without_gradients(inputs) / whole_ns
     step_ns = whole_ns / inputs.steps.height
