@@ -29,7 +29,10 @@ def frame_text(frame: Frame) -> str:
 
 
 def parse_frames(frames: object) -> Stack | None:
-    """Frames from JSON that may hold anything; None if they are none."""
+    """Frames from JSON that may hold anything, the outermost first; None if they are none.
+
+    Frames of haiprof's hook that called something else are left out: the job called it.
+    """
     if not isinstance(frames, list):
         return None
     found = []
@@ -40,4 +43,4 @@ def parse_frames(frames: object) -> Stack | None:
         if not isinstance(file, str) or type(line) is not int or not isinstance(function, str):
             return None
         found.append((file, line, function))
-    return tuple(found)
+    return tuple(f for at, f in enumerate(found, 1) if _HOOK not in f[0] or at == len(found))
