@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from haiprof.run_analysis.phases import NOGRAD_NAME, SAVE_PHASE
 from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
+from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
@@ -168,6 +169,12 @@ class RuleInputs:
         return int(str(self.steps["start_ns"].min())), int(str(ends.max()))
 
 
+def _judged_files(files: RunFiles, spans: pl.DataFrame) -> RunFiles:
+    """The run without the processes of other attempts: their counters are another job's."""
+    judged = set(spans.select("rank", "attempt").rows())
+    return replace(files, ranks=tuple(r for r in files.ranks if (r.rank, r.attempt) in judged))
+
+
 def gather_inputs(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> RuleInputs:
@@ -185,7 +192,7 @@ def gather_inputs(
     spans = training_spans(by_rank.values())
     windows = host_windows(spans, analyzer.ranks())
     pauses = _of_judged(analyzer.pauses(), spans)
-    counted = count(analyzer.files, spans.drop("attempt"), windows)
+    counted = count(_judged_files(analyzer.files, spans), spans.drop("attempt"), windows)
     main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
     return RuleInputs(
         steps=pl.concat([steps.clear(), *by_rank.values()]),

@@ -17,6 +17,7 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
@@ -26,7 +27,7 @@ from haiprof.run_format.tables.host import HOST
 from haiprof.run_format.tables.process import PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import write_stacks
-from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_story
+from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_beside, write_story
 
 BALANCED = (0.2, 5.0, 10.0, 2.0)
 STEP_NS = 20 * NS_PER_MS
@@ -967,3 +968,13 @@ def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
     finding = found(judged(root), "ranks_uneven")
     assert (finding.rank, finding.cause) == (1, cause)
     assert ("LD_PRELOAD" in finding.remedy) is (cause == "page_faults")
+
+
+def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:
+    """That of the first attempt waits for cores; of the judged one nothing is known."""
+    neighbours(root, wait=0.5, node=1.9)
+    assert gather_inputs(Analyzer(root)).core_waits.keys() == {0}
+    write_beside(root, 10.0, steps=600)
+    inputs = gather_inputs(Analyzer(root))
+    assert set(inputs.ranks["attempt"]) == {1}
+    assert inputs.core_waits == {}
