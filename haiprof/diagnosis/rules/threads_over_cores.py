@@ -7,6 +7,7 @@ from math import ceil
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import MIN_STEPS, THREADS_PER_CORE
+from haiprof.run_analysis.placement import sharing_groups
 from haiprof.run_analysis.settings import RankSettings
 
 RULE = "threads_over_cores"
@@ -30,6 +31,7 @@ def threads_over_cores(inputs: RuleInputs) -> Judgement:
     settings = inputs.settings[rank]
     cores = settings.usable_cores or 1.0
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
+    sharing = _sharing_count(inputs, rank)
     where = "the CPU limit of its control group" if limited else "its CPU affinity"
     return Finding(
         rule=RULE,
@@ -42,7 +44,8 @@ def threads_over_cores(inputs: RuleInputs) -> Judgement:
             ),
             Evidence(name=f"cores, by {where}", value=cores, unit="cores"),
         ),
-        remedy=f"OMP_NUM_THREADS={max(int(cores), 1)} or torch.set_num_threads"
+        remedy=f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
+        + (f", as {sharing} ranks share the cores" if sharing > 1 else "")
         + (": torch counts the machine's cores, and knows no limit" if limited else ""),
         confidence=0.7,
         severity="info",
@@ -56,3 +59,10 @@ def threads_over_cores(inputs: RuleInputs) -> Judgement:
 def _factor(settings: RankSettings) -> float:
     cores = settings.usable_cores
     return (settings.operator_threads or 0) / ceil(cores) if cores else 0.0
+
+
+def _sharing_count(inputs: RuleInputs, rank: int) -> int:
+    """Ranks that may run on this one's cores, itself among them."""
+    groups = sharing_groups(inputs.placements[each] for each in inputs.world
+                            if each in inputs.placements)  # fmt: skip
+    return next((len(group) for group in groups if rank in {p.rank for p in group}), 1)

@@ -1,4 +1,4 @@
-"""The example notebook on traces runs from its first cell to its last and draws its figures."""
+"""The example notebooks on traces run to their last cell and draw their figures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import haiprof
 from tests.unit.analysis.trace.shared import REPOSITORY, traces
 
 
+@pytest.mark.parametrize(
+    ("name", "figure_count", "cell_count"), [("traces", 11, 5), ("causes", 3, 3)]
+)
 def test_the_example_notebook_draws_every_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, figure_count: int, cell_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     root = str(Path(haiprof.__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("TRACES", str(traces("dlrm_v100_8ranks")))
-    notebook = nbformat.read(REPOSITORY / "examples" / "traces.ipynb", as_version=4)
+    notebook = nbformat.read(REPOSITORY / "examples" / f"{name}.ipynb", as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
@@ -31,8 +34,11 @@ def test_the_example_notebook_draws_every_picture(
         if "text/html" in output.get("data", {})
         and "haiprof figure" in output["data"]["text/plain"]
     ]
-    assert len(shown) == 11
+    assert len(shown) == figure_count
     pages = "".join(str(cell.get("outputs")) for cell in notebook.cells)
     assert pages.count("plotly.js v") == 1
-    assert sum("Plotly.newPlot" in str(cell.get("outputs")) for cell in notebook.cells) == 5
-    assert (tmp_path / "traces.html").stat().st_size > 1 << 20
+    assert (
+        sum("Plotly.newPlot" in str(cell.get("outputs")) for cell in notebook.cells) == cell_count
+    )
+    if name == "traces":
+        assert (tmp_path / "traces.html").stat().st_size > 1 << 20

@@ -17,6 +17,7 @@ from haiprof.diagnosis.setting_prices import PRICES
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.setting_lines import FLAGS
 from tests.unit.diagnosis.stories import START_NS, write_story
+from tests.unit.diagnosis.test_run_rules import placed
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
@@ -76,8 +77,8 @@ def told(root: Path, rank: int = 0, *, seen: dict[str, int] | None = None, **cha
     note(root, rank, {**SEEN, **(seen or {})})
 
 
-def threads(root: Path, count: int) -> None:
-    path = root / "ranks" / "0" / "rank.json"
+def threads(root: Path, count: int, *, rank: int = 0) -> None:
+    path = root / "ranks" / str(rank) / "rank.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "operator_threads": count}))
 
 
@@ -271,6 +272,15 @@ def test_threads_beyond_cores_or_limit_are_noted(
     assert ("threads_over_cores" in found) is fires
     if fires:
         assert f"OMP_NUM_THREADS={int(limit or cores)}" in found["threads_over_cores"].remedy
+
+
+def test_threads_are_asked_to_fit_all_ranks_that_share_the_cores(root: Path) -> None:
+    write_story(root, lambda rank, step: USUAL, ranks=2)
+    for rank in range(2):
+        told(root, rank, cores=4)
+        threads(root, 8, rank=rank)
+        placed(root, rank, "0-3")
+    assert "OMP_NUM_THREADS=2 " in of_settings(judged(root))["threads_over_cores"].remedy
 
 
 def ddp_story(root: Path, *, passes: int, no_sync_count: int, **ddp: Any) -> dict[str, Finding]:
