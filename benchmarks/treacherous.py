@@ -262,6 +262,24 @@ def ranks(*made: tuple[int, float, int], size: int) -> Callable[[Path], Path]:
     return write
 
 
+def clocks_apart(folder: Path) -> Path:
+    """Two ranks whose clocks are 0.5 ms apart, as the ends of their collectives tell."""
+    for rank in range(2):
+        events = sound(1000.0 + 500 * rank)
+        for number, each in enumerate(kernels_of(events)[::4]):
+            each["name"] = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+            each["args"] |= {
+                "Collective name": "allreduce",
+                "Group size": 2,
+                "Seq": number,
+                "Process Group Name": "0",
+                "Process Group Ranks": "[0, 1]",
+            }
+        info = {"distributedInfo": {"rank": rank, "world_size": 2}}
+        (folder / f"rank{rank}.json").write_text(json.dumps({**info, "traceEvents": events}))
+    return folder
+
+
 def cut_off(folder: Path) -> Path:
     """A file whose end is missing."""
     path = one(sound)(folder)
@@ -327,6 +345,8 @@ KINDS = (
          write=ranks((0, 1000, 1), (1, 1000, 1), (2, 1000, 5), size=3)),
     Kind(name="ranks on two clocks", check="two_clocks", is_fault=True,
          write=ranks((0, 1000, 1), (1, 9e6, 1), size=2)),
+    Kind(name="ranks whose clocks are 0.5 ms apart", check="two_clocks", is_fault=False,
+         write=clocks_apart, busy_ms=None),
     Kind(name="file cut off", check="damaged_file", is_fault=True, write=cut_off, busy_ms=None),
     Kind(name="values that are no JSON", check="damaged_file", is_fault=True, write=damaged),
 )  # fmt: skip

@@ -49,9 +49,9 @@ def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> lis
     Returns:
         The same lines, which stand in a command's JSON as `faults`.
     """
-    from haiprof.trace_analysis.trace_check import fault_lines
+    from haiprof.trace_analysis.trace_check import check_frame, fault_lines
 
-    lines = fault_lines(analysis.trace_check(), answers)
+    lines = fault_lines(check_frame(analysis.files), answers)
     for line in lines:
         output.hint(f"warning: {line}")
     return lines

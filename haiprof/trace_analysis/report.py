@@ -28,6 +28,7 @@ from haiprof.trace_analysis.report_cache import CacheEntry, cache_entry, read_an
 from haiprof.trace_analysis.step_time import step_time_breakdown
 from haiprof.trace_analysis.summaries import common_steps, read_summary, write_summary
 from haiprof.trace_analysis.temporal import Steps, temporal_breakdown
+from haiprof.trace_analysis.trace_check import check_frame
 from haiprof.trace_analysis.trace_questions import TraceQuestions
 from haiprof.trace_format.find import SUMMARY_SUFFIX, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -105,7 +106,7 @@ def _queues(analysis: TraceQuestions, steps: Steps) -> pl.DataFrame:
 
 SECTIONS: Mapping[str, _Section] = {
     "files": lambda analysis, steps: analysis.load_report(),
-    "checks": lambda analysis, steps: analysis.trace_check(),
+    "checks": lambda analysis, steps: check_frame(analysis.files),  # clocks have their own table
     "steps": _step_times,
     "temporal": TraceQuestions.temporal_breakdown,
     "overlap": TraceQuestions.overlap,

@@ -22,11 +22,14 @@ CHECK_SCHEMA = {
 }
 
 
-def check_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
+def check_frame(
+    files: Mapping[int, TraceFile], offsets: pl.DataFrame | None = None
+) -> pl.DataFrame:
     """What was found in each trace, and of all of them together.
 
     Args:
         files: By rank.
+        offsets: From `clocks.clock_offsets`; None looks at no clocks.
 
     Returns:
         One row per trace and finding, faults first: `rank`, null of what concerns all of them;
@@ -35,7 +38,8 @@ def check_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
         answers cannot say; `answers`, tables of the report and commands that rest on
         it, with commas between them.
     """
-    rows = [_row(None, None, finding) for finding in rank_findings(files)]
+    of_all = [*rank_findings(files), *([] if offsets is None else _corrected_clocks(offsets))]
+    rows = [_row(None, None, finding) for finding in of_all]
     rows += [
         _row(rank, trace_name(file.path), finding)
         for rank, file in files.items()
@@ -154,4 +158,23 @@ def _different_times(files: Mapping[int, TraceFile]) -> Iterator[Finding]:
         effect="ranks are compared only by collectives that they have in common; without any, "
         "nothing is said of who waited",
         answers=ALL_RANKS,
+    )
+
+
+def _corrected_clocks(offsets: pl.DataFrame) -> Iterator[Finding]:
+    """Ranks whose clocks stand apart by more than ends of collectives do; from `clock_offsets`."""
+    apart = offsets.filter("corrected").sort(pl.col("offset_ns").abs(), descending=True)
+    if apart.is_empty():
+        return
+    rank, offset = apart["rank"][0], int(apart["offset_ns"][0])
+    more = f", and {count_text(len(apart) - 1, 'other rank')} less" if len(apart) > 1 else ""
+    yield Finding(
+        check="two_clocks",
+        count=len(apart),
+        text=f"rank {rank}'s clock is {milliseconds(abs(offset))} "
+        f"{'ahead of' if offset > 0 else 'behind'} the middle of all{more}, as the ends of "
+        "collectives tell",
+        effect="corrected: their times are moved by as much before ranks are compared or merged",
+        answers=ALL_RANKS,
+        is_fault=False,
     )

@@ -117,7 +117,9 @@ class RankTraces:
             One row per trace and finding: `rank` (null of all ranks together), `file`, `check`,
             `is_fault`, `count`, `text`, `effect`, `answers`; no row where nothing was found.
         """
-        return check_frame(self.files)
+        if len(self.files) < 2 or is_reduced_to_functions(self.paths()):
+            return check_frame(self.files)
+        return check_frame(self.files, self._clocks(self._matched_collectives(None)))
 
     def per_rank(
         self,
