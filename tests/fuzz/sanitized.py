@@ -1,4 +1,4 @@
-"""The compiled readers with AddressSanitizer and UndefinedBehaviorSanitizer in them.
+"""The compiled parts with AddressSanitizer and UndefinedBehaviorSanitizer in them.
 
 As a plugin of pytest (`-p tests.fuzz.sanitized`), or imported before what uses them, it puts those
 builds in the place of the installed ones.
@@ -22,9 +22,12 @@ import haiprof.trace_format.kineto
 NATIVE_ENV = "HAIPROF_FUZZ_NATIVE"
 """Folder of the builds to take; set by `environment`."""
 _FORMATS = Path(haiprof.trace_format.__file__).parent
+_IN_JOB = _FORMATS.parent / "in_job"
 _SOURCES = {
-    "haiprof.trace_format.kineto._native": _FORMATS / "kineto/native.c",
-    "haiprof.trace_format._plain_pickle": _FORMATS / "plain_pickle.c",
+    "haiprof.trace_format.kineto._native": (_FORMATS / "kineto/native.c",),
+    "haiprof.trace_format._plain_pickle": (_FORMATS / "plain_pickle.c",),
+    "haiprof.in_job._spans": (_IN_JOB / "spans.c", _IN_JOB / "calls.c"),
+    "haiprof.in_job._frames": (_IN_JOB / "frames.c",),
 }
 _FLAGS = (
     "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
@@ -67,10 +70,10 @@ def build(folder: Path) -> Path:
     compiler = _compiler()
     _libraries(compiler)
     include = f"-I{sysconfig.get_paths()['include']}"
-    for name, source in _SOURCES.items():
+    for name, sources in _SOURCES.items():
         target = str(_library(folder, name))
         done = subprocess.run(
-            [compiler, *_FLAGS, include, str(source), str(_EDGES), "-o", target],
+            [compiler, *_FLAGS, include, *map(str, sources), str(_EDGES), "-o", target],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -119,21 +119,36 @@ def shown(done: subprocess.CompletedProcess[str], state: Path) -> str:
 @pytest.mark.slow
 def test_scanner_holds_under_sanitizers(tmp_path: Path) -> None:
     """Its own tests and its targets, built with AddressSanitizer and UBSan."""
+    named = "damaged or bounds or every_category or their_place"
+    hold_sanitized(tmp_path, "tests/unit/traces/test_native.py", "-k", named)
+    done = fuzz(tmp_path, "scanner", "--seconds", "3", "--sanitize")
+    assert done.returncode == 0, shown(done, tmp_path)
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+def test_what_runs_in_a_job_holds_under_sanitizers(tmp_path: Path) -> None:
+    """Spans, calls and frames in processes that train, built in the same way."""
+    hook = [
+        f"tests/process/hook/test_{name}.py" for name in ("frames", "usual_calls", "steady_steps")
+    ]
+    hold_sanitized(tmp_path, "tests/unit/rundir/test_ring.py", *hook, "-m", "not proof")
+
+
+def hold_sanitized(folder: Path, *tests: str) -> None:
+    """These tests pass with the compiled parts that `sanitized` builds; none is skipped."""
     try:
-        variables = sanitized.environment(sanitized.build(tmp_path))
+        variables = sanitized.environment(sanitized.build(folder))
     except sanitized.NoSanitizerError as error:
         pytest.skip(str(error))
     assert overflow_is_seen(variables), "the sanitizer does not work here"
-    tests = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.fuzz.sanitized", "-p", "no:cacheprovider",
-         "tests/unit/traces/test_native.py",
-         "-k", "damaged or bounds or every_category or their_place"],
+         *tests],
         cwd=ROOT, env=variables, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert tests.returncode == 0, tests.stdout + tests.stderr
-    assert " skipped" not in tests.stdout
-    done = fuzz(tmp_path, "scanner", "--seconds", "3", "--sanitize")
-    assert done.returncode == 0, shown(done, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " skipped" not in done.stdout
 
 
 def overflow_is_seen(variables: dict[str, str]) -> bool:
