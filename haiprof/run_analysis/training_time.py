@@ -48,21 +48,20 @@ def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
 
 def select_training_samples(counters: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
-    """Samples of each host from when its ranks trained.
+    """Samples of each host from when its ranks trained; of a host without ranks, any rank.
 
     Args:
         counters: `Analyzer.counters()`.
         windows: From `host_windows`, of the steps that count.
 
     Returns:
-        The same columns. All samples where there is no step, or no sample between steps: a
-        start-up of minutes must not dilute an average, but a short run must not lose all samples.
+        The same columns; no row where there is no step, or no sample between steps.
     """
     if windows.is_empty():
-        return counters
+        return counters.clear()
     of_host = counters.join(windows, on="host", how="left").with_columns(
         pl.col("begin").fill_null(windows["begin"].min()),
         pl.col("end").fill_null(windows["end"].max()),
     )
     inside = of_host.filter(pl.col("time_ns").is_between(pl.col("begin"), pl.col("end")))
-    return counters if inside.is_empty() else inside.select(counters.columns)
+    return inside.select(counters.columns)

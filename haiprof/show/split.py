@@ -29,13 +29,17 @@ def select_judged_samples(
 ) -> pl.DataFrame:
     """Samples of counters while the steps that count ran: not of start-up, nor of a process's end.
 
+    All of them where there is none: a start-up of minutes must not dilute an average, but a short
+    run must not lose all samples.
+
     Args:
         counters: `Analyzer.counters()`.
         judged: From `select_judged_steps`.
         ranks: `Analyzer.ranks()`.
     """
     spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
-    return select_training_samples(counters, host_windows(spans, ranks))
+    inside = select_training_samples(counters, host_windows(spans, ranks))
+    return counters if inside.is_empty() else inside
 
 
 def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:

@@ -25,9 +25,9 @@ def _without_gradients(inputs: RuleInputs) -> float:
 
 
 def _of_steps_without_phases(inputs: RuleInputs) -> Judgement:
-    """Fires where Python holds the interpreter for a third of a step: nothing tells work from it.
+    """Fires where Python holds the interpreter for a third of a step.
 
-    Operators that such a loop calls by itself, and what it waits for, are its work.
+    Operators that such a loop calls by itself, and what it waits for, are taken for its work.
     """
     code = inputs.python_time("other")
     if code is None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.diagnosis.compare.compared_run import open_compared_run
+from haiprof.diagnosis.compare.counters import load_of
 from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
@@ -978,3 +980,18 @@ def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:
     inputs = gather_inputs(Analyzer(root))
     assert set(inputs.ranks["attempt"]) == {1}
     assert inputs.core_waits == {}
+
+
+@pytest.mark.parametrize(("before_s", "is_known"), [(1.0, True), (5.0, False)])
+def test_samples_of_a_start_up_are_not_compared_with_training(
+    root: Path, before_s: float, is_known: bool
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=200)
+    times = START_NS - int(before_s * NS_PER_S) + np.arange(16) * (NS_PER_S // 4)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100, start_ticks=7, process_count=1,
+               cpu_main_ns=int(0.5 * (t - int(times[0]))))
+        for t in times
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    assert (load_of(open_compared_run(root)).main_cores is not None) is is_known
