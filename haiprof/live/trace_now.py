@@ -119,7 +119,7 @@ def trace_now(
             run, asked, options, ranks=ranks, timeout_s=timeout_s, lead_s=lead_s * 2**attempt,
             progress=progress,
         )  # fmt: skip
-        if any(rank.reason not in (OVER, TOO_LATE) for rank in found.ranks):
+        if not all((rank.reason or "").endswith((OVER, TOO_LATE)) for rank in found.ranks):
             break
     return _with_files(run, found, answers, progress)
 

@@ -27,8 +27,8 @@ ANSWERED = ("done", "refused", "failed")
 """States after which nothing more comes from a rank; `accepted` is followed by one of them."""
 TOO_LATE = "the other ranks had begun to count before it heard of it"
 """Reason of a rank that refuses because the steps asked for had begun; another try may succeed."""
-OVER = "the steps asked for were over before haiprof could start"
-"""Reason of a rank that counted along and came to them unprepared; another try may succeed."""
+OVER = "was over before haiprof could start"
+"""End of the reason of a rank that came unprepared to the step asked for; as with `TOO_LATE`."""
 
 _NS_PER_S = 1_000_000_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -167,7 +167,7 @@ def _corrected_clocks(offsets: pl.DataFrame) -> Iterator[Finding]:
     if apart.is_empty():
         return
     rank, offset = apart["rank"][0], int(apart["offset_ns"][0])
-    more = f", and {count_text(len(apart) - 1, 'other rank')} less" if len(apart) > 1 else ""
+    more = f", the most of {len(apart)} that stand apart" if len(apart) > 1 else ""
     yield Finding(
         check="two_clocks",
         count=len(apart),

@@ -286,7 +286,7 @@ class PlannedWindows:
         if recorder.is_child() and not recorder.armed:
             return  # a worker of a rank: it has not shown yet that it trains
         if number > wanted.first:
-            self._refuse(wanted, OVER)
+            self._refuse(wanted, f"step {wanted.first} {OVER}")
             return
         refusal = self._context.refusal()
         if number < wanted.first:

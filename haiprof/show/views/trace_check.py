@@ -31,7 +31,7 @@ def check_view(checks: pl.DataFrame, files: pl.DataFrame) -> RenderableType:
     return Group(
         Text(f"{head}: {said} of the recording", style="bold"),
         *_kinds(faults, "Faults"),
-        *_kinds(by_design, "By design"),
+        *_kinds(by_design, "Odd, but accounted for"),
     )
 
 
