@@ -15,7 +15,7 @@ from haiprof.live.snapshot import Snapshot
 from haiprof.live.stacks import Node
 from haiprof.live.standstill import RankState, Suspect, doing
 from haiprof.run_format.stack_frames import frame_text
-from haiprof.show.text import moment_text, printable, value_text
+from haiprof.show.text import count_text, moment_text, printable, value_text
 from haiprof.show.views.blocks import notes_block, one_line, section
 
 MOST_SUSPECTS = 12
@@ -27,7 +27,7 @@ def snapshot_view(snapshot: Snapshot) -> RenderableType:
     return Group(
         Text(_headline(snapshot), style="bold"),
         Text(
-            f"{moment_text(snapshot.wall_ns)} · {len(snapshot.states)} ranks, "
+            f"{moment_text(snapshot.wall_ns)} · {count_text(len(snapshot.states), 'rank')}, "
             f"{sum(s.answered for s in snapshot.states)} answered",
             style="dim",
         ),
