@@ -178,31 +178,3 @@ def test_step_without_haiprof_does_nothing(tmp_path: Path) -> None:
         text=True, check=True, timeout=60,
     )  # fmt: skip
     assert done.stdout == "set()\n"
-
-
-PYTHON_BETWEEN_MARKS = """
-import haiprof, torch
-torch.set_num_threads(1)
-def parse(count):
-    return sum(each * each % 7 for each in range(count))
-for step in range(150):
-    parse(int(__import__("sys").argv[1]))
-    for _ in range(20):
-        torch.randn(200, 200) @ torch.randn(200, 200)
-    haiprof.step()
-"""
-
-
-@pytest.mark.parametrize(("count", "is_named"), [("200000", True), ("1", False)])
-def test_python_of_marked_steps_is_named_with_its_line_and_operators_are_not(
-    count: str, is_named: bool, tmp_path: Path, job_cache: Callable[..., Job]
-) -> None:
-    (tmp_path / "marks.py").write_text(PYTHON_BETWEEN_MARKS)
-    script = str(tmp_path / "marks.py")
-    verdict = succeeded(job_cache("python", script, count, haiprof=True)).analyzer().verdict()
-    named = {finding.rule: finding.code_lines for finding in verdict.findings}
-    assert ("outside_the_model" in named) is is_named, verdict.findings
-    if is_named:
-        line = named["outside_the_model"][0]
-        assert line.function in ("parse", "parse.<locals>.<genexpr>")
-        assert line.line == 5

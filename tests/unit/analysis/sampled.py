@@ -15,12 +15,13 @@ Stack = tuple[tuple[str, int, str], ...]
 def write_stacks(
     path: Path, samples: Sequence[tuple[int, Stack]], *, worker: int | None = None, pid: int = 7,
     per_line: int = 5, libraries: Sequence[str] = (), waits: Sequence[bool] | None = None,
-    other: Stack = (),
+    other: Stack = (), lock: str = "",
 ) -> None:  # fmt: skip
     """Writes (time_ns in whole us, stack) as the job would: so many samples in a line.
 
     Args:
         waits: Of each sample, whether the training thread waited for the interpreter lock.
+        lock: Or how it stood to that lock at each sample, in letters of `LOCK_STATES`.
         other: What another thread was at, on a core since the sample before, each time it waited.
     """
     writer = LineWriter(path)
@@ -55,6 +56,8 @@ def write_stacks(
                 [offset, 0, number, 1000, since]
                 for offset, since in zip(offsets, since_us, strict=True)
             ]}  # fmt: skip
+        if lock:
+            more["lock_wait"] = lock[first : first + len(chosen)]
         writer.append({
             "type": SAMPLES, "pid": pid, "time_ns": begin,
             "first_frame": frame_count,

@@ -18,8 +18,9 @@ from haiprof.diagnosis.finding import CodeLine, Finding
 from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.run_analysis.lines import function_times
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from tests.unit.analysis.recorded import WALL_OFFSET_NS
+from tests.unit.analysis.recorded import WALL_OFFSET_NS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.diagnosis.stories import START_NS, PhaseTimes, write_beside, write_story
 from tests.unit.diagnosis.test_run_rules import neighbours, plain_steps, write_line
@@ -281,3 +282,21 @@ def test_the_line_of_a_collection_is_of_its_samples(tmp_path: Path, sample_count
     lines = [(line.line, line.share, line.of) for line in finding.code_lines]
     assert lines == ([(collect[1], 1.0, "the collections")] if sample_count else [])
     assert ("begin at train.py:9 main" in finding.remedy) is bool(sample_count)
+
+
+@pytest.mark.parametrize(("lock", "is_named"), [("h", True), ("0", False), ("-", False)])
+def test_python_of_marked_steps_is_named_with_its_line_and_operators_are_not(
+    tmp_path: Path, lock: str, is_named: bool
+) -> None:
+    """A loop of `haiprof.step()` without any phase: only what holds the interpreter is named."""
+    root = tmp_path / "run"
+    times = [START_NS + step * 20 * NS_PER_MS for step in range(100)]
+    rows = [(schema.MARK, 0, time, time + 1_000) for time in times]
+    write_rank(write_run(root), spans_from(rows))
+    samples = [(time + 10 * NS_PER_MS, (MAIN, LOG)) for time in times]
+    write_stacks(RunPaths(root).rank(0).stacks, samples, lock=lock * len(samples))
+    found = findings_of(root)
+    assert ("outside_the_model" in found) is is_named
+    if is_named:
+        assert found["outside_the_model"].code_lines[0].function == "log_everything"
+        assert found["outside_the_model"].lost_ratio == pytest.approx(1.0)
