@@ -34,6 +34,7 @@ while steps < 700 or time.monotonic() < until:
     optimizer.step()
     os.write(count, b"x")
     steps += 1
+    time.sleep(2e-4)  # a ring holds the spans of two seconds then: none is lost on a busy machine
 if way == "exit":
     os._exit(3)
 if way == "null":
@@ -113,7 +114,8 @@ def test_no_step_of_any_rank_is_lost_under_torchrun(tmp_path: Path) -> None:
     assert set(death.steps) == {0, 1}
     recorded = death.recorded()
     # torchrun ends the slower rank anywhere: also between a step's end and the job's own count.
-    assert all(0 <= recorded[rank] - steps <= 1 for rank, steps in death.steps.items())
+    lead = {rank: recorded[rank] - steps for rank, steps in death.steps.items()}
+    assert all(0 <= steps <= 1 for steps in lead.values()), (lead, death.moments())
 
 
 @pytest.mark.proof
