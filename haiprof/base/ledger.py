@@ -1,0 +1,90 @@
+"""The time ledger: one row per account of a step; with the residual they add up to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+POSITIONS = (
+    "input", "prepare", "forward", "loss", "backward", "gradients", "optimizer", "after_step",
+    "evaluation", "checkpoint", "compile", "between_steps",
+)  # fmt: skip
+"""Where in a step time passes, by the order of its spans; on a device also `idle`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """One row: what one kind of work of one place in the code takes of the mean step."""
+
+    ranks: tuple[int, ...]
+    """The ranks that have it, or the one that it is about; empty: all."""
+    position: str
+    """Of POSITIONS."""
+    activity: str
+    """What the thread or the device did: `python`, `operators`, `native`, `wait: loader`, ..."""
+    package: str | None = None
+    """Whose code the innermost frame is: `job`, `torch`, `numpy`; None where no code is known."""
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    """The innermost line of the job's own code; None where none was sampled."""
+    expression: str | None = None
+    """The part of that line that ran, where it was recorded (Python 3.11 and newer)."""
+    callees: tuple[str, ...] = ()
+    """Functions of libraries below that line in which most of the time passes, outermost first."""
+    callers: tuple[str, ...] = ()
+    """The job's lines through which it came there, nearest first: `train.py:307 main`."""
+    ns_per_step: float
+    """Mean over all judged steps of the ranks."""
+    low_ns: float
+    high_ns: float
+    """Where that lies with 95 % certainty."""
+    needed: bool = False
+    """Whether it is the model's own work, which no change of the code around it removes."""
+    gain_ns: float = 0.0
+    """What the mean step of the job becomes shorter by without it."""
+    gain_low_ns: float = 0.0
+    gain_high_ns: float = 0.0
+    when: str = "each step"
+    """When it is paid: `each step`, `every 20th step`, `in bursts`, `since step 512`, `growing`."""
+    explanation: str | None = None
+    """Key of the explanation that speaks of it; None where none does."""
+
+    @property
+    def place(self) -> str | None:
+        """`train.py:88 load_image`; None where no line is known."""
+        if self.file is None:
+            return None
+        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The accounts of the mean step."""
+
+    mean_ns: float
+    """Time from the first judged step's begin to the last one's end, by their number: what is paid
+    between steps, at every Nth step or at the start of an epoch counts in full."""
+    median_ns: float
+    """The median step, without what lies between steps."""
+    count: int
+    """Judged steps of the rank that has most."""
+    residual_ns: float
+    """What no account explains; with the accounts it adds up to `mean_ns`."""
+    accounts: tuple[Account, ...]
+    """The largest first."""
+    opportunities: tuple[int, ...] = ()
+    """Rows of `accounts` that a change would remove, the largest gain first."""
+    rests_on: str = ""
+    """What the numbers are made of, for people: `samples`, `a trace of 5 steps`."""
+    missing: tuple[str, ...] = ()
+    """Columns that the recording lacks, each with its reason."""
+
+    @property
+    def sum_error_ns(self) -> float:
+        """By how much the accounts and the residual miss the step: 0 but for rounding."""
+        return sum(a.ns_per_step for a in self.accounts) + self.residual_ns - self.mean_ns
+
+    def largest(self) -> Sequence[Account]:
+        """The accounts that are opportunities, the largest gain first."""
+        return [self.accounts[row] for row in self.opportunities]
