@@ -43,7 +43,7 @@ def backward_work(segments: Sequence[RankSegments], collectives: pl.DataFrame) -
         own = known.filter(
             (pl.col("rank") == rank.files.rank) & (pl.col("attempt") == rank.files.attempt)
         )
-        parts = _own_and_after(rank, own["created_ns"].sort().to_numpy())
+        parts = own_and_after(rank, own["created_ns"].sort().to_numpy())
         if parts.size:
             found[rank.files.rank] = parts
     after = _shortest([parts[1] for parts in found.values()])
@@ -61,7 +61,7 @@ def _shortest(ends: Sequence[np.ndarray]) -> float | None:
     return min(float(np.median(own)) for own in ends)
 
 
-def _own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
+def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
     """[own or after, backward pass with collectives] in ns."""
     spans = rank.found.nested.spans
     backward = np.flatnonzero(spans.kind == schema.BACKWARD)

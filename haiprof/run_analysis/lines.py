@@ -222,6 +222,11 @@ def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
     return tree.frames[int(np.bincount(tree.place[stack], weights=weight).argmax())]
 
 
+def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
+    """Functions of libraries in which most of some stacks' time passes, from the job's own line."""
+    return _callees(tree, innermost_stack(tree), stack, weight)
+
+
 def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[str, ...]:
     """From the user's own frame inwards, as long as most of its time goes the same way."""
     paths = [_library_path(tree, inner, number) for number in stack.tolist()]

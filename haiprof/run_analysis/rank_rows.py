@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Intervals
+from haiprof.run_analysis.compilations import compile_intervals
 
 from haiprof.run_analysis.epochs import loading_row
 from haiprof.run_analysis.phases import pause_frame
 from haiprof.run_analysis.ranks import rank_row
 from haiprof.run_analysis.segments import RankSegments, cut_segments
 from haiprof.run_analysis.step_frame import SharedColumns, step_frame
+from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 
 
@@ -33,6 +39,9 @@ class RankRows:
     """Its row of `loading_frame`."""
     rank: Mapping[str, object]
     """Its row of `rank_frame`."""
+    positions: Mapping[int, Ints]
+    """By position: [plain or in collections, step] in ns, of the whole recording; those that the
+    rank never was in are left out."""
 
 
 def rank_rows(
@@ -66,4 +75,23 @@ def rank_rows(
         pauses=pause_frame(rank),
         loading=loading_row(cut),
         rank=row,
+        positions=_position_times(rank),
     )
+
+
+def rank_positions(rank: RankSegments) -> StepPositions:
+    """Where a rank's training thread was at each moment."""
+    compiled = compile_intervals(rank.files)
+    if compiled is not None:
+        shift = rank.wall_offset_ns
+        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
+    return step_positions(rank.found, rank.events, compiled)
+
+
+def _position_times(rank: RankSegments) -> dict[int, Ints]:
+    """Small numbers are stored small: of a thousand ranks they are much."""
+    times = np.stack(rank_positions(rank).sums(), axis=1)
+    small = times.max(initial=0) < np.iinfo(np.int32).max
+    kept = times.astype(np.int32) if small else times
+    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=(1, 2))).tolist()}
+

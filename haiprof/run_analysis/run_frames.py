@@ -9,22 +9,32 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import cast
 
+import numpy as np
 import polars as pl
 
+from haiprof.base.arrays import Ints
 from haiprof.base.errors import RunFormatError
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.backward_work import backward_work
+from haiprof.run_analysis.backward_work import backward_work, own_and_after
 from haiprof.run_analysis.burst import burst_frame
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
 from haiprof.run_analysis.epochs import loading_frame
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd, gpu_memory_at_end
-from haiprof.run_analysis.lateness import arrivals, collective_frame, host_clock_offsets, lateness
+from haiprof.run_analysis.lateness import (
+    MIN_MATCHES,
+    Arrivals,
+    arrivals,
+    collective_frame,
+    host_clock_offsets,
+    lateness,
+)
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
 from haiprof.run_analysis.phases import PHASE_SCHEMA, SAVE_PHASE, phase_frame
-from haiprof.run_analysis.rank_rows import RankRows, rank_rows
+from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
 from haiprof.run_analysis.ranks import rank_frame, rank_row
 from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import Goodput, Start, find_starts, goodput
@@ -32,6 +42,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open
 from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns, last_attempts
+from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
@@ -201,6 +212,40 @@ class RunFrames:
         first, last = self.between
         return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
 
+    def position_times(self, rank: int) -> tuple[Ints, Ints]:
+        """[position, step] in ns of a rank's judged attempt: without collections, and in these."""
+        rows = self._rows[rank, self._judged_attempts[rank]]
+        times = np.zeros((2, len(POSITIONS), rows.step_count), dtype=np.int64)
+        for position, own in rows.positions.items():
+            times[:, position] = own
+        return times[0], times[1]
+
+    def step_positions(self, rank: int) -> tuple[StepPositions, int]:
+        """Where a rank was at each moment, on the clock of its spans; and Unix time minus that."""
+        segments = self._judged_segments(rank)
+        return rank_positions(segments), segments.wall_offset_ns
+
+    def step_starts(self, rank: int) -> Ints:
+        """Begin of each step of a rank's judged attempt, Unix time in ns."""
+        own = (pl.col("rank") == rank) & (pl.col("attempt") == self._judged_attempts[rank])
+        return self._steps.filter(own)["start_ns"].to_numpy()
+
+    def arrivals(self) -> list[Arrivals]:
+        """Collectives that all ranks of their group began, by group."""
+        collectives = self.collectives()
+        return arrivals(collectives, host_clock_offsets(collectives))
+
+    def backward_tail(self, rank: int) -> float | None:
+        """The share of a rank's backward after the last collective that it began there."""
+        segments = self._judged_segments(rank)
+        own = (pl.col("rank") == rank) & (pl.col("attempt") == segments.files.attempt)
+        known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
+        begun, after = own_and_after(segments, known["created_ns"].sort().to_numpy())
+        return float(after.sum() / (begun + after).sum()) if len(begun) >= MIN_MATCHES else None
+
+    def _judged_segments(self, rank: int) -> RankSegments:
+        return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))
+
     def notes(self) -> list[str]:
         """Everything that was cut, damaged or missing while reading."""
         part = [] if self.between is None else [_part_text(self.between)]
@@ -337,8 +382,7 @@ class RunFrames:
 
     @cached_property
     def _lateness(self) -> pl.DataFrame:
-        collectives = self.collectives()
-        return lateness(arrivals(collectives, host_clock_offsets(collectives)), self.steps())
+        return lateness(self.arrivals(), self.steps())
 
     @cached_property
     def _evidence(self) -> Evidence:

@@ -1,0 +1,300 @@
+"""Opportunities: the parts of the time table that a change would remove, and what each would gain.
+
+One code opportunity is a node of the call tree, from the script inwards: the outermost function
+whose time is mostly avoidable, named by the line that holds most of it. What a machine or another
+rank does has no code and is one opportunity by activity. No nanosecond is in two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from haiprof.base.arrays import Floats, Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.code_samples import CodeTree
+from haiprof.run_analysis.ledger import (
+    COLLECTION,
+    GIL_WAIT,
+    JOB,
+    LINK_WAIT,
+    LOADER_WAIT,
+    NO_CORE,
+    OPERATORS,
+    PEER_WAIT,
+    PYTHON,
+    UNKNOWN,
+    TimeTable,
+)
+from haiprof.run_analysis.lines import functions_of
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.step_positions import (
+    BACKWARD,
+    COMPILE,
+    FORWARD,
+    INPUT,
+    LOSS,
+    OPTIMIZER,
+)
+
+FRAMEWORKS = frozenset({
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate",
+    "deepspeed", "timm", "diffusers", "peft", "torchvision", "torchaudio", "torch_geometric",
+    "megatron", "torchtitan", "fairscale", "ignite", "fastai",
+})  # fmt: skip
+"""Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
+_MODEL = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+_BY_ACTIVITY = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT)
+"""Activities that no line of the training thread is the cause of."""
+_PURE = 0.5
+"""A function whose time is avoidable for more than this is one opportunity as a whole."""
+_MOST = 0.7
+"""Who holds so much of an opportunity is what it is named by."""
+_OPTIMIZER_FILES = "/torch/optim/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of the job's own code, and the way there."""
+
+    file: str
+    line: int
+    function: str
+    callers: tuple[tuple[str, int, str], ...] = ()
+    """The job's lines outside of it, nearest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opportunity:
+    """Rows of the table that one change would remove."""
+
+    rows: Ints
+    place: Place | None
+    position: int
+    """Index into POSITIONS: where most of it is paid."""
+    activity: int
+    """Index into ACTIVITIES: what most of it is."""
+
+
+@dataclass(slots=True)
+class _Function:
+    """A function as it was called from one line of its caller."""
+
+    key: int
+    outer: _Line | None
+    lines: dict[int, _Line] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    """All rows in it and below."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line of such a function."""
+
+    frame: int
+    function: _Function
+    own: list[int] = field(default_factory=list)
+    """Rows whose innermost line of the job it is."""
+    calls: dict[int, _Function] = field(default_factory=dict)
+
+
+def needed_rows(table: TimeTable) -> Bools:
+    """Per row: whether it is the model's own work, which no change around it removes."""
+    place = table.tree.place[table.stack]
+    of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
+    of_optimizer = np.array(
+        [*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False]
+    )[place]
+    inside = np.isin(table.position, _MODEL)
+    own = (table.activity == OPERATORS) | ((table.activity == PYTHON) & of_model)
+    own |= table.activity == UNKNOWN
+    needed: Bools = (inside & own) | (of_optimizer & np.isin(table.activity, (OPERATORS, PYTHON)))
+    return needed
+
+
+def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
+    """All of them, in no order; what is needed is in none.
+
+    Args:
+        table: The time table.
+        needed: Per row, from `needed_rows`.
+    """
+    free = ~needed & (table.ns > 0)
+    found = []
+    for activity in (*_BY_ACTIVITY, LOADER_WAIT):
+        rows = np.flatnonzero(free & (table.activity == activity))
+        free[rows] = False
+        if len(rows):
+            found.append(_opportunity(table, rows, None))
+    rows = np.flatnonzero(free & (table.position == COMPILE))
+    free[rows] = False
+    if len(rows):
+        found.append(_opportunity(table, rows, None))
+    for position in np.unique(table.position[free & (table.stack == 0)]).tolist():
+        rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
+        free[rows] = False
+        found.append(_opportunity(table, rows, None))
+    return [*found, *_of_code(table, free, needed)]
+
+
+def _opportunity(table: TimeTable, rows: Ints, place: Place | None) -> Opportunity:
+    ns = table.ns[rows]
+    return Opportunity(
+        rows=rows,
+        place=place,
+        position=int(np.bincount(table.position[rows], ns).argmax()),
+        activity=int(np.bincount(table.activity[rows], ns).argmax()),
+    )
+
+
+def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportunity]:
+    """Nodes of the call tree; those of one function and position are one."""
+    tree = table.tree
+    _, numbers = functions_of(tree)
+    root = _grow(table, numbers)
+    models = _model_functions(table, numbers)
+    walk = _Walk(table=table, free=free, needed=needed, models=models)
+    merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
+    for rows, line in walk.nodes(root):
+        position = int(np.bincount(table.position[rows], table.ns[rows]).argmax())
+        at = line.frame if walk.is_driver(line.function) else -1
+        key = (line.function.key, at, position)
+        known = merged.setdefault(key, ([], line))
+        known[0].extend(rows)
+    for rows, line in merged.values():
+        yield _opportunity(table, np.array(rows), _place(tree, line))
+
+
+def _grow(table: TimeTable, numbers: Ints) -> _Function:
+    """The call tree of the job's own frames, with the table's rows in it."""
+    tree = table.tree
+    root = _Function(key=-1, outer=None)
+    script = _Line(frame=-1, function=root)
+    root.lines[-1] = script
+    lines: dict[int, _Line] = {0: script}
+    order = np.argsort(table.stack, kind="stable")
+    stacks, first = np.unique(table.stack[order], return_index=True)
+    for stack, rows in zip(stacks.tolist(), np.split(order, first[1:]), strict=True):
+        line = _line_of(tree, numbers, lines, stack)
+        line.own.extend(rows.tolist())
+        function: _Function | None = line.function
+        while function is not None:
+            function.rows.extend(rows.tolist())
+            function = function.outer.function if function.outer else None
+    return root
+
+
+def _line_of(tree: CodeTree, numbers: Ints, lines: dict[int, _Line], stack: int) -> _Line:
+    """The line of the job's that a stack is in, below the job's lines that lead there."""
+    way = []
+    while stack not in lines:
+        way.append(stack)
+        stack = int(tree.parent[stack])
+    line = lines[stack]
+    for inner in reversed(way):
+        frame = int(tree.place[inner])
+        if not tree.library[frame]:
+            key = int(numbers[frame])
+            function = line.calls.get(key)
+            if function is None:
+                function = line.calls[key] = _Function(key=key, outer=line)
+            at = tree.frames[frame].line
+            if at not in function.lines:
+                function.lines[at] = _Line(frame=frame, function=function)
+            line = function.lines[at]
+        lines[inner] = line
+    return line
+
+
+def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
+    """Functions of the job that the model's forward runs: an evaluation is not named by these."""
+    tree = table.tree
+    found: set[int] = set()
+    inside = np.unique(table.stack[(table.position == FORWARD) & (table.activity == OPERATORS)])
+    for stack in inside.tolist():
+        while stack:
+            frame = int(tree.place[stack])
+            if tree.frames[frame].file.endswith("/torch/nn/modules/module.py"):
+                break
+            if not tree.library[frame]:
+                found.add(int(numbers[frame]))
+            stack = int(tree.parent[stack])
+    return found
+
+
+@dataclass(slots=True)
+class _Walk:
+    """From the script inwards."""
+
+    table: TimeTable
+    free: Bools
+    needed: Bools
+    models: set[int]
+    _drivers: dict[int, bool] = field(default_factory=dict)
+
+    def nodes(self, function: _Function) -> Iterator[tuple[list[int], _Line]]:
+        """Rows of each opportunity below a function, with the line that it is named by."""
+        rows = np.array(function.rows)
+        if not len(rows) or not self.free[rows].any():
+            return
+        ns = self.table.ns[rows]
+        avoidable = float(ns[self.free[rows]].sum())
+        work = float(ns[self.needed[rows]].sum())
+        whole = function.key >= 0 and not self.is_driver(function)
+        if whole and avoidable > _PURE * (avoidable + work):
+            yield [row for row in function.rows if self.free[row]], self._name(function)
+            return
+        for line in function.lines.values():
+            own = [row for row in line.own if self.free[row]]
+            if own:
+                for part in self._by_position(own):
+                    yield part, line
+            for call in line.calls.values():
+                yield from self.nodes(call)
+
+    def is_driver(self, function: _Function) -> bool:
+        """Whether the training loop passes through it: who runs both model and backward."""
+        known = self._drivers.get(id(function))
+        if known is None:
+            rows = np.array(function.rows)
+            at = np.unique(self.table.position[rows[self.needed[rows]]]) if len(rows) else rows
+            known = len(np.intersect1d(at, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
+            self._drivers[id(function)] = known
+        return known
+
+    def _by_position(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """A line of a loop that holds several positions is one opportunity in each."""
+        of = self.table.position[list(rows)]
+        for position in np.unique(of).tolist():
+            yield [row for row, at in zip(rows, of.tolist(), strict=True) if at == position]
+
+    def _name(self, function: _Function) -> _Line:
+        """Inwards, as long as one line and what it calls hold most of the avoidable time."""
+        while True:
+            line = max(function.lines.values(), key=self._weight)
+            inner = max(line.calls.values(), key=lambda call: self._time(call.rows), default=None)
+            whole = self._time(function.rows)
+            if inner is None or inner.key in self.models or self._time(inner.rows) < _MOST * whole:
+                return line
+            function = inner
+
+    def _weight(self, line: _Line) -> float:
+        return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())
+
+    def _time(self, rows: Sequence[int]) -> float:
+        chosen = np.array(rows, dtype=np.int64)
+        return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
+
+
+def _place(tree: CodeTree, line: _Line) -> Place | None:
+    if line.frame < 0:
+        return None
+    callers = []
+    outer = line.function.outer
+    while outer is not None and outer.frame >= 0:
+        callers.append(tuple(tree.frames[outer.frame][:3]))
+        outer = outer.function.outer
+    file, at, function = tree.frames[line.frame][:3]
+    return Place(file=file, line=at, function=function, callers=tuple(callers))

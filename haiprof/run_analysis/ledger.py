@@ -1,0 +1,379 @@
+"""The time table of a run: rank x step x position x activity x code -> ns, made in one place.
+
+Spans say exactly how long a rank was in each position of a step; samples say what it did there.
+A sample stands for its share of its position's time, so that the rows of a rank add up to the time
+from its first judged step's begin to its last one's end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from haiprof.base.arrays import Floats, Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, CodeTree, spacing_ns
+from haiprof.run_analysis.lines import functions_of
+from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_analysis.step_positions import BACKWARD, GRADIENTS, OPTIMIZER, StepPositions
+from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR
+try:  # SHIM
+    from haiprof.run_format.stack_lines import WAIT_NAMES
+except ImportError:
+    WAIT_NAMES = ("none", "unknown")
+def _col(samples, name, default):
+    v = getattr(samples, name, None)
+    return np.full(len(samples.stack), default) if v is None else v
+
+ACTIVITIES = (
+    "operators", "python", "native", "wait: loader", "wait: peer", "wait: link", "wait: device",
+    "wait: interpreter lock", "wait: lock", "wait: file", "wait: socket", "wait: pipe",
+    "wait: sleep", "wait: process", "wait: other", "no core", "garbage collection", "unknown",
+)  # fmt: skip
+"""What a training thread did: each row of the table has one."""
+(
+    OPERATORS, PYTHON, NATIVE, LOADER_WAIT, PEER_WAIT, LINK_WAIT, DEVICE_WAIT, GIL_WAIT, LOCK_WAIT,
+    FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, COLLECTION,
+    UNKNOWN,
+) = range(len(ACTIVITIES))  # fmt: skip
+_COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count")
+_Rows = dict[str, np.ndarray]
+_SINCE_LIMIT_NS = 1_000_000_000
+"""A sample tells of no more time before it than this."""
+ON_CORE = (OPERATORS, PYTHON, NATIVE)
+JOB = "job"
+"""The package of the user's own code."""
+_PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+?)(?:\.py)?(?:[/\\]|\Z)", re.DOTALL)
+_TORCH = re.compile(r"[/\\]torch[/\\]")
+_WAITS = (
+    ("threading.py", LOCK_WAIT), ("queue.py", LOCK_WAIT), ("synchronize.py", LOCK_WAIT),
+    ("multiprocessing/connection.py", PIPE_WAIT), ("selectors.py", SOCKET_WAIT),
+    ("socket.py", SOCKET_WAIT), ("ssl.py", SOCKET_WAIT), ("http/client.py", SOCKET_WAIT),
+    ("subprocess.py", PROCESS_WAIT), ("popen_fork.py", PROCESS_WAIT),
+    ("torch/cuda/streams.py", DEVICE_WAIT),
+)  # fmt: skip
+"""Modules of Python and torch whose functions wait while they hold no lock."""
+_WAIT_OF_NAME = {
+    "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
+    "sleep": SLEEP, "poll": OTHER_WAIT, "other": OTHER_WAIT,
+}  # fmt: skip
+_LIBRARY_CALL = re.compile(r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\.")
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_WORKER_LOADER = "_MultiProcessingDataLoaderIter."
+_OPTIMIZERS = "/torch/optim/"
+_DISPATCH_RATIO = 1 / 3
+"""Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
+lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
+_SPIKE = 2.0
+"""A period in which a position takes so many times its median is sampled for itself: what is paid
+at every Nth step is not spread over all of them."""
+_SPIKE_MIN_RATIO = 0.01
+"""Where such periods hold at least this share of all time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTime:
+    """The exact times of one rank: its judged steps by position."""
+
+    rank: int
+    step: Ints
+    """Numbers of the judged steps."""
+    plain_ns: Ints
+    """[position, judged step]: without collections."""
+    collected_ns: Ints
+    """The same of the garbage collector's pauses."""
+    median_ns: float
+    """The median judged step, without what lies between steps."""
+
+    @property
+    def period_ns(self) -> Ints:
+        """[judged step]: from its begin to the next one's."""
+        total: Ints = self.plain_ns.sum(axis=0) + self.collected_ns.sum(axis=0)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTable:
+    """Rows of the sampled ranks; each is some time of one rank."""
+
+    tree: CodeTree
+    rank: Ints
+    cell: Ints
+    """Index into POSITIONS: the position that its span says, whose time it shares."""
+    position: Ints
+    """The same where the code below an optimizer's closure is told from the optimizer's."""
+    activity: Ints
+    """Index into ACTIVITIES."""
+    stack: Ints
+    """Of the tree; 0 where no code is known."""
+    step: Ints
+    """Number of the step in whose period the time was seen; -1: spread over all."""
+    spike: Bools
+    """Whether that step's period took much longer than usual in this position."""
+    ns: Floats
+    """Of all judged steps together."""
+    count: Floats
+    """Samples that it rests on."""
+    packages: Sequence[str]
+    """Per frame of the tree: whose code it is."""
+
+    @property
+    def package(self) -> Sequence[str | None]:
+        """Per row: whose code its innermost frame is."""
+        place = self.tree.place[self.stack]
+        return [self.packages[p] if p >= 0 else None for p in place.tolist()]
+
+    def take(self, rows: Bools | Ints) -> TimeTable:
+        """The chosen rows."""
+        chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        return TimeTable(tree=self.tree, packages=self.packages, **chosen)
+
+
+def package_of(file: str, *, library: bool) -> str:
+    """Whose code a file is: `job`, `torch`, `numpy`, `python` for the standard library."""
+    if not library:
+        return JOB
+    match = _PACKAGE.match(file)
+    if match:
+        return match[1]
+    return "torch" if _TORCH.search(file) else "python"
+
+
+def spikes(position_ns: Ints) -> Bools:
+    """[position, step]: periods in which a position takes much longer than it usually does."""
+    total = max(int(position_ns.sum()), 1)
+    usual = np.median(position_ns, axis=1, keepdims=True)
+    found: Bools = position_ns > _SPIKE * usual + _SPIKE_MIN_RATIO * total / position_ns.shape[1]
+    held = np.where(found, position_ns, 0).sum(axis=1, keepdims=True)
+    return found & (held >= _SPIKE_MIN_RATIO * total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSamples:
+    """What is needed of one sampled rank."""
+
+    time: RankTime
+    positions: StepPositions
+    wall_offset_ns: int
+    no_core_ratio: float | None
+    """Of its time, how long its thread could run and had no core, by counters; None: not known."""
+    tail_ratio: float | None
+    """Of its backward, what follows the last collective that it began there; None: not known."""
+    peer_ratio: float | None
+    """Of its time, how long it waited for later ranks in collectives; None: not known."""
+
+
+def time_table(samples: CodeSamples, ranks: Sequence[RankSamples]) -> TimeTable:
+    """The rows of some ranks.
+
+    Args:
+        samples: Of these ranks, in one tree.
+        ranks: The ranks, with their exact times.
+    """
+    tree = samples.tree
+    packages = [
+        package_of(frame.file, library=library)
+        for frame, library in zip(tree.frames, tree.library.tolist(), strict=True)
+    ]
+    activity = _activities(samples, packages)
+    main = samples.worker < 0
+    main &= samples.phase < len(TRAINING_PHASES)
+    parts = [
+        _rank_rows(samples, activity, packages, (samples.rank == each.time.rank) & main, each)
+        for each in ranks
+    ]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    return TimeTable(tree=tree, packages=packages, **columns)
+
+
+def _rank_rows(
+    samples: CodeSamples, activity: Ints, packages: Sequence[str], own: Bools, rank: RankSamples
+) -> _Rows:
+    """The rows of one rank: one per sample, one per cell without samples, one per collections."""
+    time, cut = rank.time, rank.positions
+    at = np.flatnonzero(own)
+    place = cut.at(samples.time_ns[at] - rank.wall_offset_ns)
+    judged = np.full(cut.step_count + 1, -1)
+    judged[time.step] = np.arange(len(time.step))
+    column = judged[np.append(cut.period, cut.step_count)[place]]
+    keep = (place >= 0) & (column >= 0) & ~np.append(cut.collecting, True)[place]
+    at, place, column = at[keep], place[keep], column[keep]
+    cell = cut.position[place]
+    spike = spikes(time.plain_ns)
+    spiked = spike[cell, column]
+    spacing = spacing_ns(samples.time_ns[own], samples.time_ns[at])
+    weight = np.zeros(len(at))
+    unseen: list[tuple[int, int, bool, int]] = []
+    for number in range(len(POSITIONS)):
+        for is_spike in (False, True):
+            total = int(time.plain_ns[number][spike[number] == is_spike].sum())
+            chosen = (cell == number) & (spiked == is_spike)
+            if chosen.any():
+                weight[chosen] = total * spacing[chosen] / spacing[chosen].sum()
+            elif total:
+                unseen.append((number, UNKNOWN, is_spike, total))
+        if collected := int(time.collected_ns[number].sum()):
+            unseen.append((number, COLLECTION, False, collected))
+    rows = {
+        "sample": at,
+        "cell": cell,
+        "position": _after_closures(samples, at, cell),
+        "activity": activity[at],
+        "stack": samples.stack[at],
+        "step": time.step[column],
+        "spike": spiked,
+        "ns": weight,
+        "count": np.ones(len(at)),
+    }
+    rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
+    rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
+    rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
+    rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
+    del rows["sample"]
+    rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
+    none = np.zeros(len(unseen))
+    others = {
+        "cell": np.array(rest[0]), "position": np.array(rest[0]), "activity": np.array(rest[1]), "stack": none,
+        "step": none - 1, "spike": np.array(rest[2]), "ns": np.array(rest[3]), "count": none,
+    }  # fmt: skip
+    joined = {
+        name: np.concatenate([column, others[name].astype(column.dtype)])
+        for name, column in rows.items()
+    }
+    joined["rank"] = np.full(len(joined["ns"]), time.rank)
+    return joined
+
+
+def _split(rows: _Rows, share: Floats, activity: int) -> _Rows:
+    """The same time in which a share of each row has another activity."""
+    extra = share > 0
+    moved = rows["ns"] * share
+    found = {name: np.concatenate([column, column[extra]]) for name, column in rows.items()}
+    found["ns"] = np.concatenate([rows["ns"] - moved, moved[extra]])
+    found["activity"][len(share) :] = activity
+    return found
+
+
+def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) -> Floats:
+    """Per row: what of Python in the job's own lines is the calling of operators.
+
+    Whoever calls an operator holds the interpreter lock until it runs: as often as in torch's own
+    frames, or for _DISPATCH_RATIO of the time, where that is more. Where Python beside that takes a
+    share h of a function, the lock is held in h + (1 - h) of it.
+    """
+    share = np.zeros(len(rows["ns"]))
+    place = samples.tree.place[rows["stack"]]
+    of_torch = np.array([*(name == "torch" for name in packages), False])[place]
+    of_job = np.array([*(name == JOB for name in packages), False])[place]
+    held = rows["activity"] == PYTHON
+    works = held | (rows["activity"] == OPERATORS)
+    torch_works = works & of_torch
+    usual = float(held[torch_works].mean()) if torch_works.any() else 0.0
+    usual = min(max(usual, _DISPATCH_RATIO), 0.9)
+    asked = np.flatnonzero(works & of_job)
+    function = functions_of(samples.tree)[1][place[asked]]
+    key = function * len(POSITIONS) + rows["position"][asked]
+    _, group = np.unique(key, return_inverse=True)
+    count, holding = np.bincount(group), np.bincount(group, held[asked])
+    python = np.maximum(holding - usual * count, 0.0) / (1.0 - usual)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        dispatch = np.where(holding > 0, 1.0 - python / holding, 0.0)
+    share[asked] = np.where(held[asked], np.clip(dispatch, 0.0, 1.0)[group], 0.0)
+    return share
+
+
+def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floats:
+    """Per row: for how much of it the thread could run and had no core."""
+    on_core = np.isin(rows["activity"], ON_CORE)
+    queued = _col(samples, "queue_ns", -1)[rows["sample"]]
+    if (queued >= 0).any():
+        since = np.diff(samples.time_ns[rows["sample"]], prepend=0)
+        since = np.where((since > 0) & (since < _SINCE_LIMIT_NS), since, _SINCE_LIMIT_NS)
+        total = float(np.minimum(np.maximum(queued, 0), since).sum())
+        lost = total / max(float(np.minimum(since, _SINCE_LIMIT_NS).sum()), 1.0)
+    else:
+        lost = rank.no_core_ratio or 0.0
+    whole, able = float(rows["ns"].sum()), float(rows["ns"][on_core].sum())
+    return np.where(on_core, min(lost * whole / max(able, 1.0), 0.95), 0.0)
+
+
+def _tail_share(rows: _Rows, rank: RankSamples) -> Floats:
+    """Per row: what of backward is not the rank's own work, but comes after its last collective."""
+    inside = (rows["position"] == BACKWARD) & np.isin(rows["activity"], (*ON_CORE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT))
+    return np.where(inside, rank.tail_ratio or 0.0, 0.0)
+
+
+def _peer_share(rows: _Rows, rank: RankSamples) -> Floats:
+    """Per row: what of the time in collectives passes until the last rank is there."""
+    inside = rows["activity"] == LINK_WAIT
+    wait, whole = float(rows["ns"][inside].sum()), float(rows["ns"].sum())
+    share = min((rank.peer_ratio or 0.0) * whole / wait, 1.0) if wait else 0.0
+    return np.where(inside, share, 0.0)
+
+
+def _after_closures(samples: CodeSamples, at: Ints, position: Ints) -> Ints:
+    """Positions, where code of a closure that runs below an optimizer's step is none of its own."""
+    tree = samples.tree
+    steps = np.array(
+        [*(_OPTIMIZERS in f.file and f.function.endswith(".step") for f in tree.frames), False]
+    )
+    below = np.zeros(len(tree.place), dtype=np.bool_)
+    for stack in range(1, len(tree.place)):  # callers come first
+        parent = tree.parent[stack]
+        below[stack] = below[parent] or (steps[tree.place[parent]] and not _in_torch(tree, stack))
+    return np.where((position == OPTIMIZER) & below[samples.stack[at]], GRADIENTS, position)
+
+
+def _in_torch(tree: CodeTree, stack: int) -> bool:
+    return bool(_TORCH.search(tree.frames[tree.place[stack]].file))
+
+
+def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
+    """Per sample: what the training thread did, by its stack and how it stood to the lock."""
+    tree = samples.tree
+    by_frame = np.array([*(_frame_activity(f, p) for f, p in zip(tree.frames, packages, strict=True)), UNKNOWN])
+    place = tree.place
+    found = by_frame[place][samples.stack]
+    waits = _wait_table()[_col(samples, "wait", 0)]
+    held = samples.lock_wait == LOCK_HELD
+    found = np.where(held & np.isin(found, (OPERATORS, NATIVE)), PYTHON, found)
+    known = samples.lock_wait >= 0
+    of_job = np.array([*(p == JOB for p in packages), False])[place][samples.stack]
+    found = np.where(~known & of_job & (found == OPERATORS), PYTHON, found)
+    found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
+    found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
+    workers = np.array([*(_WORKER_LOADER in f.function for f in tree.frames), False])
+    found = np.where(_within(tree, workers)[samples.stack], LOADER_WAIT, found)
+    found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
+    return np.where(samples.stack == 0, UNKNOWN, found)
+
+
+def _within(tree: CodeTree, frames: Bools) -> Bools:
+    """Per stack: whether one of these frames is in it."""
+    found: Bools = frames[tree.place]
+    outwards = tree.parent
+    while outwards.any():
+        found = found | frames[tree.place[outwards]]
+        outwards = tree.parent[outwards]
+    return found
+
+
+def _frame_activity(frame: Frame, package: str) -> int:
+    """What a thread does whose innermost frame this is, while it holds no lock."""
+    if package == JOB:
+        call = _LIBRARY_CALL.match(getattr(frame, "expression", None) or "")
+        return NATIVE if call else OPERATORS
+    if package in ("torch", "python"):
+        for end, wait in _WAITS:
+            if frame.file.endswith(end):
+                return wait
+    return OPERATORS if package == "torch" else NATIVE
+
+
+def _wait_table() -> Ints:
+    """By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown."""
+    return np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAIT_NAMES), -1])

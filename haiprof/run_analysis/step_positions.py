@@ -1,0 +1,195 @@
+"""Where in its step a training thread was at each moment, by the order of its spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Intervals
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.nesting import Bools, Spans
+from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
+from haiprof.run_format import schema
+
+(
+    INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP, EVALUATION,
+    CHECKPOINT, COMPILE, BETWEEN_STEPS,
+) = range(len(POSITIONS))  # fmt: skip
+_OF_PHASE = np.array([INPUT, FORWARD, BACKWARD, OPTIMIZER, -1])
+_INPUT, _FORWARD, _BACKWARD, _OPTIMIZER, _NONE = range(len(PHASES) + 1)
+
+
+def _gap_table() -> Ints:
+    """[span before, span after] of a gap in a step: its position."""
+    table = np.full((5, 5), AFTER_STEP)
+    table[:, _FORWARD] = PREPARE
+    table[:, _BACKWARD] = LOSS
+    table[_INPUT, :] = PREPARE
+    table[_NONE, _INPUT] = AFTER_STEP
+    table[_FORWARD, [_OPTIMIZER, _NONE, _INPUT]] = LOSS
+    table[:, _OPTIMIZER] = GRADIENTS
+    table[_BACKWARD, _BACKWARD] = GRADIENTS
+    return table
+
+
+_GAPS = _gap_table()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPositions:
+    """The time from the first step's begin to the last one's end, cut where something changes.
+
+    A step's period is the time from its begin to the next one's: evaluations, checkpoints and all
+    else that lies between two steps belong to the period of the first.
+    """
+
+    start_ns: Ints
+    """Begin of each interval, ascending, on the clock of the spans; it ends where the next one
+    begins, the last one at `end_ns`."""
+    end_ns: int
+    position: Ints
+    """Index into POSITIONS."""
+    collecting: Bools
+    """Whether the garbage collector had stopped the thread."""
+    period: Ints
+    """The step in whose period it lies."""
+    step_count: int
+
+    def at(self, time_ns: Ints) -> Ints:
+        """The interval that holds each moment; -1 outside of all steps."""
+        place = np.searchsorted(self.start_ns, time_ns, side="right") - 1
+        return np.where(time_ns < self.end_ns, place, -1)
+
+    def sums(self) -> tuple[Ints, Ints]:
+        """[position, step]: nanoseconds of each period without collections, and in these."""
+        length = np.diff(self.start_ns, append=self.end_ns)
+        count = len(POSITIONS)
+        cell = (self.collecting * count + self.position) * self.step_count + self.period
+        # Sums stay below 2**53 ns, 104 days: exact as floating-point numbers.
+        sums = np.bincount(cell, length, minlength=2 * count * self.step_count)
+        shape = (2, count, self.step_count)
+        plain, collected = sums.astype(np.int64).reshape(shape)
+        return plain, collected
+
+
+def step_positions(
+    found: Segmentation, events: Spans, compiled: Intervals | None = None
+) -> StepPositions:
+    """Cuts a rank's time into positions.
+
+    Args:
+        found: Its spans and steps.
+        events: Its collector pauses and saves.
+        compiled: When torch.compile worked, on the clock of the spans; None: not known.
+    """
+    steps, nested = found.steps, found.nested
+    spans = nested.spans
+    count = len(steps.start_ns)
+    if not count:
+        none = np.zeros(0, dtype=np.int64)
+        return StepPositions(
+            start_ns=none, end_ns=0, position=none, collecting=none > 0, period=none, step_count=0
+        )
+    first, end = int(steps.start_ns[0]), int(steps.end_ns[-1])
+    saves, pauses = (events.take(events.kind == kind) for kind in (schema.SAVE, schema.GC))
+    parts = [
+        spans.start_ns, spans.end_ns, steps.start_ns, steps.end_ns, found.evaluation_start_ns,
+        found.evaluation_end_ns, saves.start_ns, saves.end_ns, pauses.start_ns, pauses.end_ns,
+    ]  # fmt: skip
+    if compiled is not None:
+        parts += [compiled.starts, compiled.ends]
+    edges = np.unique(np.concatenate(parts))
+    start = edges[(edges >= first) & (edges < end)]
+    period = np.searchsorted(steps.start_ns, start, side="right") - 1
+    row = _innermost(found, start)
+    phase = np.append(found.phase.astype(np.int64), _NONE)[row]
+    evaluated = (phase == EVAL_PHASE) | (phase == EVAL_LOADER_PHASE)
+    evaluated |= _inside(found.evaluation_start_ns, found.evaluation_end_ns, start)
+    major = np.where((phase < len(PHASES)) & ~evaluated, phase, _NONE)
+    in_step = start < steps.end_ns[period]
+    position = np.where(major < _NONE, _OF_PHASE[major], _gaps(major, period, in_step))
+    closure = _closure_positions(found, row, major)
+    position = np.where(closure >= 0, closure, position)
+    position = np.where(in_step, position, BETWEEN_STEPS)
+    position = np.where(_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
+    position = np.where(evaluated, EVALUATION, position)
+    if compiled is not None:
+        position = np.where(_inside(compiled.starts, compiled.ends, start), COMPILE, position)
+    return StepPositions(
+        start_ns=start,
+        end_ns=end,
+        position=position,
+        collecting=_inside_any(pauses.start_ns, pauses.end_ns, start),
+        period=period,
+        step_count=count,
+    )
+
+
+def _innermost(found: Segmentation, time_ns: Ints) -> Ints:
+    """Row of the innermost span of a phase or an evaluation around each moment; -1: none."""
+    spans, parent = found.nested.spans, np.append(found.nested.parent, -1)
+    counts = (found.phase < len(PHASES)) | np.isin(found.phase, (EVAL_PHASE, EVAL_LOADER_PHASE))
+    end = np.append(np.where(counts, spans.end_ns, np.iinfo(np.int64).min), np.iinfo(np.int64).max)
+    row = np.searchsorted(spans.start_ns, time_ns, side="right") - 1
+    over = end[row] <= time_ns
+    while over.any():
+        row = np.where(over, parent[row], row)
+        over = end[row] <= time_ns
+    return row
+
+
+def _neighbours(mark: Bools) -> tuple[Ints, Ints]:
+    """Per place: the last marked one before or at it, and the next; -1 and the length: none."""
+    places = np.arange(len(mark))
+    before = np.maximum.accumulate(np.where(mark, places, -1))
+    after = np.minimum.accumulate(np.where(mark, places, len(mark))[::-1])[::-1]
+    return before, after
+
+
+def _gaps(major: Ints, period: Ints, in_step: Bools) -> Ints:
+    """Positions of what lies between spans, by the spans before and after it in the same step."""
+    before, after = _neighbours((major < _NONE) & in_step)
+    kinds, periods = np.append(major, _NONE), np.append(period, -1)
+    of_before = np.where(periods[before] == period, kinds[before], _NONE)
+    of_after = np.where(periods[after] == period, kinds[after], _NONE)
+    return _GAPS[of_before, of_after]
+
+
+def _closure_positions(found: Segmentation, row: Ints, major: Ints) -> Ints:
+    """Positions of an optimizer's own time between the spans of its closure; -1 elsewhere.
+
+    What comes after the last backward is the optimizer's, as are searches between two closures
+    (LBFGS); before it the closure's code has the position that it would have without one.
+    """
+    nothing = np.full(len(row), -1)
+    parent, top = found.nested.parent, np.append(found.nested.top, -1)
+    inner = np.flatnonzero((parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER))
+    holders = np.zeros(len(parent) + 1, dtype=np.bool_)
+    holders[found.nested.top[inner]] = True
+    asked = (major == _OPTIMIZER) & holders[top[row]]
+    if not asked.any():
+        return nothing
+    before, after = _neighbours(major < _OPTIMIZER)
+    kinds, tops = np.append(major, _NONE), np.append(top[row], -2)
+    of_before = np.where(tops[before] == top[row], kinds[before], _NONE)
+    of_after = np.where(tops[after] == top[row], kinds[after], _NONE)
+    position = np.full(len(row), OPTIMIZER)
+    position[of_after == _BACKWARD] = LOSS
+    position[(of_after == _FORWARD) & (of_before != _BACKWARD)] = PREPARE
+    position[of_after == _INPUT] = PREPARE
+    return np.where(asked, position, nothing)
+
+
+def _inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
+    """Whether one of some intervals, sorted and apart, holds each moment."""
+    place = np.searchsorted(start, time_ns, side="right") - 1
+    held: Bools = (place >= 0) & (time_ns < np.append(end, 0)[place])
+    return held
+
+
+def _inside_any(start: Ints, end: Ints, time_ns: Ints) -> Bools:
+    """The same of intervals in any order that may overlap."""
+    order = np.argsort(start, kind="stable")
+    return _inside(start[order], np.maximum.accumulate(end[order]), time_ns)
