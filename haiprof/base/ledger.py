@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 POSITIONS = (
@@ -10,6 +10,10 @@ POSITIONS = (
     "evaluation", "checkpoint", "compile", "between_steps",
 )  # fmt: skip
 """Where in a step time passes, by the order of its spans; on a device also `idle`."""
+
+PROBLEM_RATIO = 0.05
+"""The one limit: an opportunity whose gain is, with 95 % certainty, at least this share of the step
+is called a problem. What is below is a fact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +75,10 @@ class Ledger:
     """Judged steps of the rank that has most."""
     residual_ns: float
     """What no account explains; with the accounts it adds up to `mean_ns`."""
+    positions: Mapping[str, float]
+    """By position: time per step, exact; they add up to `mean_ns`."""
     accounts: tuple[Account, ...]
-    """The largest first."""
+    """Opportunities first, the largest gain first; then the others, the largest first."""
     opportunities: tuple[int, ...] = ()
     """Rows of `accounts` that a change would remove, the largest gain first."""
     rests_on: str = ""
@@ -84,6 +90,15 @@ class Ledger:
     def sum_error_ns(self) -> float:
         """By how much the accounts and the residual miss the step: 0 but for rounding."""
         return sum(a.ns_per_step for a in self.accounts) + self.residual_ns - self.mean_ns
+
+    @property
+    def problem_count(self) -> int:
+        """Opportunities that are problems."""
+        return sum(self.is_problem(account) for account in self.largest())
+
+    def is_problem(self, account: Account) -> bool:
+        """Whether the gain of an account is above the one limit."""
+        return account.gain_low_ns >= PROBLEM_RATIO * self.mean_ns
 
     def largest(self) -> Sequence[Account]:
         """The accounts that are opportunities, the largest gain first."""

@@ -1,78 +1,143 @@
-"""Cores that ranks want and do not get, measured: what the rules about cores share."""
+"""Who has the cores that a training thread waits for: a limit, its own ranks, or others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import (
-    CORE_WAIT_WARNING_RATIO,
-    CORES_FULL_RATIO,
-    CORES_WANTED_RATIO,
-)
-
-NO_PLACEMENT = "no placement of a rank was recorded"
-NO_WAIT = "no waiting for cores of a rank was recorded"
-SLOWED_ALIKE = (
-    "jitter/all_phases",
-    "step_time_drift/sudden_all_phases",
-    "step_time_drift/gradual_all_phases",
-)
-"""What missing cores or memory would bring about: no phase in particular becomes slower."""
+from haiprof.run_analysis.placement import Placement, sharing_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contention:
-    """Ranks that fill their cores and wait for them."""
+class Starvation:
+    """Why threads that could run got no core."""
 
-    core_count: float
-    busy_cores: float
-    """Used by these ranks and their children together."""
-    wanted_cores: float
-    """Those, and one for each main thread that waits: at least so many threads could run."""
-    wait_ratio: float
-    """Share of time in which the main thread of the rank that waits least could run and did not."""
-
-    @property
-    def is_their_own(self) -> bool:
-        """Whether they wait because of what they run themselves, and not for the load of others.
-
-        That is sure where they fill the cores, and where more of their threads could run than
-        there are cores.
-        """
-        full = self.busy_cores >= CORES_FULL_RATIO * self.core_count
-        wanted = self.wanted_cores >= CORES_WANTED_RATIO * self.core_count
-        return (full or wanted) and self.wait_ratio >= CORE_WAIT_WARNING_RATIO
-
-    @property
-    def evidence(self) -> tuple[Evidence, ...]:
-        """The numbers."""
-        return (
-            Evidence(name="cores they may use", value=self.core_count, unit="cores"),
-            Evidence(name="cores they use", value=self.busy_cores, unit="cores"),
-            Evidence(name="cores they could use at least", value=self.wanted_cores, unit="cores"),
-            Evidence(
-                name="main thread could run and got no core (the least of the ranks)",
-                value=self.wait_ratio,
-                unit="ratio",
-            ),
-        )
+    slug: str
+    title: str
+    remedy: str
+    evidence: tuple[Evidence, ...]
 
 
-def contention(inputs: RuleInputs, ranks: Collection[int], core_count: float) -> Contention | None:
-    """How much these ranks want their cores; None where something of one is not known."""
-    if not all(rank in inputs.busy_cores and rank in inputs.core_waits for rank in ranks):
+def starvation(inputs: RuleInputs) -> Starvation | None:
+    """The cause that the counters show, of the rank that waits most; None where they show none.
+
+    A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
+    that want more cores than they may use, which would wait without anybody else; then others.
+    """
+    waiting = sorted(inputs.core_waits, key=lambda rank: (-inputs.core_waits[rank], rank))
+    for rank in waiting[:1]:
+        for cause in (_limit(inputs, rank), _own_doing(inputs, rank), _neighbours(inputs, rank)):
+            if cause is not None:
+                return cause
+    return None
+
+
+def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """The cgroup's limit stopped something in as much of its periods as the rank waited."""
+    host = hosts_of(inputs).get(rank)
+    node = inputs.node_cpus.get(host) if host is not None else None
+    if node is None or not node.throttled_ratio:
         return None
-    busy = sum(inputs.busy_cores[rank] for rank in ranks)
-    waits = [inputs.core_waits[rank] for rank in ranks]
-    return Contention(
-        core_count=core_count,
-        busy_cores=busy,
-        wanted_cores=busy + sum(waits),
-        wait_ratio=min(waits),
+    if node.throttled_ratio < inputs.core_waits[rank]:
+        return None
+    limit = (
+        "its limit" if node.limit_cores is None else f"its limit of {node.limit_cores:.3g} cores"
     )
+    stopped = ratio_text(node.throttled_ratio)
+    return Starvation(
+        slug="cpu_throttled",
+        title=f"the job's cgroup stops at {limit} in {stopped} of the periods",
+        remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
+        "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
+        "they are as many as the node has cores, not as the limit allows",
+        evidence=(
+            Evidence(name="periods with a stop", value=node.throttled_ratio, unit="ratio"),
+            Evidence(name="CPU limit", value=node.limit_cores, unit="cores"),
+        ),
+    )
+
+
+def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """The ranks on these cores want more of them than there are."""
+    group = next((g for g in _groups(inputs) if rank in {p.rank for p in g}), ())
+    cores = frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group))
+    ranks = [placement.rank for placement in group]
+    if not cores or not all(r in inputs.busy_cores and r in inputs.core_waits for r in ranks):
+        return None
+    busy = sum(inputs.busy_cores[r] for r in ranks)
+    wanted = busy + sum(inputs.core_waits[r] for r in ranks)
+    if wanted <= len(cores):
+        return None
+    host = hosts_of(inputs).get(rank)
+    others = used_by_others(inputs, host, hosts_of(inputs)) if host is not None else None
+    if (others or 0.0) > busy:
+        return None
+    node = inputs.node_cpus.get(group[0].host)
+    on_node = node.core_count if node is not None else None
+    spare = on_node is not None and on_node > len(cores)
+    return _wanted(ranks, len(cores), on_node if spare else None, busy, wanted)
+
+
+def _wanted(
+    ranks: list[int], cores: int, on_node: int | None, busy: float, wanted: float
+) -> Starvation:
+    shared = len(ranks) > 1
+    count = "1 core" if cores == 1 else f"{cores} cores"
+    of = f" of {on_node}" if on_node else ""
+    fewer = (
+        "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
+        + ("fewer ranks per node, " * shared)
+        + "or take a node with more cores"
+    )
+    wider = (
+        "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
+        "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that all "
+        "ranks inherit"
+        if shared
+        else "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
+        "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+    )
+    return Starvation(
+        slug="shared_cores" if shared else "too_few_cores",
+        title=f"{ranks_text(ranks)} share {count}{of}"
+        if shared
+        else f"too few cores: {ranks_text(ranks)} may use {cores}{of}",
+        remedy=wider if on_node else fewer,
+        evidence=(
+            Evidence(name="cores they may use", value=float(cores), unit="cores"),
+            Evidence(name="cores they use", value=busy, unit="cores"),
+            Evidence(name="cores they could use at least", value=wanted, unit="cores"),
+        ),
+    )
+
+
+def _neighbours(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """Others use as many cores as the rank misses."""
+    hosts = hosts_of(inputs)
+    used = used_by_others(inputs, hosts[rank], hosts) if rank in hosts else None
+    if used is None or used < inputs.core_waits[rank]:
+        return None
+    return Starvation(
+        slug="busy_neighbours",
+        title=f"others use the CPUs ({used:.2g} cores)",
+        remedy="see what else runs there (top, haiprof ps, other containers of the node), and give "
+        "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
+        "move the neighbour",
+        evidence=(
+            Evidence(name="cores used by others on its node", value=used, unit="cores"),
+            Evidence(
+                name="cores used by the rank", value=inputs.busy_cores.get(rank), unit="cores"
+            ),
+        ),
+    )
+
+
+def _groups(inputs: RuleInputs) -> Iterator[tuple[Placement, ...]]:
+    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
+    yield from sharing_groups(placed)
 
 
 def hosts_of(inputs: RuleInputs) -> dict[int, str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from haiprof.base.errors import HaiprofError
+from haiprof.base.ledger import Account
 from haiprof.base.safe_files import make_folder
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.verdict import Verdict
@@ -17,23 +18,28 @@ FIELDS = {
     "schema": "name and version of this format",
     "run": "the run directory",
     "name": "the job's name",
-    "headline": "one line: the first finding, that there is none, or why nothing is known",
+    "headline": "one line: the first problem, that nothing stands out, or why nothing is known",
     "death": "why the job died: rank, cause, how, line, the others; null where it has not",
     "memory_at_end": "memory of the ranks that the death began with, where it may be the reason",
     "gpu_memory_at_end": "GPU memory of the same ranks, where it ran out: docs/deaths.md",
     "starts": "each start of the job's ranks and how it ended; empty where one did not die",
     "goodput": "share of the run's wall time in steps that counted; null where nothing died",
-    "step_ns": "usual training step after warm-up, traced ones left out; null without steps",
-    "work": "floating-point work of one rank in the usual step, from a window traced with shapes: "
+    "step": "the mean step: `mean_ns` (with what is paid between steps), `median_ns` (without), "
+    "`count`, `residual_ns`, `positions` (ns by position, exact); null without steps",
+    "ledger": "accounts of the mean step; their `ns_per_step` and the residual add up to `mean_ns`",
+    "opportunities": "rows of `ledger` that a change would remove, largest gain first",
+    "problem_count": "findings that are problems: warnings and critical ones",
+    "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
+    "work": "floating-point work of one rank in the mean step, from a window traced with shapes: "
     "`model_flops`, `flops_per_s`, `mfu_ratio`, `is_lower_bound`, `kernel_known_ratio`, `device`, "
     "`peak`, `reason`; null without one",
-    "split": "the usual step by phase, host time in ns; null: not measured",
+    "split": "the mean step by phase, host time in ns; null: not measured",
     "step_count": "training steps of all ranks, of the last attempt of each",
     "most_steps": "steps of the rank that has most, in all its attempts",
     "end_wall_ns": "Unix time of the job's end; null where it still ran, or that was not noted",
     "ranks": "ranks that have steps",
     "since_ns": "only steps from this Unix time on were judged; null: the whole run",
-    "findings": "most important first, a cause before what it explains",
+    "findings": "a hang first, then by what they cost",
     "abstained": "rules that could not be judged: `slug`, and `why`",
     "checked": "slugs of rules that had their data and found nothing",
     "not_measured": "`what`, and `why`",
@@ -61,11 +67,12 @@ FINDING_FIELDS = {
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
-    "explained_by": "slug of the finding that is its cause; null: it is a cause itself",
+    "explained_by": "null: a cost is in one account alone (until 0.2 the finding that is its cause)",
     "missing": "what could not be measured and would make it surer",
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
 }
 """Every field of one finding."""
+STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "positions", "rests_on", "missing")
 
 
 def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, Any]:
@@ -75,7 +82,12 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         verdict: What was found.
         since_ns: Where only the steps from a Unix time on were judged.
     """
+    ledger = verdict.ledger
     content = asdict(verdict) | {
+        "step": None if ledger is None else {name: getattr(ledger, name) for name in STEP_FIELDS},
+        "ledger": [] if ledger is None else [account_document(a) for a in ledger.accounts],
+        "opportunities": [] if ledger is None else list(ledger.opportunities),
+        "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
         "findings": [_finding(finding) for finding in verdict.findings],
@@ -85,8 +97,13 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
     return {name: content[name] for name in FIELDS}
 
 
+def account_document(account: Account) -> dict[str, Any]:
+    """One row of the ledger."""
+    return asdict(account) | {"ranks": list(account.ranks)}
+
+
 def _finding(finding: Finding) -> dict[str, Any]:
-    content = asdict(finding)
+    content = asdict(finding) | {"explained_by": None}
     content["slug"] = finding.rule
     content["ranks"] = [] if finding.rank is None else [finding.rank]
     return {name: content[name] for name in FINDING_FIELDS}

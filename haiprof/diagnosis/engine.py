@@ -1,24 +1,25 @@
-"""Asks every rule and puts the verdict together."""
+"""The verdict of a run: its ledger read aloud, and the facts beside it."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import polars as pl
 
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
+from haiprof.base.units import ratio_text
 from haiprof.diagnosis.attempts import attempt_notes
-from haiprof.diagnosis.causes import STANDSTILL, agreeing, in_order
-from haiprof.diagnosis.code_questions import CodeAnswers
-from haiprof.diagnosis.consistency import impossible_findings
-from haiprof.diagnosis.finding import Abstention, Finding
+from haiprof.diagnosis.explanations import Question, account_line, explain, straggler
+from haiprof.diagnosis.finding import SEVERITIES, Abstention, Evidence, Finding, Severity
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
 from haiprof.diagnosis.reactions import reacted_lines
 from haiprof.diagnosis.recorded_windows import traced_lines
-from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs, typical_rank, usual_split
+from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
 from haiprof.diagnosis.steal import stolen_notes
 from haiprof.diagnosis.step_work import step_work
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
@@ -30,7 +31,15 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
-_BALANCED = "nothing wrong found"
+STANDSTILL = "standstill"
+"""It comes first: a job that stands still loses all of its time from then on."""
+CRITICAL_RATIO = 4 * PROBLEM_RATIO
+"""A problem that costs so much of the step is shown in red."""
+_LISTED_RATIO = PROBLEM_RATIO / 5
+"""Opportunities below this are in the ledger alone."""
+_LISTED = 10
+_SURE = 0.95
+_NOTHING = "nothing stands out"
 
 
 def diagnose(
@@ -52,24 +61,23 @@ def diagnose(
     manifest = analyzer.files.manifest
     deaths = analyzer.deaths()
     death = next((each for each in deaths if each.final), None)
-    split: Mapping[str, float | None] = dict.fromkeys(STEP_PHASES)
-    if inputs.steps.height:
-        split = usual_split(inputs.of_rank(typical_rank(inputs)))
-    findings, abstained, checked = _judge(inputs, split)
-    answers = CodeAnswers(analyzer, inputs)
-    findings = tuple(answers.name_lines(finding) for finding in findings)
+    facts, abstained, checked = _facts(inputs)
+    found = run_ledger(analyzer, inputs, _priced(facts))
+    ledger = None if found is None else found.ledger
+    findings = _findings(inputs, found, facts)
     run = shown_path(analyzer.run.root)
-    step_ns = sum(ns or 0.0 for ns in split.values()) if inputs.steps.height else None
+    step_ns = None if ledger is None else ledger.mean_ns
     return Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else _headline(analyzer, inputs, findings, len(checked)),
+        headline=death.headline if death else _headline(analyzer, inputs, findings, ledger),
         death=death,
         memory_at_end=analyzer.memory_at_end() if death else (),
         gpu_memory_at_end=analyzer.gpu_memory_at_end() if death else (),
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
-        split=split,
+        ledger=ledger,
+        split=_split(ledger, inputs),
         step_ns=step_ns,
         work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
         step_count=inputs.step_count,
@@ -97,30 +105,26 @@ def diagnose(
     )
 
 
-def _judge(
-    inputs: RuleInputs, split: Mapping[str, float | None]
-) -> tuple[tuple[Finding, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Findings in order, the rules that could not be judged, and those that found nothing."""
+def _facts(
+    inputs: RuleInputs,
+) -> tuple[list[Finding], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """What the ledger does not hold (memory, settings, hangs), and rules that could not judge."""
     if not inputs.steps.height:
-        return (), tuple((rule.__name__, "no steps") for rule in RULES), ()
-    judged = [(rule.__name__, rule(inputs)) for rule in RULES]
-    fired = [judgement for _, judgement in judged if isinstance(judgement, Finding)]
-    impossible = impossible_findings(fired, split)
-    fired = [found for found in fired if found.rule not in impossible]
+        return [], tuple((rule.__name__, "no steps") for rule in RULES), ()
+    judged = [rule(inputs) for rule in RULES]
+    checked = [rule.__name__ for rule, each in zip(RULES, judged, strict=True) if each is None]
+    facts = [_graded(each) for each in judged if isinstance(each, Finding)]
     if inputs.steps.height < CRITICAL_MIN_STEPS:
-        fired = [_less_sure(found) for found in fired]
-    findings = in_order(agreeing(fired))
-    if inputs.is_short:  # too short for its counters: whatever it shows is a note, in that order
-        findings = tuple(_as_note(found) for found in findings)
-    named = {found.rule for found in findings}
-    abstained = [(x.rule, x.why) for _, x in judged if isinstance(x, Abstention)]
-    abstained += [(rule, f"left out: {why}") for rule, why in impossible.items()]
-    checked = [
-        x
-        for x, judgement in judged
-        if not isinstance(judgement, Abstention) and x not in named and x not in impossible
-    ]
-    return findings, tuple(abstained), tuple(checked)
+        facts = [_less_sure(found) for found in facts]
+    abstained = tuple((x.rule, x.why) for x in judged if isinstance(x, Abstention))
+    return facts, abstained, tuple(checked)
+
+
+def _graded(found: Finding) -> Finding:
+    """A fact of a traced window whose share of it is below the one limit is no problem."""
+    if found.lost_ratio is None or found.lost_ratio >= PROBLEM_RATIO:
+        return found
+    return replace(found, severity="info")
 
 
 def _less_sure(found: Finding) -> Finding:
@@ -129,10 +133,89 @@ def _less_sure(found: Finding) -> Finding:
     return replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
 
 
-def _as_note(found: Finding) -> Finding:
-    if found.rule == STANDSTILL:
-        return found
-    return replace(found, lost_ratio=None, severity="info")
+def _priced(facts: Sequence[Finding]) -> list[PricedSetting]:
+    """Facts that cost a known share of some phases."""
+    return [
+        PricedSetting(slug=fact.rule, ratio=fact.lost_ratio, phases=fact.phases)
+        for fact in facts
+        if fact.lost_ratio and fact.phases
+    ]
+
+
+def _findings(
+    inputs: RuleInputs, found: RunLedger | None, facts: Sequence[Finding]
+) -> tuple[Finding, ...]:
+    """Opportunities by their gain; facts without one behind those of their severity."""
+    priced = {fact.rule: fact for fact in facts if fact.lost_ratio and fact.phases}
+    rows: list[Finding] = []
+    if found is not None:
+        ledger = found.ledger
+        listed = [a for a in ledger.largest() if a.gain_ns >= _LISTED_RATIO * ledger.mean_ns]
+        rows = [_finding(inputs, found, account, priced) for account in listed[:_LISTED]]
+    named = {row.rule for row in rows}
+    others = [fact for fact in facts if fact.rule not in named]
+    everything = [*rows, *others]
+    return tuple(sorted(everything, key=_weight))
+
+
+def _weight(finding: Finding) -> tuple[bool, int, float]:
+    return (
+        finding.rule != STANDSTILL,
+        SEVERITIES.index(finding.severity),
+        -(finding.lost_ratio or 0.0),
+    )
+
+
+def _finding(
+    inputs: RuleInputs, found: RunLedger, account: Account, priced: dict[str, Finding]
+) -> Finding:
+    """One opportunity in words."""
+    ledger = found.ledger
+    mean = max(ledger.mean_ns, 1.0)
+    few = inputs.steps.height < CRITICAL_MIN_STEPS
+    rank = account.ranks[0] if len(account.ranks) == 1 else None
+    sure = FEW_STEPS_SURE if few else _SURE
+    if account.explanation in priced:
+        fact = priced[account.explanation]
+        return replace(
+            fact, lost_ratio=account.gain_ns / mean, severity=_severity(ledger, account, inputs)
+        )
+    question = Question(
+        inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
+    )
+    if account.explanation == "ranks_uneven" and rank is not None:
+        said = straggler(question, rank, found.straggler_ns, account.position)
+    else:
+        said = explain(question)
+    line = account_line(account, ledger.mean_ns)
+    return Finding(
+        rule=said.slug,
+        cause=said.cause,
+        title=said.title,
+        evidence=(*_gain_evidence(ledger, account), *said.evidence),
+        remedy=said.remedy,
+        confidence=sure,
+        severity=_severity(ledger, account, inputs),
+        lost_ratio=min(account.gain_ns / mean, 1.0),
+        missing=said.missing,
+        rank=rank,
+        code_lines=(*((line,) if line else ()), *said.code_lines),
+    )
+
+
+def _gain_evidence(ledger: Ledger, account: Account) -> tuple[Evidence, ...]:
+    left = max(ledger.mean_ns - account.gain_ns, 0.0)
+    return (
+        Evidence(name="the step without it", value=left, unit="ns"),
+        Evidence(name="at least", value=max(ledger.mean_ns - account.gain_high_ns, 0.0), unit="ns"),
+        Evidence(name="at most", value=max(ledger.mean_ns - account.gain_low_ns, 0.0), unit="ns"),
+    )
+
+
+def _severity(ledger: Ledger, account: Account, inputs: RuleInputs) -> Severity:
+    if not ledger.is_problem(account) or inputs.is_short:
+        return "info"
+    return "critical" if account.gain_low_ns >= CRITICAL_RATIO * ledger.mean_ns else "warning"
 
 
 def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
@@ -140,17 +223,46 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
     if not inputs.step_count or not inputs.is_short:
         return ()
     return (
-        f"less than {SHORT_RUN_S:g} s of steps were judged: too short for counters, so that who "
-        "had the cores meanwhile is not known, and findings are no more than notes",
+        f"less than {SHORT_RUN_S:g} s of training was recorded: competition for cores cannot be "
+        "assessed, and findings are shown as info",
     )
 
 
 def _headline(
-    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], checked: int
+    analyzer: RunFrames, inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
 ) -> str:
     if not inputs.step_count:
         return f"no training steps: {why_no_steps(analyzer, inputs)[0]}"
-    return findings[0].title if findings else f"{_BALANCED}: {checked} causes were checked"
+    if findings and findings[0].severity != "info":
+        return findings[0].title
+    return nothing_text(ledger)
+
+
+def nothing_text(ledger: Ledger | None) -> str:
+    """What the step consists of, where nothing stands out."""
+    if ledger is None:
+        return f"{_NOTHING}: no step was judged"
+    needed = sum(account.ns_per_step for account in ledger.accounts if account.needed)
+    text = f"{_NOTHING}: {ratio_text((needed + ledger.residual_ns) / max(ledger.mean_ns, 1.0))} of "
+    text += "the step is the model's own work"
+    if not ledger.opportunities:
+        return text
+    most = ledger.largest()[0]
+    share = ratio_text(most.gain_ns / max(ledger.mean_ns, 1.0))
+    return f"{text}; largest opportunity: {most.position.replace('_', ' ')} {share}"
+
+
+def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:
+    """The mean step by phase: it adds up to `mean_ns`, what lies between steps in `other`."""
+    if ledger is None:
+        return dict.fromkeys(STEP_PHASES)
+    found: dict[str, float | None] = {}
+    for phase in STEP_PHASES[:-1]:
+        seen = inputs.steps[f"{phase}_host_ns"].null_count() < inputs.steps.height
+        position = "input" if phase == "dataloader" else phase
+        found[phase] = ledger.positions.get(position, 0.0) if seen else None
+    found["other"] = ledger.mean_ns - sum(value or 0.0 for value in found.values())
+    return found
 
 
 def _events(phases: pl.DataFrame) -> dict[str, Events]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from haiprof.base.units import ratio_text, visible
-from haiprof.diagnosis.thresholds import EXPLAINED_RATIO
 
 Severity = Literal["critical", "warning", "info"]
 Scope = Literal["run", "window"]
@@ -97,20 +96,10 @@ class Finding:
     """What proves it: all steps of the run, or the few of a traced window."""
     cause: str | None = None
     """Slug of why, where the rule tells several causes apart (`epoch_restart`)."""
-    explains: tuple[str, ...] = ()
-    """Rules, or `rule/cause`, whose findings are consequences of this one: they come after it,
-    where this one costs enough to bring them about."""
-    supersedes: tuple[str, ...] = ()
-    """Rules whose findings would say the same with less of its cause: they are left out, unless
-    they are about another rank, or cost more than this one could bring about."""
-    is_one_event: bool = False
-    """Whether it happened once: then it is a note, however long it took."""
-    is_own_work: bool = False
-    """Whether what the job is given to do is proved to be its cause: then no other finding is."""
+    phases: tuple[str, ...] = ()
+    """Of a setting: the phases whose operators `lost_ratio` is the price of."""
     code_lines: tuple[CodeLine, ...] = ()
-    """The job's own code that it is about, most time first; set when all rules have been asked."""
-    explained_by: str | None = None
-    """The rule whose finding is the cause of this one; set when all rules have been asked."""
+    """The job's own code that it is about, most time first."""
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:
@@ -120,23 +109,6 @@ class Finding:
             for each in self.evidence
             if each.unit != "ns" or each.value is None or abs(each.value) >= 1
         )
-
-    def replaces(self, other: Finding) -> bool:
-        """Whether another finding says nothing that this one does not say better."""
-        same_rank = self.rank is None or other.rank in (None, self.rank)
-        return other.rule in self.supersedes and same_rank and self.is_enough_for(other)
-
-    def is_cause_of(self, other: Finding) -> bool:
-        """Whether another finding is a consequence of this one, by its kind and by its size."""
-        named = {other.rule, f"{other.rule}/{other.cause}"} & set(self.explains)
-        able = not (self.is_one_event or other.is_own_work)
-        return bool(named) and able and self.is_enough_for(other)
-
-    def is_enough_for(self, other: Finding) -> bool:
-        """Whether this costs most of what the other one costs; also where either is not known."""
-        if self.lost_ratio is None or other.lost_ratio is None:
-            return True
-        return self.lost_ratio >= EXPLAINED_RATIO * other.lost_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

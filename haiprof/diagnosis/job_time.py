@@ -60,9 +60,22 @@ class JobTime:
         ], dtype=np.float64)  # fmt: skip
 
     @property
+    def own_ns(self) -> Floats:
+        """[rank, covered step]: the period less waiting for peers."""
+        own: Floats = (self.period_ns - self.peer_ns)[:, self.covered]
+        return own
+
+    @property
     def mean_ns(self) -> float:
         """The mean period of the ranks."""
         return float(self.period_ns.mean())
+
+    @property
+    def positions(self) -> dict[str, float]:
+        """By position: mean time per step over ranks; collections are where they happened."""
+        each = [self.plain_ns[rank] + self.collected_ns[rank] for rank in self.ranks]
+        means = np.mean([times.mean(axis=1) for times in each], axis=0)
+        return {name: float(ns) for name, ns in zip(POSITIONS, means, strict=True) if ns}
 
     def gains(self, parts: Floats) -> Floats:
         """[step]: what the job's step becomes shorter by without some part of it.
@@ -76,9 +89,8 @@ class JobTime:
         if not self.waits_for_all or len(self.ranks) < 2:
             mean: Floats = parts.mean(axis=0)
             return mean
-        own = (self.period_ns - self.peer_ns)[:, self.covered]
-        left = own - parts[:, self.covered]
-        gained: Floats = own.max(axis=0) - left.max(axis=0)
+        own = self.own_ns
+        gained: Floats = own.max(axis=0) - (own - parts[:, self.covered]).max(axis=0)
         return gained
 
     def parts(self, table: TimeTable, rows: Ints) -> Floats:
@@ -114,7 +126,9 @@ class JobTime:
             below, above = wilson(np.array([share * count]), np.array([count]))
             if share:
                 low, high = mean * float(below[0]) / share, mean * float(above[0]) / share
-        blocks = np.array([part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))])
+        blocks = np.array(
+            [part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))]
+        )
         spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else mean
         return (
             max(mean - float(np.hypot(mean - low, spread)), 0.0),
@@ -172,6 +186,44 @@ def job_time(ranks: Sequence[RankTime], peers: Mapping[int, Mapping[int, int]] |
         peer_ns=peer,
         covered=covered,
     )
+
+
+def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] | None:
+    """The rank that needs longer than the others, steadily; None where there is none.
+
+    It is one where the step would lose most of what the ranks' differences cost it if that rank
+    were as the middle one.
+
+    Args:
+        time: All ranks.
+        own_ns: [rank, covered step]: each rank's own time, without what was found avoidable.
+
+    Returns:
+        The rank, what it needs beyond the middle rank per step, and that by position.
+    """
+    if not time.waits_for_all or len(time.ranks) < 2:
+        return None
+    place = int(own_ns.mean(axis=1).argmax())
+    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(len(own_ns) - 2) // 2]
+    level = own_ns.copy()
+    level[place] = np.minimum(level[place], middle)
+    gained = own_ns.max(axis=0) - level.max(axis=0)
+    whole = own_ns.max(axis=0) - own_ns.mean(axis=0)
+    if gained.mean() <= whole.mean() / 2 or not _is_steady(gained):
+        return None
+    cells = np.array([time.plain_ns[rank] for rank in time.ranks], dtype=np.float64)
+    cells[:, BACKWARD] = np.maximum(cells[:, BACKWARD] - time.peer_ns, 0.0)
+    cells = cells[:, :, time.covered]
+    others = np.median(np.delete(cells, place, axis=0), axis=0)
+    beyond = np.maximum((cells[place] - others).mean(axis=1), 0.0)
+    extra = float((own_ns[place] - middle).mean())
+    return time.ranks[place], extra, beyond * min(extra / max(float(beyond.sum()), 1.0), 1.0)
+
+
+def _is_steady(series: Floats) -> bool:
+    """Whether most blocks of steps have a good part of the mean."""
+    blocks = np.array([part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))])
+    return float((blocks > series.mean() / 4).mean()) >= _PERIODIC
 
 
 def _peer_waits(

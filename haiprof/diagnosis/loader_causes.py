@@ -10,7 +10,6 @@ from haiprof.base.arrays import Floats
 from haiprof.base.statistics.medians import lower_median
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
-from haiprof.diagnosis.python_time import MIN_COUNT
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
@@ -20,6 +19,7 @@ from haiprof.diagnosis.thresholds import (
     EPOCH_MAIN_RATIO,
     FREE_CORES,
     LOADER_IDLE_RATIO,
+    MIN_COUNT,
     SMALL_RATIO,
 )
 from haiprof.run_analysis.code_samples import WORKER, WORKER_WAITING

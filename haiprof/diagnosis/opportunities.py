@@ -7,18 +7,16 @@ rank does has no code and is one opportunity by activity. No nanosecond is in tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from haiprof.base.arrays import Floats, Ints
-from haiprof.base.ledger import POSITIONS
+from haiprof.base.arrays import Ints
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
     COLLECTION,
     GIL_WAIT,
-    JOB,
     LINK_WAIT,
     LOADER_WAIT,
     NO_CORE,
@@ -76,6 +74,8 @@ class Opportunity:
     """Index into POSITIONS: where most of it is paid."""
     activity: int
     """Index into ACTIVITIES: what most of it is."""
+    key: str | None = None
+    """Of the explanation, where it was found by more than the table."""
 
 
 @dataclass(slots=True)
@@ -127,19 +127,20 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
         rows = np.flatnonzero(free & (table.activity == activity))
         free[rows] = False
         if len(rows):
-            found.append(_opportunity(table, rows, None))
+            found.append(opportunity(table, rows, None))
     rows = np.flatnonzero(free & (table.position == COMPILE))
     free[rows] = False
     if len(rows):
-        found.append(_opportunity(table, rows, None))
+        found.append(opportunity(table, rows, None))
     for position in np.unique(table.position[free & (table.stack == 0)]).tolist():
         rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
         free[rows] = False
-        found.append(_opportunity(table, rows, None))
+        found.append(opportunity(table, rows, None))
     return [*found, *_of_code(table, free, needed)]
 
 
-def _opportunity(table: TimeTable, rows: Ints, place: Place | None) -> Opportunity:
+def opportunity(table: TimeTable, rows: Ints, place: Place | None) -> Opportunity:
+    """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
         rows=rows,
@@ -164,7 +165,7 @@ def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportuni
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
     for rows, line in merged.values():
-        yield _opportunity(table, np.array(rows), _place(tree, line))
+        yield opportunity(table, np.array(rows), _place(tree, line))
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:

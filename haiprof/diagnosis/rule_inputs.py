@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 import polars as pl
 
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.counter_averages import CounterAverages, count
-from haiprof.diagnosis.python_time import PythonTime, python_time
 from haiprof.diagnosis.rank_events import LastAttempts, read_last_attempts
 from haiprof.diagnosis.thresholds import (
-    BLOCK_COUNT,
     DEVICE_COVERAGE_RATIO,
     SHORT_RUN_S,
     UNTRACED_MIN_RATIO,
@@ -123,11 +120,6 @@ class RuleInputs:
     count_collectives: Callable[[int], float | None]
     """Collectives that a rank begins per judged step, of all groups, its gradients' with them;
     None: not known. Read when it is asked for."""
-
-    def python_time(self, phase: str) -> PythonTime | None:
-        """What of a phase is Python of the job's own, on the typical rank; None: not known."""
-        rank = typical_rank(self)
-        return python_time(self.load_samples(rank), phase)
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -391,44 +383,9 @@ def own_backward_ns(inputs: RuleInputs, backward_ns: float, clock: str) -> float
     return min(float(known[(len(known) - 1) // 2]) * _passes(inputs), backward_ns)
 
 
-def after_gradients_ns(inputs: RuleInputs) -> float:
-    """Of a step's backward what comes after its last collective began, without waiting for ranks.
-
-    0 where that is not known: for one rank it is part of its own work.
-    """
-    known = inputs.backward_work["after_ns"].drop_nulls()
-    return float(known[0]) * _passes(inputs) if len(known) and len(inputs.world) > 1 else 0.0
-
-
 def _passes(inputs: RuleInputs) -> float:
     """Backward passes of a step."""
     return median(inputs.steps["micro_step_count"]) or 1.0
-
-
-def idle_ratio(inputs: RuleInputs) -> float:
-    """Of the time, in which the typical rank's process neither ran nor waited for a core.
-
-    Without the time in which it waited for batches; 0 where either is not known.
-    """
-    rank = typical_rank(inputs)
-    if rank not in inputs.main_cores or rank not in inputs.core_waits:
-        return 0.0
-    busy = inputs.main_cores[rank] + inputs.core_waits[rank] + inputs.stolen.get(rank, 0.0)
-    return max(1.0 - busy - (usual_share(inputs, "dataloader") or 0.0), 0.0)
-
-
-def own_wait_ratio(inputs: RuleInputs, code: PythonTime, share: float) -> float:
-    """Of the step, what a phase's code of the job's own waits, on CPUs alone and one rank alone.
-
-    Its operators keep the process busy; who is in that code while the process is idle, waits there.
-    With several ranks it may be idle as it waits for another one.
-
-    Args:
-        inputs: The run.
-        code: Of the phase.
-        share: The phase's, of the step.
-    """
-    return min(code.own_ratio * share, idle_ratio(inputs)) if len(inputs.world) == 1 else 0.0
 
 
 def usual_phases(inputs: RuleInputs, *phases: str) -> tuple[str, tuple[float, ...]] | None:
@@ -479,29 +436,13 @@ def common_clock(steps: pl.DataFrame, phases: tuple[str, ...]) -> str:
 
 
 def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """Time per phase in ns of the usual step of one rank: every share on a card is of this one.
+    """Mean time per phase in ns of some steps of one rank, without what lies between steps.
 
-    The steps are cut into blocks, and the mean is taken over the middle half of them by the length
-    of their steps. So one stall, or a slow start, does not move it, and what comes every few steps
-    (the waits for several loader workers, a checkpoint) is in it. Medians of phases would not add
-    up to a step; these do.
-
-    Args:
-        steps: Of one rank, in order.
-        clock: `host` or `device`.
+    What is paid at every Nth step counts in full.
 
     Returns:
         By phase; None for a phase without a value on that clock. Empty frames have none at all.
     """
     names = {phase: f"{phase}_{clock}_ns" for phase in STEP_PHASES}
-    if not steps.height:
-        return dict.fromkeys(STEP_PHASES)
-    edges = np.arange(min(BLOCK_COUNT, steps.height) + 1) * steps.height
-    edges //= min(BLOCK_COUNT, steps.height)
-    lengths = np.diff(edges)
-    means = np.add.reduceat(steps["step_ns"].to_numpy().astype(np.float64), edges[:-1]) / lengths
-    low, high = np.quantile(means, (0.25, 0.75), method="closest_observation")
-    middle = np.repeat((means >= low) & (means <= high), lengths)
-    chosen = steps.select(names.values()).filter(pl.Series(middle))
-    found = {phase: chosen[name].mean() for phase, name in names.items()}
+    found = {phase: steps[name].mean() for phase, name in names.items()}
     return {p: float(v) if isinstance(v, (int, float)) else None for p, v in found.items()}

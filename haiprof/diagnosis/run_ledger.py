@@ -8,15 +8,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.arrays import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.diagnosis.finding import place_text
-from haiprof.diagnosis.job_time import JobTime, job_time, peer_waits
-from haiprof.diagnosis.opportunities import Opportunity, find_opportunities, needed_rows
-from haiprof.run_analysis.code_samples import WORKER, CodeSamples
+from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
+from haiprof.diagnosis.opportunities import (
+    Opportunity,
+    find_opportunities,
+    needed_rows,
+    opportunity,
+)
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.thresholds import LIKE_RATIO, SAME_WORK_CORRELATION, SIZES_MIN_COUNT
+from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     PEER_WAIT,
+    UNKNOWN,
     RankSamples,
     RankTime,
     TimeTable,
@@ -29,8 +37,21 @@ SAMPLED_RANKS = 8
 """Samples of so many ranks are read: the slowest, and others at equal distances."""
 SMALL_RATIO = 0.002
 """Accounts below this share of a step are one row by position and activity."""
+_MOST_SPLIT = 0.95
+"""No more of the model's own operators is called avoidable."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedSetting:
+    """A setting that makes operators slower, by a price measured elsewhere."""
+
+    slug: str
+    ratio: float
+    """Of the step, what it costs at least."""
+    phases: tuple[str, ...]
+    """Whose operators it touches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +59,23 @@ class RunLedger:
     """The ledger with what its explanations look at."""
 
     ledger: Ledger
-    table: TimeTable
-    time: JobTime
     samples: CodeSamples
-    found: tuple[Opportunity, ...]
-    """Of the first accounts of the ledger, in their order."""
+    straggler_ns: float
+    """What the straggler needs beyond the others, per step; 0 without one."""
 
 
 def run_ledger(
-    analyzer: RunFrames,
-    judged: Mapping[int, pl.DataFrame],
-    core_waits: Mapping[int, float],
+    analyzer: RunFrames, inputs: RuleInputs, settings: Sequence[PricedSetting] = ()
 ) -> RunLedger | None:
     """Builds the ledger of a run; None without judged steps.
 
     Args:
         analyzer: The run.
-        judged: By rank: its judged steps.
-        core_waits: By rank: share of time in which its training thread could run and got no core.
+        inputs: Its judged steps, and what was recorded beside them.
+        settings: Those that are on and have a price.
     """
-    ranks = [_rank_time(analyzer, rank, steps) for rank, steps in judged.items() if steps.height]
+    judged = inputs.by_rank
+    ranks = [_rank_time(analyzer, rank, steps) for rank, steps in judged.items()]
     if not ranks:
         return None
     groups = analyzer.arrivals()
@@ -66,12 +84,90 @@ def run_ledger(
     chosen = _sampled_ranks(time)
     samples = analyzer.code_samples(chosen)
     parts = [
-        _rank_samples(analyzer, each, time, core_waits) for each in ranks if each.rank in chosen
+        _rank_samples(analyzer, each, time, inputs.core_waits)
+        for each in ranks
+        if each.rank in chosen
     ]
     table = time_table(samples, parts)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
-    return _ledger(table, time, samples, found, needed, ranks)
+    avoidable = sum(
+        (time.parts(table, each.rows) for each in found), np.zeros(time.period_ns.shape)
+    )
+    left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
+    late = find_straggler(time, left)
+    straggler_ns = 0.0
+    if late is not None:
+        rank, straggler_ns, by_position = late
+        table, needed, more = _split_straggler(table, needed, time, rank, by_position)
+        found += more
+    elif time.waits_for_all and _inputs_differ(inputs.last_attempts.input_sizes, left):
+        found = [
+            replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
+            for each in found
+        ]
+    for setting in settings:
+        table, needed, more = _split_setting(table, needed, setting)
+        found += more
+    ledger = _ledger(table, time, found, needed, ranks, left)
+    return RunLedger(ledger=ledger, samples=samples, straggler_ns=straggler_ns)
+
+
+def _split_straggler(
+    table: TimeTable, needed: np.ndarray, time: JobTime, rank: int, by_position: Floats
+) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+    """What the straggler's own work takes beyond the others', as one opportunity."""
+    moved: list[Ints] = []
+    for position in np.flatnonzero(by_position > 0).tolist():
+        rows = np.flatnonzero(needed & (table.rank == rank) & (table.position == position))
+        whole = float(table.ns[rows].sum())
+        if not whole:
+            continue
+        share = min(float(by_position[position]) * len(time.step) / whole, _MOST_SPLIT)
+        table, new = table.split(rows, share)
+        needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
+        moved.append(new)
+    if not moved:
+        return table, needed, []
+    found = opportunity(table, np.concatenate(moved), None)
+    return table, needed, [replace(found, key="ranks_uneven")]
+
+
+def _split_setting(
+    table: TimeTable, needed: np.ndarray, setting: PricedSetting
+) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+    """The part of the operators' time that a setting costs."""
+    inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
+    rows = np.flatnonzero(needed & inside)
+    whole = float(table.ns[rows].sum())
+    if not whole or not setting.ratio:
+        return table, needed, []
+    share = min(setting.ratio * float(table.ns.sum()) / whole, _MOST_SPLIT)
+    table, new = table.split(rows, share)
+    needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
+    return table, needed, [replace(opportunity(table, new, None), key=setting.slug)]
+
+
+def _inputs_differ(sizes: pl.DataFrame, own_ns: Floats) -> bool:
+    """Whether ranks are given inputs of unlike sizes, each at steps of its own.
+
+    Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
+    is a large one for all of them is seen by the correlation of their work over the steps.
+    """
+    known = sizes.filter(pl.col("number_count") > 0).group_by("rank", "root")
+    ratio = (
+        known.agg(
+            count=pl.len(),
+            ratio=pl.col("number_count").quantile(0.75) / pl.col("number_count").quantile(0.25),
+        )
+        .filter(pl.col("count") >= SIZES_MIN_COUNT)["ratio"]
+        .max()
+    )
+    varied = own_ns[own_ns.std(axis=1) > 0]
+    if not isinstance(ratio, float) or ratio < LIKE_RATIO or len(varied) < 2:
+        return False
+    alike = np.corrcoef(varied)[np.triu_indices(len(varied), k=1)]
+    return float(np.median(alike)) < SAME_WORK_CORRELATION
 
 
 def _rank_time(analyzer: RunFrames, rank: int, steps: pl.DataFrame) -> RankTime:
@@ -112,46 +208,43 @@ def _rank_samples(
 def _ledger(
     table: TimeTable,
     time: JobTime,
-    samples: CodeSamples,
     found: Sequence[Opportunity],
     needed: np.ndarray,
     ranks: Sequence[RankTime],
-) -> RunLedger:
-    rows = [(each, _account(table, time, samples, each)) for each in found]
-    rows.sort(key=lambda row: -row[1].gain_ns)
+    left: Floats,
+) -> Ledger:
+    rows = sorted((_account(table, time, each, left) for each in found), key=lambda a: -a.gain_ns)
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
         rest[each.rows] = False
-    others = _other_accounts(table, time, np.flatnonzero(rest), needed)
-    accounts = (*(account for _, account in rows), *others)
+    others, unseen = _other_accounts(table, time, np.flatnonzero(rest), needed)
+    accounts = (*rows, *others)
     mean = time.mean_ns
-    ledger = Ledger(
+    residual = mean - sum(account.ns_per_step for account in accounts)
+    return Ledger(
         mean_ns=mean,
         median_ns=float(np.median([rank.median_ns for rank in ranks])),
         count=max(len(rank.step) for rank in ranks),
-        residual_ns=mean - sum(account.ns_per_step for account in accounts),
+        residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
+        positions=time.positions,
         accounts=accounts,
-        opportunities=tuple(place for place, (_, a) in enumerate(rows) if a.gain_ns > 0),
+        opportunities=tuple(place for place, a in enumerate(rows) if a.gain_ns > 0),
         rests_on=f"spans of {len(time.step)} steps and {int(table.count.sum())} samples",
     )
-    return RunLedger(
-        ledger=ledger, table=table, time=time, samples=samples,
-        found=tuple(each for each, _ in rows),
-    )  # fmt: skip
 
 
-def _account(
-    table: TimeTable, time: JobTime, samples: CodeSamples, found: Opportunity
-) -> Account:
+def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) -> Account:
     parts = time.parts(table, found.rows)
     mean = parts.mean(axis=0)
     low, high = time.interval(table, found.rows, mean)
-    gains = time.gains(parts) if found.activity != PEER_WAIT else np.zeros(1)
+    gains = time.gains(parts)
+    if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
+        uneven = found.key is not None
+        gains = left.max(axis=0) - left.mean(axis=0) if uneven else np.zeros(1)
     gain = float(gains.mean())
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
     share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
     several = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
-    series = parts.max(axis=0) if several else mean
     account = Account(
         ranks=(time.ranks[int(share.argmax())],) if several else (),
         position=POSITIONS[found.position],
@@ -163,7 +256,8 @@ def _account(
         gain_ns=gain,
         gain_low_ns=min(gain_low, gain),
         gain_high_ns=max(gain_high, gain),
-        when=time.when(table, found.rows, series),
+        when=time.when(table, found.rows, parts.max(axis=0) if several else mean),
+        explanation=found.key,
     )
     if found.place is None:
         return account
@@ -188,8 +282,14 @@ def _package(table: TimeTable, rows: Ints) -> str | None:
 
 def _other_accounts(
     table: TimeTable, time: JobTime, rows: Ints, needed: np.ndarray
-) -> list[Account]:
-    """What no opportunity holds, by position, activity, package and function."""
+) -> tuple[list[Account], float]:
+    """What no opportunity holds, by position, activity, package and function; and the residual.
+
+    Work of the model that was never sampled is the residual: its position is known, and no more.
+    """
+    sampled = table.activity[rows] != UNKNOWN
+    unseen = float(time.parts(table, rows[~sampled]).mean()) if not sampled.all() else 0.0
+    rows = rows[sampled]
     tree = table.tree
     frame = innermost_frame(tree)[table.stack[rows]]
     function = functions_of(tree)[1][frame]
@@ -208,7 +308,7 @@ def _other_accounts(
     for number in range(int(group.max(initial=-1)) + 1):
         own = np.flatnonzero(group == number)
         found.append(_plain_account(table, time, rows[own], keys[:, own[0]], names, frame[own]))
-    return sorted(found, key=lambda account: -account.ns_per_step)
+    return sorted(found, key=lambda account: -account.ns_per_step), unseen
 
 
 def _plain_account(
@@ -219,7 +319,9 @@ def _plain_account(
     named = key[3] >= 0
     at = None
     if named:
-        at = table.tree.frames[int(np.bincount(frame[frame >= 0], table.ns[rows[frame >= 0]]).argmax())]
+        at = table.tree.frames[
+            int(np.bincount(frame[frame >= 0], table.ns[rows[frame >= 0]]).argmax())
+        ]
     return Account(
         ranks=(),
         position=POSITIONS[key[0]],
@@ -234,9 +336,3 @@ def _plain_account(
         high_ns=high,
         needed=bool(key[4]),
     )
-
-
-def loading_samples(samples: CodeSamples) -> CodeSamples:
-    """What DataLoader workers did while they loaded."""
-    return samples.take(samples.phase == WORKER)
-

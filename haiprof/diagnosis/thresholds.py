@@ -381,3 +381,5 @@ NO_SYNC_MISSED_RATIO = 0.01
 """So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
 ASKED_MAIN_RATIO = 0.50
 """Collections are the job's own doing where gc.collect() made this share of them. Own choice."""
+MIN_COUNT = 20
+"""With fewer samples nothing is said of a share of them. Own choice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.step_work import StepWork
 from haiprof.run_analysis.deaths import Death
@@ -43,19 +44,19 @@ class Verdict:
     name: str
     """The job's name."""
     headline: str
-    """One line: the first finding, that there is none, or that there is nothing to judge."""
+    """One line: the first problem, that nothing stands out, or that there is nothing to judge."""
     split: Mapping[str, float | None]
-    """Host time in ns per phase of the usual step; None where a phase is not measured."""
+    """Host time in ns per phase of the mean step; None where a phase is not measured."""
     step_ns: float | None
-    """The usual step after warm-up: the sum of `split`."""
+    """The mean step after warm-up, with what is paid between steps: the sum of `split`."""
     work: StepWork | None
-    """FLOPs and MFU of the usual step; None where no window was traced with shapes."""
+    """FLOPs and MFU of the mean step; None where no window was traced with shapes."""
     step_count: int
     """Steps of all ranks, of the last attempt of each."""
     ranks: tuple[int, ...]
     """Ranks that have steps."""
     findings: tuple[Finding, ...]
-    """The weightiest first, each before what it explains."""
+    """A hang first, then opportunities by their gain, then facts."""
     abstained: tuple[tuple[str, str], ...]
     """(rule, why it could not be judged)."""
     not_measured: tuple[tuple[str, str], ...]
@@ -71,6 +72,8 @@ class Verdict:
     """What to run next."""
     notes: tuple[str, ...]
     """What was damaged or left out while reading."""
+    ledger: Ledger | None = None
+    """The accounts of the mean step; None without judged steps."""
     most_steps: int = 0
     """Steps of the rank that has most, in all its attempts, as `haiprof list` shows them."""
     end_wall_ns: int | None = None
@@ -86,7 +89,7 @@ class Verdict:
     goodput: Goodput | None = None
     """The share of the run's wall time in steps that counted."""
     checked: tuple[str, ...] = ()
-    """Rules that had their data and found nothing."""
+    """Rules beside the ledger that had their data and found nothing."""
     traces: tuple[str, ...] = ()
     """What was traced, and why the rest was not; empty where no trace was asked for."""
     reactions: tuple[str, ...] = ()

@@ -21,13 +21,17 @@ from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.stack_files import Frame
 from haiprof.run_analysis.step_positions import BACKWARD, GRADIENTS, OPTIMIZER, StepPositions
 from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR
+
 try:  # SHIM
     from haiprof.run_format.stack_lines import WAIT_NAMES
 except ImportError:
     WAIT_NAMES = ("none", "unknown")
+
+
 def _col(samples, name, default):
     v = getattr(samples, name, None)
     return np.full(len(samples.stack), default) if v is None else v
+
 
 ACTIVITIES = (
     "operators", "python", "native", "wait: loader", "wait: peer", "wait: link", "wait: device",
@@ -47,7 +51,9 @@ _SINCE_LIMIT_NS = 1_000_000_000
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 JOB = "job"
 """The package of the user's own code."""
-_PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+?)(?:\.py)?(?:[/\\]|\Z)", re.DOTALL)
+_PACKAGE = re.compile(
+    r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+?)(?:\.py)?(?:[/\\]|\Z)", re.DOTALL
+)
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 _WAITS = (
     ("threading.py", LOCK_WAIT), ("queue.py", LOCK_WAIT), ("synchronize.py", LOCK_WAIT),
@@ -61,7 +67,9 @@ _WAIT_OF_NAME = {
     "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
     "sleep": SLEEP, "poll": OTHER_WAIT, "other": OTHER_WAIT,
 }  # fmt: skip
-_LIBRARY_CALL = re.compile(r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\.")
+_LIBRARY_CALL = re.compile(
+    r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\."
+)
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 _OPTIMIZERS = "/torch/optim/"
@@ -131,6 +139,18 @@ class TimeTable:
         """The chosen rows."""
         chosen = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return TimeTable(tree=self.tree, packages=self.packages, **chosen)
+
+    def split(self, rows: Ints, share: float) -> tuple[TimeTable, Ints]:
+        """The same table in which a share of some rows stands in rows of its own, and these rows."""
+        part = self.take(rows)
+        columns = {
+            name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS
+        }
+        ns = columns["ns"]
+        ns[rows] = self.ns[rows] * (1 - share)
+        ns[len(self.ns) :] = part.ns * share
+        found = TimeTable(tree=self.tree, packages=self.packages, **columns)
+        return found, np.arange(len(self.ns), len(ns))
 
 
 def package_of(file: str, *, library: bool) -> str:
@@ -303,7 +323,9 @@ def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floa
 
 def _tail_share(rows: _Rows, rank: RankSamples) -> Floats:
     """Per row: what of backward is not the rank's own work, but comes after its last collective."""
-    inside = (rows["position"] == BACKWARD) & np.isin(rows["activity"], (*ON_CORE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT))
+    inside = (rows["position"] == BACKWARD) & np.isin(
+        rows["activity"], (*ON_CORE, LOCK_WAIT, SOCKET_WAIT, OTHER_WAIT)
+    )
     return np.where(inside, rank.tail_ratio or 0.0, 0.0)
 
 
@@ -335,7 +357,9 @@ def _in_torch(tree: CodeTree, stack: int) -> bool:
 def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     """Per sample: what the training thread did, by its stack and how it stood to the lock."""
     tree = samples.tree
-    by_frame = np.array([*(_frame_activity(f, p) for f, p in zip(tree.frames, packages, strict=True)), UNKNOWN])
+    by_frame = np.array(
+        [*(_frame_activity(f, p) for f, p in zip(tree.frames, packages, strict=True)), UNKNOWN]
+    )
     place = tree.place
     found = by_frame[place][samples.stack]
     waits = _wait_table()[_col(samples, "wait", 0)]

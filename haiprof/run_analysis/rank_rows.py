@@ -11,7 +11,6 @@ import polars as pl
 from haiprof.base.arrays import Ints
 from haiprof.base.intervals import Intervals
 from haiprof.run_analysis.compilations import compile_intervals
-
 from haiprof.run_analysis.epochs import loading_row
 from haiprof.run_analysis.phases import pause_frame
 from haiprof.run_analysis.ranks import rank_row
@@ -94,4 +93,3 @@ def _position_times(rank: RankSegments) -> dict[int, Ints]:
     small = times.max(initial=0) < np.iinfo(np.int32).max
     kept = times.astype(np.int32) if small else times
     return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=(1, 2))).tolist()}
-

@@ -165,7 +165,9 @@ def _closure_positions(found: Segmentation, row: Ints, major: Ints) -> Ints:
     """
     nothing = np.full(len(row), -1)
     parent, top = found.nested.parent, np.append(found.nested.top, -1)
-    inner = np.flatnonzero((parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER))
+    inner = np.flatnonzero(
+        (parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER)
+    )
     holders = np.zeros(len(parent) + 1, dtype=np.bool_)
     holders[found.nested.top[inner]] = True
     asked = (major == _OPTIMIZER) & holders[top[row]]

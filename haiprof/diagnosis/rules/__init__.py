@@ -8,81 +8,39 @@ from haiprof.diagnosis.finding import Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.rules.allocator_retries import allocator_retries
 from haiprof.diagnosis.rules.anomaly_detection import anomaly_detection
-from haiprof.diagnosis.rules.backward_bound import backward_bound
-from haiprof.diagnosis.rules.blocking_collectives import blocking_collectives
-from haiprof.diagnosis.rules.busy_neighbours import busy_neighbours
-from haiprof.diagnosis.rules.checkpoint_stalls import checkpoint_stalls
 from haiprof.diagnosis.rules.costly_switches import costly_switches
-from haiprof.diagnosis.rules.cpu_stolen import cpu_stolen
-from haiprof.diagnosis.rules.cpu_throttled import cpu_throttled
-from haiprof.diagnosis.rules.data_imbalance import data_imbalance
-from haiprof.diagnosis.rules.dataloader_bound import dataloader_bound
 from haiprof.diagnosis.rules.ddp_arguments import ddp_arguments
 from haiprof.diagnosis.rules.deterministic_mode import deterministic_mode
 from haiprof.diagnosis.rules.double_precision import double_precision
-from haiprof.diagnosis.rules.evaluation_heavy import evaluation_heavy
 from haiprof.diagnosis.rules.exposed_communication import exposed_communication
 from haiprof.diagnosis.rules.fast_paths_off import fast_paths_off
 from haiprof.diagnosis.rules.first_batch import first_batch
-from haiprof.diagnosis.rules.forward_bound import forward_bound
 from haiprof.diagnosis.rules.fsdp_units import fsdp_units
-from haiprof.diagnosis.rules.garbage_collection import garbage_collection
 from haiprof.diagnosis.rules.gpu_memory_limit import gpu_memory_limit
 from haiprof.diagnosis.rules.gpu_waits_for_host import gpu_waits_for_host
 from haiprof.diagnosis.rules.host_bound import host_bound
-from haiprof.diagnosis.rules.interpreter_lock import interpreter_lock
-from haiprof.diagnosis.rules.jitter import jitter
-from haiprof.diagnosis.rules.late_rank import late_rank
 from haiprof.diagnosis.rules.launch_bound import launch_bound
 from haiprof.diagnosis.rules.memory_creep import memory_creep
 from haiprof.diagnosis.rules.memory_pressure import memory_pressure
 from haiprof.diagnosis.rules.mkldnn_off import mkldnn_off
 from haiprof.diagnosis.rules.numa_placement import numa_placement
-from haiprof.diagnosis.rules.optimizer_bound import optimizer_bound
 from haiprof.diagnosis.rules.optimizer_loop import optimizer_loop
-from haiprof.diagnosis.rules.outside_the_model import outside_the_model
 from haiprof.diagnosis.rules.pageable_copies import pageable_copies
 from haiprof.diagnosis.rules.profiler_left_on import profiler_left_on
-from haiprof.diagnosis.rules.ranks_uneven import ranks_uneven
-from haiprof.diagnosis.rules.recompiles import recompiles
 from haiprof.diagnosis.rules.settings_differ import settings_differ
-from haiprof.diagnosis.rules.shared_cores import shared_cores
 from haiprof.diagnosis.rules.slow_kernels import slow_kernels
 from haiprof.diagnosis.rules.slow_link import slow_link
 from haiprof.diagnosis.rules.small_batches import small_batches
 from haiprof.diagnosis.rules.standstill import standstill
-from haiprof.diagnosis.rules.step_time_drift import step_time_drift
 from haiprof.diagnosis.rules.synchronising_calls import synchronising_calls
 from haiprof.diagnosis.rules.tensor_cores_unused import tensor_cores_unused
 from haiprof.diagnosis.rules.threads_over_cores import threads_over_cores
-from haiprof.diagnosis.rules.too_few_cores import too_few_cores
 
 RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
     standstill,
-    dataloader_bound,
     first_batch,
-    forward_bound,
-    backward_bound,
-    optimizer_bound,
-    recompiles,
     host_bound,
     gpu_waits_for_host,
-    outside_the_model,
-    blocking_collectives,
-    checkpoint_stalls,
-    evaluation_heavy,
-    garbage_collection,
-    interpreter_lock,
-    ranks_uneven,
-    late_rank,
-    data_imbalance,
-    step_time_drift,
-    jitter,
-    cpu_throttled,
-    cpu_stolen,
-    shared_cores,
-    too_few_cores,
-    busy_neighbours,
     memory_creep,
     memory_pressure,
     gpu_memory_limit,

@@ -37,5 +37,4 @@ def allocator_retries(inputs: RuleInputs) -> Judgement:
         "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
         confidence=0.85,
         rank=rank,
-        explains=("jitter", "synchronising_calls"),
     )  # fmt: skip

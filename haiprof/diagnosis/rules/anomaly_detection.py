@@ -6,10 +6,9 @@ import numpy as np
 
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
-from haiprof.diagnosis.python_time import MIN_COUNT
 from haiprof.diagnosis.rule_inputs import RuleInputs, typical_rank
 from haiprof.diagnosis.setting_prices import MODEL, PRICES, UNKNOWN, lost_ratio, touched_ratio
-from haiprof.diagnosis.thresholds import MIN_STEPS, SWITCHED_ON_RATIO
+from haiprof.diagnosis.thresholds import MIN_COUNT, MIN_STEPS, SWITCHED_ON_RATIO
 from haiprof.run_analysis.code_samples import CODE_PHASES
 
 RULE = "anomaly_detection"
@@ -54,9 +53,9 @@ def anomaly_detection(inputs: RuleInputs) -> Judgement:
         confidence=0.9,
         severity="info",
         lost_ratio=max(known, default=None),
+        phases=MODEL,
         missing=() if known else (UNKNOWN,),
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
-        explains=("forward_bound", "host_bound", "gpu_waits_for_host", "backward_bound"),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.setting_prices import PRICES, UNKNOWN, lost_ratio
+from haiprof.diagnosis.setting_prices import MODEL, PRICES, UNKNOWN, lost_ratio
 from haiprof.diagnosis.thresholds import MIN_STEPS
 from haiprof.run_analysis.settings import RankSettings
 
@@ -54,6 +54,7 @@ def costly_switches(inputs: RuleInputs) -> Judgement:
         confidence=0.8,
         severity="info",
         lost_ratio=max(prices.values(), default=None),
+        phases=MODEL,
         missing=(f"{UNKNOWN} ({', '.join(unknown)})",) if unknown else (),
     )
 

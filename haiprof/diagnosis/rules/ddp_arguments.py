@@ -79,8 +79,8 @@ def _no_sync(inputs: RuleInputs, count: float) -> Finding:
         confidence=0.8,
         severity="info",
         lost_ratio=None if spare is None or not whole else spare / whole,
+        phases=("backward",),
         missing=(UNKNOWN,) if spare is None else (),
-        explains=("exposed_communication",),
     )
 
 
@@ -98,5 +98,6 @@ def _find_unused(inputs: RuleInputs) -> Finding:
         confidence=0.5,
         severity="info",
         lost_ratio=lost,
+        phases=price.phases,
         missing=(UNKNOWN,) if lost is None else (),
     )

@@ -37,6 +37,7 @@ def deterministic_mode(inputs: RuleInputs) -> Judgement:
         confidence=0.6,
         severity="info",
         lost_ratio=lost,
+        phases=price.phases,
         missing=(UNKNOWN,) if lost is None else (),
     )
 

@@ -54,8 +54,8 @@ def double_precision(inputs: RuleInputs) -> Judgement:
         confidence=0.8,
         severity="info",
         lost_ratio=lost,
+        phases=price.phases,
         missing=("how busy the GPU is",) if lost is None else (),
-        explains=("forward_bound", "backward_bound", "optimizer_bound"),
     )
 
 

@@ -45,5 +45,6 @@ def first_batch(inputs: RuleInputs) -> Judgement:
         "spawned workers that import the whole script; cache the list of files",
         confidence=0.8,
         lost_ratio=share,
+        severity="info",
         missing=("whether the run goes on: of a long one it is a small part",),
     )

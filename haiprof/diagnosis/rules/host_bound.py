@@ -102,7 +102,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         rule=RULE,
-        severity="warning",
+        severity="info",
         title=title,
         evidence=evidence,
         remedy="the operators are too small to be shared among threads: larger batches, fewer and "
@@ -111,7 +111,6 @@ def _finding(
         confidence=confidence,
         missing=("which Python code it is: a trace with --trace-stacks would say",),
         rank=rank if len(inputs.world) > 1 else None,
-        explains=("forward_bound",),  # forward is launched by Python, backward by C++
     )
 
 

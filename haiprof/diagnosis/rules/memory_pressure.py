@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.core_contention import SLOWED_ALIKE
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import AVAILABLE_RATIO, PRESSURE_RATIO
@@ -50,5 +49,4 @@ def memory_pressure(inputs: RuleInputs) -> Judgement:
         "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
         confidence=0.85,
         lost_ratio=pressure,
-        explains=(*SLOWED_ALIKE, "dataloader_bound"),
     )

@@ -34,5 +34,5 @@ def mkldnn_off(inputs: RuleInputs) -> Judgement:
         remedy="remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
         confidence=0.7,
         lost_ratio=lost,
-        explains=("forward_bound", "backward_bound"),
+        phases=price.phases,
     )

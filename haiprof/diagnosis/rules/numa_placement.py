@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from haiprof.diagnosis.core_contention import NO_PLACEMENT
 from haiprof.diagnosis.finding import Abstention, Finding, Judgement
 from haiprof.diagnosis.numa_binding import find_misplacement
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -14,7 +13,7 @@ def numa_placement(inputs: RuleInputs) -> Judgement:
     """Fires where a rank's cores exclude its GPU's node, or most of its pages are elsewhere."""
     placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
     if not placed:
-        return Abstention(rule=RULE, why=NO_PLACEMENT)
+        return Abstention(rule=RULE, why="no placement of a rank was recorded")
     if not any(placement.cpu_nodes for placement in placed):
         return Abstention(rule=RULE, why="the NUMA nodes of the ranks' cores are not known")
     found = find_misplacement(placed)

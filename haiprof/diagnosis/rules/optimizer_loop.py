@@ -39,7 +39,6 @@ def optimizer_loop(inputs: RuleInputs) -> Judgement:
         confidence=0.7,
         severity="info",
         missing=(UNKNOWN,),
-        explains=("optimizer_bound",),
     )
 
 

@@ -39,7 +39,7 @@ def profiler_left_on(inputs: RuleInputs) -> Judgement:
         confidence=0.8,
         severity="info",
         lost_ratio=None if inputs.uses_gpu else lost_ratio(inputs, price, on=ratio),
+        phases=price.phases,
         missing=(UNKNOWN,) if inputs.uses_gpu else (),
         rank=ranks[0] if some and len(ranks) == 1 else None,
-        explains=("forward_bound", "host_bound", "gpu_waits_for_host", "memory_creep"),
     )

@@ -52,7 +52,6 @@ def threads_over_cores(inputs: RuleInputs) -> Judgement:
         missing=(_UNKNOWN,),
         rank=rank if len(found) > 1 and sum(f >= THREADS_PER_CORE for f in found.values()) == 1
         else None,
-        explains=("cpu_throttled",) if limited else ("too_few_cores", "shared_cores"),
     )  # fmt: skip
 
 

@@ -1,0 +1,428 @@
+"""Explanations: what an account of the ledger means, and what to do about it.
+
+They are asked for opportunities alone, after these were found and ordered by their gain; none of
+them decides whether something is said. An explanation looks at position, activity, package and
+function of an account, and at what the run recorded of its loaders, cores and settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.base.ledger import Account
+from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.core_contention import starvation
+from haiprof.diagnosis.finding import CodeLine, Evidence, place_text
+from haiprof.diagnosis.loader_causes import loader_cause
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.slow_rank import state_of
+from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
+from haiprof.run_analysis.lines import FunctionTime, function_times
+from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE
+
+WHERE = {
+    "input": "making the batch on the training thread",
+    "prepare": "between batch and forward",
+    "forward": "in forward",
+    "loss": "between forward and backward",
+    "backward": "in backward",
+    "gradients": "between backward and optimizer",
+    "optimizer": "in the optimizer",
+    "after_step": "after the step",
+    "evaluation": "in evaluation",
+    "checkpoint": "saving checkpoints",
+    "compile": "in torch.compile",
+    "between_steps": "between steps",
+}
+"""How a title names a position."""
+_DOES = {
+    "operators": "torch operators",
+    "python": "Python",
+    "wait: lock": "waiting for a lock or another thread",
+    "wait: file": "waiting for a file",
+    "wait: socket": "waiting for a network peer",
+    "wait: pipe": "waiting for another process",
+    "wait: process": "waiting for another process",
+    "wait: sleep": "sleeping",
+    "wait: device": "waiting for the device",
+    "wait: other": "waiting",
+    "unknown": "time that was not sampled",
+}
+SLUGS = {
+    "input": "dataloader_bound",
+    "forward": "forward_bound",
+    "backward": "backward_bound",
+    "optimizer": "optimizer_bound",
+    "evaluation": "evaluation_heavy",
+    "checkpoint": "checkpoint_stalls",
+    "compile": "recompiles",
+}
+"""By position; what lies between the phases is `outside_the_model`."""
+_MIN_SAMPLES = 4
+_LINE_LIMIT = 3
+_LEAST_RATIO = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is said of one opportunity."""
+
+    slug: str
+    title: str
+    remedy: str
+    cause: str | None = None
+    evidence: tuple[Evidence, ...] = ()
+    missing: tuple[str, ...] = ()
+    code_lines: tuple[CodeLine, ...] = ()
+    """Code beside the account's own line: of loader workers, of other threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What an explanation may look at."""
+
+    inputs: RuleInputs
+    samples: CodeSamples
+    account: Account
+    mean_ns: float
+
+    @property
+    def share(self) -> float:
+        """The account's gain, of the mean step."""
+        return self.account.gain_ns / max(self.mean_ns, 1.0)
+
+    @property
+    def amount(self) -> str:
+        """`6.9 ms of a step, 18 %`."""
+        return f"{duration_text(self.account.gain_ns)} of a step, {ratio_text(self.share)}"
+
+
+def explain(question: Question) -> Explanation:
+    """The first explanation that speaks of an account."""
+    for activity, function in _BY_ACTIVITY.items():
+        if question.account.activity == activity:
+            return function(question)
+    function = _BY_POSITION.get(question.account.position, _code)
+    return function(question)
+
+
+def _waits_for_loader(question: Question) -> Explanation:
+    inputs = question.inputs
+    why = loader_cause(inputs, min(question.share, 1.0))
+    if why is None or why.slug in ("few_workers", "no_workers"):
+        starved = starvation(inputs)
+        if starved is not None and starved.slug == "busy_neighbours":
+            return Explanation(
+                slug="busy_neighbours",
+                title=f"others use the CPUs: training waits for loader workers, {question.amount}",
+                remedy=starved.remedy,
+                evidence=starved.evidence,
+            )
+    loading = question.samples.take(question.samples.phase == WORKER)
+    lines = code_lines(loading, "the workers' loading", 1.0)
+    return Explanation(
+        slug="dataloader_bound",
+        cause=why.slug if why else None,
+        title=f"dataloader-bound: training waits for batches, {question.amount}"
+        + (f", {why.title}" if why else ""),
+        remedy=why.remedy
+        if why
+        else "give the DataLoader workers (num_workers, persistent_workers=True), or do less per "
+        "sample",
+        evidence=why.evidence if why else (),
+        missing=why.missing if why else ("how the loader was made, its CPU use",),
+        code_lines=lines,
+    )
+
+
+def _input(question: Question) -> Explanation:
+    """The batch is made on the training thread."""
+    inputs, account = question.inputs, question.account
+    why = loader_cause(inputs, min(question.share, 1.0))
+    told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
+    waits = account.activity.startswith("wait")
+    return Explanation(
+        slug="dataloader_bound",
+        cause=told.slug if told else "storage" if waits else "no_workers",
+        title=f"dataloader-bound: batches are made on the training thread, {question.amount}"
+        + (f", {told.title}" if told else f"{_code_text(account)}"),
+        remedy=told.remedy
+        if told
+        else "make batches beside training: DataLoader(..., num_workers=4, persistent_workers=True)"
+        "; or do less per sample: decode and tokenize once, ahead of training",
+        evidence=told.evidence if told else (),
+    )
+
+
+def _interpreter_lock(question: Question) -> Explanation:
+    others = question.samples.phase == OTHER_THREADS
+    others &= question.samples.worker < 0
+    chosen = question.samples.take(others)
+    whole = (
+        max(float(question.inputs.trained_ns.get(int(chosen.rank[0]), 1.0)), 1.0)
+        if len(chosen.rank)
+        else 1.0
+    )
+    used = min(float(chosen.weight_ns.sum()) / whole, 1.0)
+    return Explanation(
+        slug="interpreter_lock",
+        title="another Python thread holds the interpreter lock (GIL): training waits for it, "
+        f"{question.amount}",
+        remedy="move that thread's work to another process (multiprocessing, subprocess, a "
+        "DataLoader worker), do less of it, or use code that releases the GIL",
+        evidence=(Evidence(name="CPU of other Python threads", value=used, unit="cores"),),
+        code_lines=code_lines(chosen, "a core, in another thread that takes the GIL", used),
+    )
+
+
+def _no_core(question: Question) -> Explanation:
+    starved = starvation(question.inputs)
+    if starved is None:
+        return Explanation(
+            slug="no_core",
+            title=f"the training thread could run and got no core, {question.amount}",
+            remedy="see what else runs on these cores (top), or run fewer threads and workers "
+            "(OMP_NUM_THREADS, DataLoader num_workers)",
+            missing=("who had the cores meanwhile",),
+        )
+    return Explanation(
+        slug=starved.slug,
+        title=f"{starved.title}: no core for the training thread, {question.amount}",
+        remedy=starved.remedy,
+        evidence=starved.evidence,
+    )
+
+
+def _collections(question: Question) -> Explanation:
+    inputs = question.inputs
+    pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
+    longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
+    total = max(float(pauses["duration_ns"].sum()), 1.0)
+    asked = max((s.looks.collect_ns or 0 for s in inputs.settings.values()), default=0) > total / 2
+    device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
+    return Explanation(
+        slug="garbage_collection",
+        cause="explicit" if asked else None,
+        title=f"garbage collection stops training, {question.amount}, up to "
+        f"{duration_text(longest)} at once",
+        remedy="take gc.collect() out of the loop, or call it every few hundred steps; it frees "
+        f"nothing but reference cycles{device}"
+        if asked
+        else "call gc.freeze() once the model and data are built; then gc.disable(), and "
+        "gc.collect(1) every few hundred steps on all ranks alike; look for what makes reference "
+        "cycles in each step (closures, kept exceptions), and for gc.collect() in the loop",
+        evidence=(
+            Evidence(name="pauses of 0.2 ms and more", value=float(pauses.height), unit="count"),
+            Evidence(name="longest pause", value=longest, unit="ns"),
+        ),
+    )
+
+
+def _link(question: Question) -> Explanation:
+    inputs, account = question.inputs, question.account
+    if account.position in ("backward", "forward"):
+        hosts = inputs.ranks["host"].drop_nulls().n_unique()
+        between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
+        return Explanation(
+            slug="link_bound",
+            title=f"exchanging gradients over a slow link, {question.amount}, after all ranks have "
+            "begun",
+            remedy=f"measure {between} (haiprof doctor; iperf3, nccl-tests); send less: accumulate "
+            "with no_sync(), compress with a communication hook (bf16_compress_hook), or larger "
+            "batches",
+        )
+    return Explanation(
+        slug="blocking_collectives",
+        title=f"collectives called between the phases, {question.amount}, beside waiting for late "
+        "ranks",
+        remedy="call them less often (metrics every N steps), several in one, or with "
+        "async_op=True; broadcast what does not change once, before the loop",
+    )
+
+
+def _peers(question: Question) -> Explanation:
+    return Explanation(
+        slug="data_imbalance",
+        title="uneven work: the slowest rank of a step, now one and now another, makes the others "
+        f"wait, {question.amount}",
+        remedy="give all ranks batches of equal cost: group samples by length and deal each group "
+        "to all ranks (length-bucketing sampler), cap tokens per batch in place of samples, or "
+        "pack sequences",
+    )
+
+
+def straggler(question: Question, rank: int, own_ns: float, phase: str) -> Explanation:
+    """One rank needs longer than the others for the same work."""
+    inputs = question.inputs
+    state = state_of(inputs, rank, question.share)
+    where = WHERE[phase]
+    gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
+    return Explanation(
+        slug="ranks_uneven",
+        cause=state.cause if state else phase,
+        title=f"rank {rank} is a straggler: {duration_text(own_ns)} of each step more than the "
+        f"others, most of it {where}{state.text if state else ''}",
+        remedy=state.remedy
+        if state
+        else f"compare rank {rank} with another: its data shard, its host's load, its CPU "
+        f"affinity{gpu}; the others wait for it in their collectives",
+        evidence=state.evidence if state else (),
+    )
+
+
+def _evaluation(question: Question) -> Explanation:
+    account = question.account
+    alone = bool(account.ranks) and len(question.inputs.world) > 1
+    who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: " if alone else ""
+    return Explanation(
+        slug="evaluation_heavy",
+        title=f"{who}evaluation takes {question.amount}, paid {account.when}",
+        remedy="let all ranks evaluate a part each, less often or on fewer batches"
+        if alone
+        else "evaluate less often or on fewer batches; a larger batch needs no gradients' memory",
+    )
+
+
+def _checkpoint(question: Question) -> Explanation:
+    saves = question.inputs.pauses.filter(pl.col("phase") == SAVE_PHASE)
+    mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
+    return Explanation(
+        slug="checkpoint_stalls",
+        title=f"saving checkpoints stops training, {question.amount}, paid {question.account.when}",
+        remedy="save less often, or beside training: torch.distributed.checkpoint.async_save, or "
+        "copy the state to the CPU and write it from another thread; write to a local disk first",
+        evidence=(
+            Evidence(name="saves", value=float(saves.height), unit="count"),
+            Evidence(name="mean save", value=mean, unit="ns"),
+        ),
+    )
+
+
+def _compile(question: Question) -> Explanation:
+    return Explanation(
+        slug="recompiles",
+        title=f"torch.compile compiles while the job trains, {question.amount}, paid "
+        f"{question.account.when}",
+        remedy="TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
+        "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
+        "Python number or object that changes each step: make it a tensor",
+    )
+
+
+_DO = {
+    "forward": "see what forward does beside operators: loops over elements or samples, hooks, "
+    "printing, conversions; do it with tensors, once, or ahead of training",
+    "backward": "look in what runs with the gradients: tensor and module hooks, a custom "
+    "autograd.Function written in Python, anomaly detection, create_graph=True",
+    "optimizer": "do it once for all parameters in place of one by one (foreach=True, fused=True), "
+    "or every N steps",
+    "gradients": "do it every N steps, or for all gradients at once "
+    "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
+    "prepare": "do it in the dataset, beside training (DataLoader workers)",
+}
+_OUTSIDE = "do it every N steps, in another process, or not at all"
+_OF_CALL = (
+    ("copy.deepcopy", "do not copy it in each step: update averages in place "
+     "(torch.optim.swa_utils.AveragedModel, or lerp_ on the parameters)"),
+    ("torch.serialization", "save less often, or from another thread"),
+    ("gzip.", "compress in another process, or with a lower level"),
+    ("json.", "write it every N steps, or from another process"),
+    ("matplotlib", "draw every N steps, or from another process"),
+    ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
+)  # fmt: skip
+_OF_ACTIVITY = {
+    "wait: sleep": "take the sleep out",
+    "wait: file": "write less often and more at once, without flush and fsync in each step, or from "
+    "another thread",
+    "wait: socket": "ask less often, or from another thread",
+    "wait: process": "start it less often, or do not wait for it in the loop",
+    "wait: device": "keep the value on the device: no .item(), .cpu() or print of a tensor in each "
+    "step",
+}
+
+
+def _code(question: Question) -> Explanation:
+    """A line of the job's."""
+    account = question.account
+    where = WHERE.get(account.position, account.position)
+    when = "" if account.when == "each step" else f", paid {account.when}"
+    called = " ".join(account.callees)
+    by_call = next((do for part, do in _OF_CALL if part in called), None)
+    does = _OF_ACTIVITY.get(account.activity)
+    if account.position == "forward" and account.package == "numpy":
+        by_call = "use tensor operators in place of numpy, or do it ahead, in the dataset"
+    return Explanation(
+        slug=SLUGS.get(account.position, "outside_the_model"),
+        cause="waits" if account.activity.startswith("wait") else account.activity,
+        title=f"{where}: {_code_text(account, lead='')}, {question.amount}{when}",
+        remedy=by_call or does or _DO.get(account.position, _OUTSIDE),
+    )
+
+
+def _code_text(account: Account, lead: str = ": ") -> str:
+    """`ema_update (train.py:15), Python in copy.deepcopy`."""
+    does = _DOES.get(account.activity, account.package or account.activity)
+    inside = f" in {account.callees[0]}" if account.callees else ""
+    if account.file is None:
+        return f"{lead}{does}"
+    name = account.file.rpartition("/")[2]
+    return f"{lead}{account.function} ({name}:{account.line}), {does}{inside}"
+
+
+_BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
+    "wait: loader": _waits_for_loader,
+    "wait: interpreter lock": _interpreter_lock,
+    "no core": _no_core,
+    "garbage collection": _collections,
+    "wait: link": _link,
+    "wait: peer": _peers,
+}
+_BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
+    "input": _input,
+    "evaluation": _evaluation,
+    "checkpoint": _checkpoint,
+    "compile": _compile,
+}
+
+
+def account_line(account: Account, mean_ns: float) -> CodeLine | None:
+    """The line that an account is about; None where it has none."""
+    if account.file is None or account.line is None or account.function is None:
+        return None
+    whole = max(mean_ns, 1.0)
+    return CodeLine(
+        file=account.file,
+        line=account.line,
+        function=account.function,
+        share=min(account.gain_ns / whole, 1.0),
+        low=min(account.gain_low_ns / whole, 1.0),
+        high=min(account.gain_high_ns / whole, 1.0),
+        of="the step",
+        sample_count=0,
+        callees=account.callees,
+        callers=account.callers[:_LINE_LIMIT],
+    )
+
+
+def code_lines(samples: CodeSamples, of: str, part: float) -> tuple[CodeLine, ...]:
+    """The lines that hold most of some samples' time."""
+    times: Sequence[FunctionTime] = function_times(samples)
+    return tuple(
+        CodeLine(
+            file=time.file,
+            line=time.line,
+            function=time.function,
+            share=time.ratio * part,
+            low=None if time.low is None else time.low * part,
+            high=None if time.high is None else time.high * part,
+            of=of,
+            sample_count=time.sample_count,
+            callees=time.callees,
+            callers=tuple(place_text(at.file, at.line, at.function) for at in time.callers),
+        )
+        for time in times[:_LINE_LIMIT]
+        if time.sample_count >= _MIN_SAMPLES and time.ratio >= _LEAST_RATIO
+    )
