@@ -197,7 +197,7 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
     hidden = set(SURROUNDINGS) - set(case.kind.accepted)
     own = [
         f for f in verdict.findings
-        if not (beside and {f.rule, f.explained_by} & hidden)
+        if not (beside and f.rule in hidden)
     ]  # fmt: skip
     right = [f for f in own if _is_right(case, f)]
     waited = max((t.get("waited_s") or 0.0) / max(t["train_s"], 1e-3) for t in truths)
@@ -211,7 +211,6 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
         "findings": [
             (f"{f.rule}/{f.cause}" if f.cause else f.rule)
             + ("" if f.lost_ratio is None else f" {f.lost_ratio:.0%}")
-            + (f" by {f.explained_by}" if f.explained_by else "")
             for f in verdict.findings
         ],
         "severities": [f.severity for f in verdict.findings],

@@ -191,8 +191,8 @@ def job_time(ranks: Sequence[RankTime], peers: Mapping[int, Mapping[int, int]] |
 def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] | None:
     """The rank that needs longer than the others, steadily; None where there is none.
 
-    It is one where the step would lose most of what the ranks' differences cost it if that rank
-    were as the middle one.
+    On the mean it needs at least half of what the slowest of each step needs beyond the middle one:
+    of ranks that take turns in being the slowest none does.
 
     Args:
         time: All ranks.
@@ -205,19 +205,17 @@ def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] |
         return None
     place = int(own_ns.mean(axis=1).argmax())
     middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(len(own_ns) - 2) // 2]
-    level = own_ns.copy()
-    level[place] = np.minimum(level[place], middle)
-    gained = own_ns.max(axis=0) - level.max(axis=0)
-    whole = own_ns.max(axis=0) - own_ns.mean(axis=0)
-    if gained.mean() <= whole.mean() / 2 or not _is_steady(gained):
+    beyond = own_ns[place] - middle
+    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(len(own_ns) - 1) // 2]
+    if beyond.mean() <= lost.mean() / 2 or not _is_steady(beyond):
         return None
     cells = np.array([time.plain_ns[rank] for rank in time.ranks], dtype=np.float64)
     cells[:, BACKWARD] = np.maximum(cells[:, BACKWARD] - time.peer_ns, 0.0)
     cells = cells[:, :, time.covered]
     others = np.median(np.delete(cells, place, axis=0), axis=0)
-    beyond = np.maximum((cells[place] - others).mean(axis=1), 0.0)
-    extra = float((own_ns[place] - middle).mean())
-    return time.ranks[place], extra, beyond * min(extra / max(float(beyond.sum()), 1.0), 1.0)
+    longer = np.maximum((cells[place] - others).mean(axis=1), 0.0)
+    extra = float(beyond.mean())
+    return time.ranks[place], extra, longer * min(extra / max(float(longer.sum()), 1.0), 1.0)
 
 
 def _is_steady(series: Floats) -> bool:

@@ -10,6 +10,7 @@ import polars as pl
 
 from haiprof.base.arrays import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
+from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.finding import place_text
 from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
 from haiprof.diagnosis.opportunities import (
@@ -19,10 +20,11 @@ from haiprof.diagnosis.opportunities import (
     opportunity,
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import LIKE_RATIO, SAME_WORK_CORRELATION, SIZES_MIN_COUNT
+from haiprof.diagnosis.thresholds import LIKE_RATIO, LINK_BYTES_PER_S, SAME_WORK_CORRELATION, SIZES_MIN_COUNT
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
+    LINK_WAIT,
     PEER_WAIT,
     UNKNOWN,
     RankSamples,
@@ -106,11 +108,38 @@ def run_ledger(
             replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
             for each in found
         ]
+    table, needed, found = _keep_needed_link(table, needed, found, inputs, time)
     for setting in settings:
         table, needed, more = _split_setting(table, needed, setting)
         found += more
     ledger = _ledger(table, time, found, needed, ranks, left)
     return RunLedger(ledger=ledger, samples=samples, straggler_ns=straggler_ns)
+
+
+def _keep_needed_link(
+    table: TimeTable,
+    needed: np.ndarray,
+    found: list[Opportunity],
+    inputs: RuleInputs,
+    time: JobTime,
+) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+    """Exchanging gradients takes what their bytes need on a good link; only what is more is lost.
+
+    A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009).
+    """
+    count = len(time.ranks)
+    gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
+    least_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
+    for place, each in enumerate(found):
+        whole = float(time.parts(table, each.rows).mean())
+        if each.activity != LINK_WAIT or not whole or not least_ns:
+            continue
+        share = min(least_ns / whole, 1.0)
+        table, new = table.split(each.rows, share)
+        needed = np.append(needed, np.ones(len(new), dtype=np.bool_))
+        if share == 1.0:
+            return table, needed, [*found[:place], *found[place + 1 :]]
+    return table, needed, found
 
 
 def _split_straggler(

@@ -34,6 +34,16 @@ class ModelSettings:
             return None
         return self.trainable_count / self.parameter_count
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient for each parameter that requires one; 0 where not known."""
+        whole = sum(_BYTES.get(name, 4) * count for name, count in self.dtypes.items())
+        return round(whole * (self.trainable_ratio or 0.0))
+
+
+_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2, "complex64": 8}
+"""Of one number; others have 4."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
@@ -93,6 +103,11 @@ class RankSettings:
         """What threads of this rank can have of the machine at most."""
         known = [float(v) for v in (self.cores, self.cpu_limit_cores) if v]
         return min(known, default=None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the largest model: one that wraps another has the same parameters."""
+        return max((model.gradient_bytes for model in self.models), default=0)
 
     def on_ratio(self, name: str) -> float:
         """Share of the looks at which `anomaly` or `profiler` was on; by the flag without looks."""
