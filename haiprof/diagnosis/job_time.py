@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from haiprof.base.arrays import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.lateness import Arrivals
-from haiprof.run_analysis.ledger import COLLECTION, RankTime, TimeTable, spikes
+from haiprof.run_analysis.ledger import COLLECTION, TimeTable, spikes
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import BACKWARD
@@ -33,17 +33,26 @@ _SEEN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTime:
-    """Steps that all ranks have; where they have none in common, as many of each."""
+    """Steps that all ranks have; where they have none in common, as many of each.
+
+    Sums are exact; what is kept per step of a thousand ranks is of single precision.
+    """
 
     ranks: tuple[int, ...]
     step: Ints
     """Numbers of the steps, of the first rank."""
-    plain_ns: Mapping[int, Ints]
-    """By rank: [position, step] without collections."""
-    collected_ns: Mapping[int, Ints]
-    """By rank: [position, step] in collections."""
-    spike: Mapping[int, Bools]
-    """By rank: [position, step] that take much longer than usual."""
+    used: tuple[int, ...]
+    """Positions that any rank was in."""
+    cell_ns: Floats
+    """[used position, rank, step]: without collections."""
+    spike: Bools
+    """[used position, rank, step]: where that is much longer than usual."""
+    collected_ns: Floats
+    """[rank, step]: in collections."""
+    period_ns: Floats
+    """[rank, step]: from a step's begin to the next one's."""
+    totals_ns: Floats
+    """[rank, usual, spike or collections, position]: over all steps."""
     waits_for_all: bool
     """Whether ranks wait for the slowest."""
     peer_ns: Floats
@@ -52,18 +61,15 @@ class JobTime:
     """[step]: where that is known."""
 
     @property
-    def period_ns(self) -> Floats:
-        """[rank, step]."""
-        return np.array([
-            self.plain_ns[rank].sum(axis=0) + self.collected_ns[rank].sum(axis=0)
-            for rank in self.ranks
-        ], dtype=np.float64)  # fmt: skip
-
-    @property
     def own_ns(self) -> Floats:
         """[rank, covered step]: the period less waiting for peers."""
         own: Floats = (self.period_ns - self.peer_ns)[:, self.covered]
         return own
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose own time is the longest on the mean."""
+        return self.ranks[int((self.period_ns - self.peer_ns).mean(axis=1).argmax())]
 
     @property
     def mean_ns(self) -> float:
@@ -73,8 +79,7 @@ class JobTime:
     @property
     def positions(self) -> dict[str, float]:
         """By position: mean time per step over ranks; collections are where they happened."""
-        each = [self.plain_ns[rank] + self.collected_ns[rank] for rank in self.ranks]
-        means = np.mean([times.mean(axis=1) for times in each], axis=0)
+        means = self.totals_ns.sum(axis=(0, 1)) / self.period_ns.size
         return {name: float(ns) for name, ns in zip(POSITIONS, means, strict=True) if ns}
 
     def gains(self, parts: Floats) -> Floats:
@@ -94,16 +99,27 @@ class JobTime:
         return gained
 
     def parts(self, table: TimeTable, rows: Ints) -> Floats:
-        """[rank, step]: the time of some rows; ranks that were not sampled are as the others are."""
-        share_of, pooled = _shares(table, rows)
-        found = []
-        for rank in self.ranks:
-            share = share_of.get(rank, pooled)
-            spiked = self.spike[rank]
-            each = np.where(spiked, share[1][:, None], share[0][:, None]) * self.plain_ns[rank]
-            collected = (share[2][:, None] * self.collected_ns[rank]).sum(axis=0)
-            found.append(each.sum(axis=0) + collected)
-        return np.array(found)
+        """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""
+        share = self._share(table, rows)
+        found = np.zeros(self.period_ns.shape)
+        for row, position in enumerate(self.used):
+            usual, spike = share[:, 0, position, None], share[:, 1, position, None]
+            if usual.any() or spike.any():
+                found += np.where(self.spike[row], spike, usual) * self.cell_ns[row]
+        collected = self.totals_ns[:, 2]
+        part = (share[:, 2] * collected).sum(axis=1) / np.maximum(collected.sum(axis=1), 1.0)
+        if part.any():
+            found += part[:, None] * self.collected_ns
+        return found
+
+    def mean_of(self, table: TimeTable, rows: Ints) -> float:
+        """The mean of the same, exact."""
+        return float((self._share(table, rows) * self.totals_ns).sum()) / self.period_ns.size
+
+    def _share(self, table: TimeTable, rows: Ints) -> Floats:
+        """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
+        of_rank, pooled = _shares(table, rows, self.slowest)
+        return np.array([of_rank.get(rank, pooled) for rank in self.ranks])
 
     def interval(self, table: TimeTable, rows: Ints, series: Floats) -> tuple[float, float]:
         """Where a mean lies with 95 % certainty, in ns.
@@ -129,7 +145,7 @@ class JobTime:
         blocks = np.array(
             [part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))]
         )
-        spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else mean
+        spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else 0.0
         return (
             max(mean - float(np.hypot(mean - low, spread)), 0.0),
             mean + float(np.hypot(high - mean, spread)),
@@ -154,34 +170,56 @@ class JobTime:
         return _change_text(self.step, table.step[known], table.ns[known])
 
 
-def job_time(ranks: Sequence[RankTime], peers: Mapping[int, Mapping[int, int]] | None) -> JobTime:
+def job_time(
+    steps: Mapping[int, Ints],
+    load: Callable[[int], tuple[Ints, Ints]],
+    used: Sequence[int],
+    peers: Mapping[int, Mapping[int, int]] | None,
+) -> JobTime:
     """Puts ranks side by side.
 
     Args:
-        ranks: Those with judged steps, at least one.
+        steps: By rank: its judged steps; at least one rank.
+        load: The exact times of a rank: [position, step] of all its steps, without collections, and
+            in these.
+        used: Positions that any of them was in.
         peers: By rank and step: how long it waited for later ranks; None where no collectives are
             known.
     """
-    common = ranks[0].step
+    ranks = tuple(steps)
+    common = steps[ranks[0]]
     for rank in ranks[1:]:
-        common = np.intersect1d(common, rank.step)
-    count = min(len(rank.step) for rank in ranks)
-    if len(common) < count / 2:
-        chosen = {rank.rank: np.arange(count) for rank in ranks}
-        common = ranks[0].step[:count]
-    else:
-        chosen = {rank.rank: np.searchsorted(rank.step, common) for rank in ranks}
-    plain = {rank.rank: rank.plain_ns[:, chosen[rank.rank]] for rank in ranks}
-    collected = {rank.rank: rank.collected_ns[:, chosen[rank.rank]] for rank in ranks}
-    means = [float(plain[rank.rank].sum() + collected[rank.rank].sum()) for rank in ranks]
-    alike = len(ranks) > 1 and (max(means) - min(means)) < _ALIKE_RATIO * max(means)
-    peer, covered = _peer_waits([rank.rank for rank in ranks], common, plain, peers)
+        common = np.intersect1d(common, steps[rank], assume_unique=True)
+    count = min(len(own) for own in steps.values())
+    alone = len(common) < count / 2
+    common = steps[ranks[0]][:count] if alone else common
+    shape = (len(ranks), len(common))
+    cells = np.zeros((len(used), *shape), dtype=np.float32)
+    spiked = np.zeros((len(used), *shape), dtype=np.bool_)
+    collected, period = np.zeros(shape, dtype=np.float32), np.zeros(shape)
+    totals = np.zeros((len(ranks), 3, _COUNT))
+    for row, rank in enumerate(ranks):
+        chosen = steps[rank][:count] if alone else common
+        plain, pauses = (times[used][:, chosen] for times in load(rank))
+        spike = spikes(plain)
+        cells[:, row], spiked[:, row] = plain, spike
+        collected[row], period[row] = pauses.sum(axis=0), (plain + pauses).sum(axis=0)
+        totals[row, 0, used] = np.where(spike, 0, plain).sum(axis=1)
+        totals[row, 1, used] = np.where(spike, plain, 0).sum(axis=1)
+        totals[row, 2, used] = pauses.sum(axis=1)
+    means = period.mean(axis=1)
+    alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
+    backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
+    peer, covered = _peer_waits(ranks, common, backward, peers)
     return JobTime(
-        ranks=tuple(rank.rank for rank in ranks),
+        ranks=ranks,
         step=common,
-        plain_ns=plain,
+        used=tuple(used),
+        cell_ns=cells,
+        spike=spiked,
         collected_ns=collected,
-        spike={rank: spikes(each) for rank, each in plain.items()},
+        period_ns=period,
+        totals_ns=totals,
         waits_for_all=len(ranks) > 1 and (peers is not None or alike),
         peer_ns=peer,
         covered=covered,
@@ -209,11 +247,14 @@ def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] |
     lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(len(own_ns) - 1) // 2]
     if beyond.mean() <= lost.mean() / 2 or not _is_steady(beyond):
         return None
-    cells = np.array([time.plain_ns[rank] for rank in time.ranks], dtype=np.float64)
-    cells[:, BACKWARD] = np.maximum(cells[:, BACKWARD] - time.peer_ns, 0.0)
-    cells = cells[:, :, time.covered]
-    others = np.median(np.delete(cells, place, axis=0), axis=0)
-    longer = np.maximum((cells[place] - others).mean(axis=1), 0.0)
+    longer = np.zeros(_COUNT)
+    for row, position in enumerate(time.used):
+        cells = time.cell_ns[row]
+        if position == BACKWARD:
+            cells = np.maximum(cells - time.peer_ns, 0.0)
+        cells = cells[:, time.covered]
+        others = np.median(np.delete(cells, place, axis=0), axis=0)
+        longer[position] = max(float((cells[place] - others).mean()), 0.0)
     extra = float(beyond.mean())
     return time.ranks[place], extra, longer * min(extra / max(float(longer.sum()), 1.0), 1.0)
 
@@ -227,7 +268,7 @@ def _is_steady(series: Floats) -> bool:
 def _peer_waits(
     ranks: Sequence[int],
     step: Ints,
-    plain: Mapping[int, Ints],
+    backward: Floats,
     peers: Mapping[int, Mapping[int, int]] | None,
 ) -> tuple[Floats, Bools]:
     """[rank, step] and the steps where it is known: by collectives, else by lengths of backward."""
@@ -238,7 +279,6 @@ def _peer_waits(
         if covered.sum() >= _COVERED_MIN:
             waits = [[peers[rank].get(number, 0) for number in step.tolist()] for rank in ranks]
             return np.array(waits, dtype=np.float64), covered
-    backward = np.array([plain[rank][BACKWARD] for rank in ranks], dtype=np.float64)
     return backward - backward.min(axis=0), np.ones(len(step), dtype=np.bool_)
 
 
@@ -267,18 +307,20 @@ def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[i
     return found
 
 
-def _shares(table: TimeTable, rows: Ints) -> tuple[dict[int, Floats], Floats]:
+def _shares(table: TimeTable, rows: Ints, slowest: int) -> tuple[dict[int, Floats], Floats]:
     """By rank, and of all: [usual, spike or collections; position]: the rows' share of each cell."""
     kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
     cell = kind * _COUNT + table.cell
     parts, totals, found = np.zeros(3 * _COUNT), np.zeros(3 * _COUNT), {}
-    for rank in np.unique(table.rank).tolist():
+    sampled = np.unique(table.rank).tolist()
+    for rank in sampled:
         own = table.rank == rank
         total = np.bincount(cell[own], table.ns[own], minlength=3 * _COUNT)
         chosen = rows[own[rows]]
         part = np.bincount(cell[chosen], table.ns[chosen], minlength=3 * _COUNT)
         found[rank] = _ratio(part, total)
-        parts, totals = parts + part, totals + total
+        if rank != slowest or len(sampled) == 1:  # what it does alone says nothing of the others
+            parts, totals = parts + part, totals + total
     return found, _ratio(parts, totals)
 
 

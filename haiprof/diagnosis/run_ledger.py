@@ -76,26 +76,23 @@ def run_ledger(
         inputs: Its judged steps, and what was recorded beside them.
         settings: Those that are on and have a price.
     """
-    judged = inputs.by_rank
-    ranks = [_rank_time(analyzer, rank, steps) for rank, steps in judged.items()]
-    if not ranks:
+    steps = {rank: own["step"].to_numpy() for rank, own in inputs.by_rank.items()}
+    if not steps:
         return None
     groups = analyzer.arrivals()
-    starts = {rank: analyzer.step_starts(rank) for rank in judged}
-    time = job_time(ranks, peer_waits(groups, starts) if groups else None)
+    peers = peer_waits(groups, analyzer.step_starts(steps)) if groups else None
+    time = job_time(steps, analyzer.position_times, analyzer.used_positions(), peers)
     chosen = _sampled_ranks(time)
     samples = analyzer.code_samples(chosen)
     parts = [
-        _rank_samples(analyzer, each, time, inputs.core_waits)
-        for each in ranks
-        if each.rank in chosen
+        _rank_samples(analyzer, rank, steps[rank], time, inputs.core_waits)
+        for rank in sorted(chosen)
     ]
     table = time_table(samples, parts)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
-    avoidable = sum(
-        (time.parts(table, each.rows) for each in found), np.zeros(time.period_ns.shape)
-    )
+    everything = np.concatenate([each.rows for each in found]) if found else np.zeros(0, int)
+    avoidable = time.parts(table, everything)
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
     late = find_straggler(time, left)
     straggler_ns = 0.0
@@ -112,7 +109,8 @@ def run_ledger(
     for setting in settings:
         table, needed, more = _split_setting(table, needed, setting)
         found += more
-    ledger = _ledger(table, time, found, needed, ranks, left)
+    median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
+    ledger = replace(_ledger(table, time, found, needed, left), median_ns=median)
     return RunLedger(ledger=ledger, samples=samples, straggler_ns=straggler_ns)
 
 
@@ -131,7 +129,7 @@ def _keep_needed_link(
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     least_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
     for place, each in enumerate(found):
-        whole = float(time.parts(table, each.rows).mean())
+        whole = time.mean_of(table, each.rows)
         if each.activity != LINK_WAIT or not whole or not least_ns:
             continue
         share = min(least_ns / whole, 1.0)
@@ -199,37 +197,26 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Floats) -> bool:
     return float(np.median(alike)) < SAME_WORK_CORRELATION
 
 
-def _rank_time(analyzer: RunFrames, rank: int, steps: pl.DataFrame) -> RankTime:
-    plain, collected = analyzer.position_times(rank)
-    step = steps["step"].to_numpy()
-    return RankTime(
-        rank=rank,
-        step=step,
-        plain_ns=plain[:, step],
-        collected_ns=collected[:, step],
-        median_ns=float(steps["step_ns"].median() or 0.0),
-    )
-
-
 def _sampled_ranks(time: JobTime) -> set[int]:
     world = time.ranks
-    own = (time.period_ns - time.peer_ns).mean(axis=1)
-    slowest = world[int(own.argmax())]
-    return {slowest, *world[:: max(len(world) // (SAMPLED_RANKS - 1), 1)]}
+    return {time.slowest, *world[:: max(len(world) // (SAMPLED_RANKS - 1), 1)]}
 
 
 def _rank_samples(
-    analyzer: RunFrames, rank: RankTime, time: JobTime, core_waits: Mapping[int, float]
+    analyzer: RunFrames, rank: int, step: Ints, time: JobTime, core_waits: Mapping[int, float]
 ) -> RankSamples:
-    row = time.ranks.index(rank.rank)
+    row = time.ranks.index(rank)
     waits = time.peer_ns[row, time.covered].sum() / time.period_ns[row, time.covered].sum()
-    positions, offset = analyzer.step_positions(rank.rank)
+    positions, offset = analyzer.step_positions(rank)
+    plain, collected = analyzer.position_times(rank)
     return RankSamples(
-        time=rank,
+        time=RankTime(
+            rank=rank, step=step, plain_ns=plain[:, step], collected_ns=collected[:, step]
+        ),
         positions=positions,
         wall_offset_ns=offset,
-        no_core_ratio=core_waits.get(rank.rank),
-        tail_ratio=analyzer.backward_tail(rank.rank),
+        no_core_ratio=core_waits.get(rank),
+        tail_ratio=analyzer.backward_tail(rank),
         peer_ratio=float(waits) if time.waits_for_all else None,
     )
 
@@ -239,7 +226,6 @@ def _ledger(
     time: JobTime,
     found: Sequence[Opportunity],
     needed: np.ndarray,
-    ranks: Sequence[RankTime],
     left: Floats,
 ) -> Ledger:
     rows = sorted((_account(table, time, each, left) for each in found), key=lambda a: -a.gain_ns)
@@ -252,8 +238,8 @@ def _ledger(
     residual = mean - sum(account.ns_per_step for account in accounts)
     return Ledger(
         mean_ns=mean,
-        median_ns=float(np.median([rank.median_ns for rank in ranks])),
-        count=max(len(rank.step) for rank in ranks),
+        median_ns=0.0,
+        count=len(time.step),
         residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
         positions=time.positions,
         accounts=accounts,
@@ -279,7 +265,7 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
         position=POSITIONS[found.position],
         activity=ACTIVITIES[found.activity],
         package=_package(table, found.rows),
-        ns_per_step=float(mean.mean()),
+        ns_per_step=time.mean_of(table, found.rows),
         low_ns=low,
         high_ns=high,
         gain_ns=gain,
@@ -317,7 +303,7 @@ def _other_accounts(
     Work of the model that was never sampled is the residual: its position is known, and no more.
     """
     sampled = table.activity[rows] != UNKNOWN
-    unseen = float(time.parts(table, rows[~sampled]).mean()) if not sampled.all() else 0.0
+    unseen = time.mean_of(table, rows[~sampled])
     rows = rows[sampled]
     tree = table.tree
     frame = innermost_frame(tree)[table.stack[rows]]
@@ -343,8 +329,8 @@ def _other_accounts(
 def _plain_account(
     table: TimeTable, time: JobTime, rows: Ints, key: Ints, names: Sequence[str], frame: Ints
 ) -> Account:
-    mean = time.parts(table, rows).mean(axis=0)
-    low, high = time.interval(table, rows, mean)
+    mean = time.mean_of(table, rows)
+    low, high = time.interval(table, rows, np.array([mean]))
     named = key[3] >= 0
     at = None
     if named:
@@ -360,7 +346,7 @@ def _plain_account(
         line=at.line if at else None,
         function=at.function if at else None,
         callees=common_callees(table.tree, table.stack[rows], table.ns[rows]) if at else (),
-        ns_per_step=float(mean.mean()),
+        ns_per_step=mean,
         low_ns=low,
         high_ns=high,
         needed=bool(key[4]),

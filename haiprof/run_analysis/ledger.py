@@ -94,14 +94,6 @@ class RankTime:
     """[position, judged step]: without collections."""
     collected_ns: Ints
     """The same of the garbage collector's pauses."""
-    median_ns: float
-    """The median judged step, without what lies between steps."""
-
-    @property
-    def period_ns(self) -> Ints:
-        """[judged step]: from its begin to the next one's."""
-        total: Ints = self.plain_ns.sum(axis=0) + self.collected_ns.sum(axis=0)
-        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

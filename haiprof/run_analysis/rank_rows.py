@@ -39,8 +39,8 @@ class RankRows:
     rank: Mapping[str, object]
     """Its row of `rank_frame`."""
     positions: Mapping[int, Ints]
-    """By position: [plain or in collections, step] in ns, of the whole recording; those that the
-    rank never was in are left out."""
+    """[step] in ns of the whole recording, by index into POSITIONS; that of collections in a
+    position comes len(POSITIONS) later. Those that the rank never was in are left out."""
 
 
 def rank_rows(
@@ -89,7 +89,8 @@ def rank_positions(rank: RankSegments) -> StepPositions:
 
 def _position_times(rank: RankSegments) -> dict[int, Ints]:
     """Small numbers are stored small: of a thousand ranks they are much."""
-    times = np.stack(rank_positions(rank).sums(), axis=1)
+    plain, collected = rank_positions(rank).sums()
+    times = np.concatenate([plain, collected])
     small = times.max(initial=0) < np.iinfo(np.int32).max
     kept = times.astype(np.int32) if small else times
-    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=(1, 2))).tolist()}
+    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -215,20 +215,28 @@ class RunFrames:
     def position_times(self, rank: int) -> tuple[Ints, Ints]:
         """[position, step] in ns of a rank's judged attempt: without collections, and in these."""
         rows = self._rows[rank, self._judged_attempts[rank]]
-        times = np.zeros((2, len(POSITIONS), rows.step_count), dtype=np.int64)
-        for position, own in rows.positions.items():
-            times[:, position] = own
-        return times[0], times[1]
+        times = np.zeros((2 * len(POSITIONS), rows.step_count), dtype=np.int64)
+        for place, own in rows.positions.items():
+            times[place] = own
+        return times[: len(POSITIONS)], times[len(POSITIONS) :]
+
+    def used_positions(self) -> list[int]:
+        """Indices into POSITIONS of those that any rank was in."""
+        places = {place % len(POSITIONS) for rows in self._rows.values() for place in rows.positions}
+        return sorted(places)
 
     def step_positions(self, rank: int) -> tuple[StepPositions, int]:
         """Where a rank was at each moment, on the clock of its spans; and Unix time minus that."""
         segments = self._judged_segments(rank)
         return rank_positions(segments), segments.wall_offset_ns
 
-    def step_starts(self, rank: int) -> Ints:
-        """Begin of each step of a rank's judged attempt, Unix time in ns."""
-        own = (pl.col("rank") == rank) & (pl.col("attempt") == self._judged_attempts[rank])
-        return self._steps.filter(own)["start_ns"].to_numpy()
+    def step_starts(self, ranks: Iterable[int]) -> dict[int, Ints]:
+        """By rank: begin of each step of its judged attempt, Unix time in ns."""
+        found = {}
+        for rank in ranks:
+            rows = self._rows[rank, self._judged_attempts[rank]]
+            found[rank] = rows.steps["start_ns"].to_numpy()
+        return found
 
     def arrivals(self) -> list[Arrivals]:
         """Collectives that all ranks of their group began, by group."""

@@ -100,7 +100,8 @@ def step_positions(
     ]  # fmt: skip
     if compiled is not None:
         parts += [compiled.starts, compiled.ends]
-    edges = np.unique(np.concatenate(parts))
+    edges = np.sort(np.concatenate(parts))
+    edges = edges[np.append(True, edges[1:] > edges[:-1])]
     start = edges[(edges >= first) & (edges < end)]
     period = np.searchsorted(steps.start_ns, start, side="right") - 1
     row = _innermost(found, start)
