@@ -28,6 +28,7 @@ FIELDS = {
     "`count`, `residual_ns`, `positions` (ns by position, exact); null without steps",
     "ledger": "accounts of the mean step; their `ns_per_step` and the residual add up to `mean_ns`",
     "opportunities": "rows of `ledger` that a change would remove, largest gain first",
+    "run_time": "the run's wall time in ns by what passed, from start to end; empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
     "step_ns": "mean training step after warm-up, traced ones left out; null without steps",
     "work": "floating-point work of one rank in the mean step, from a window traced with shapes: "
@@ -67,7 +68,7 @@ FINDING_FIELDS = {
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
-    "explained_by": "null: a cost is in one account alone (until 0.2 the finding that is its cause)",
+    "explained_by": "null, as each cost is in one account (until 0.2: the finding that is its cause)",
     "missing": "what could not be measured and would make it surer",
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
 }

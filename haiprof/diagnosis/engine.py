@@ -77,6 +77,7 @@ def diagnose(
         starts=tuple(analyzer.starts()) if deaths else (),
         goodput=analyzer.goodput() if deaths else None,
         ledger=ledger,
+        run_time=analyzer.run_time(),
         split=_split(ledger, inputs),
         step_ns=step_ns,
         work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),

@@ -335,8 +335,8 @@ _OF_CALL = (
 )  # fmt: skip
 _OF_ACTIVITY = {
     "wait: sleep": "take the sleep out",
-    "wait: file": "write less often and more at once, without flush and fsync in each step, or from "
-    "another thread",
+    "wait: file": "write less often and more at once, without flush and fsync in each step, or "
+    "from another thread",
     "wait: socket": "ask less often, or from another thread",
     "wait: process": "start it less often, or do not wait for it in the loop",
     "wait: device": "keep the value on the device: no .item(), .cpu() or print of a tensor in each "

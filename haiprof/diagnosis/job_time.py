@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from haiprof.base.arrays import Floats, Ints
 from haiprof.base.ledger import POSITIONS
@@ -15,6 +16,7 @@ from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import BACKWARD
 
+Singles = npt.NDArray[np.float32]
 _COUNT = len(POSITIONS)
 _Z = 1.96
 _BLOCKS = 20
@@ -43,11 +45,11 @@ class JobTime:
     """Numbers of the steps, of the first rank."""
     used: tuple[int, ...]
     """Positions that any rank was in."""
-    cell_ns: Floats
+    cell_ns: Singles
     """[used position, rank, step]: without collections."""
     spike: Bools
     """[used position, rank, step]: where that is much longer than usual."""
-    collected_ns: Floats
+    collected_ns: Singles
     """[rank, step]: in collections."""
     period_ns: Floats
     """[rank, step]: from a step's begin to the next one's."""
@@ -268,7 +270,7 @@ def _is_steady(series: Floats) -> bool:
 def _peer_waits(
     ranks: Sequence[int],
     step: Ints,
-    backward: Floats,
+    backward: Singles,
     peers: Mapping[int, Mapping[int, int]] | None,
 ) -> tuple[Floats, Bools]:
     """[rank, step] and the steps where it is known: by collectives, else by lengths of backward."""
@@ -279,7 +281,8 @@ def _peer_waits(
         if covered.sum() >= _COVERED_MIN:
             waits = [[peers[rank].get(number, 0) for number in step.tolist()] for rank in ranks]
             return np.array(waits, dtype=np.float64), covered
-    return backward - backward.min(axis=0), np.ones(len(step), dtype=np.bool_)
+    waits = (backward - backward.min(axis=0)).astype(np.float64)
+    return waits, np.ones(len(step), dtype=np.bool_)
 
 
 def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[int, dict[int, int]]:
@@ -308,7 +311,7 @@ def peer_waits(groups: Sequence[Arrivals], starts: Mapping[int, Ints]) -> dict[i
 
 
 def _shares(table: TimeTable, rows: Ints, slowest: int) -> tuple[dict[int, Floats], Floats]:
-    """By rank, and of all: [usual, spike or collections; position]: the rows' share of each cell."""
+    """By rank, and of all: [usual, spike or collections; position]: rows' share of each cell."""
     kind = np.where(table.activity == COLLECTION, 2, table.spike.astype(np.int64))
     cell = kind * _COUNT + table.cell
     parts, totals, found = np.zeros(3 * _COUNT), np.zeros(3 * _COUNT), {}
@@ -324,7 +327,7 @@ def _shares(table: TimeTable, rows: Ints, slowest: int) -> tuple[dict[int, Float
     return found, _ratio(parts, totals)
 
 
-def _ratio(part: Floats, total: Floats) -> Floats:
+def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
     share: Floats = np.divide(part, total, out=np.zeros(len(part)), where=total > 0)
     return share.reshape(3, _COUNT)
 

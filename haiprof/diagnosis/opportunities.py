@@ -292,10 +292,11 @@ class _Walk:
 def _place(tree: CodeTree, line: _Line) -> Place | None:
     if line.frame < 0:
         return None
-    callers = []
+    callers: list[tuple[str, int, str]] = []
     outer = line.function.outer
     while outer is not None and outer.frame >= 0:
-        callers.append(tuple(tree.frames[outer.frame][:3]))
+        frame = tree.frames[outer.frame]
+        callers.append((frame.file, frame.line, frame.function))
         outer = outer.function.outer
-    file, at, function = tree.frames[line.frame][:3]
-    return Place(file=file, line=at, function=function, callers=tuple(callers))
+    own = tree.frames[line.frame]
+    return Place(file=own.file, line=own.line, function=own.function, callers=tuple(callers))

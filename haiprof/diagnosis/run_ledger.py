@@ -20,7 +20,12 @@ from haiprof.diagnosis.opportunities import (
     opportunity,
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.thresholds import LIKE_RATIO, LINK_BYTES_PER_S, SAME_WORK_CORRELATION, SIZES_MIN_COUNT
+from haiprof.diagnosis.thresholds import (
+    LIKE_RATIO,
+    LINK_BYTES_PER_S,
+    SAME_WORK_CORRELATION,
+    SIZES_MIN_COUNT,
+)
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,

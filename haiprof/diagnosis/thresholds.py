@@ -384,5 +384,5 @@ ASKED_MAIN_RATIO = 0.50
 MIN_COUNT = 20
 """With fewer samples nothing is said of a share of them. Own choice."""
 LINK_BYTES_PER_S = 1e9
-"""What ranks exchange gradients at where nothing is wrong with their link: gloo over the loopback of
-this kind of machine, and a network of 10 Gb/s. Faster links gain nothing by it."""
+"""What ranks exchange gradients at where nothing is wrong with their link: gloo over a loopback, and
+a network of 10 Gb/s. Nothing is promised beyond it."""

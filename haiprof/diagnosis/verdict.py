@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.finding import Finding
@@ -74,6 +74,8 @@ class Verdict:
     """What was damaged or left out while reading."""
     ledger: Ledger | None = None
     """The accounts of the mean step; None without judged steps."""
+    run_time: Mapping[str, int] = field(default_factory=dict)
+    """The run's wall time in ns by what passed, from start to end; empty where it has no end."""
     most_steps: int = 0
     """Steps of the rank that has most, in all its attempts, as `haiprof list` shows them."""
     end_wall_ns: int | None = None

@@ -133,7 +133,7 @@ class TimeTable:
         return TimeTable(tree=self.tree, packages=self.packages, **chosen)
 
     def split(self, rows: Ints, share: float) -> tuple[TimeTable, Ints]:
-        """The same table in which a share of some rows stands in rows of its own, and these rows."""
+        """The table with a share of some rows moved to new rows at its end, and these rows."""
         part = self.take(rows)
         columns = {
             name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS
@@ -161,7 +161,8 @@ def spikes(position_ns: Ints) -> Bools:
     usual = np.median(position_ns, axis=1, keepdims=True)
     found: Bools = position_ns > _SPIKE * usual + _SPIKE_MIN_RATIO * total / position_ns.shape[1]
     held = np.where(found, position_ns, 0).sum(axis=1, keepdims=True)
-    return found & (held >= _SPIKE_MIN_RATIO * total)
+    kept: Bools = found & (held >= _SPIKE_MIN_RATIO * total)
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +250,8 @@ def _rank_rows(
     rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
     none = np.zeros(len(unseen))
     others = {
-        "cell": np.array(rest[0]), "position": np.array(rest[0]), "activity": np.array(rest[1]), "stack": none,
+        "cell": np.array(rest[0]), "position": np.array(rest[0]),
+        "activity": np.array(rest[1]), "stack": none,
         "step": none - 1, "spike": np.array(rest[2]), "ns": np.array(rest[3]), "count": none,
     }  # fmt: skip
     joined = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -10,6 +10,7 @@ import polars as pl
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,58 @@ def goodput(files: RunFiles, starts: Sequence[Start]) -> Goodput:
         lost_ns=sum(start.lost_ns for start in starts),
         between_ns=sum(start.until_next_ns or 0 for start in starts),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTime:
+    """When one attempt of one rank was recorded and trained, Unix time in ns."""
+
+    record_start_ns: int | None
+    first_step_ns: int
+    last_end_ns: int
+    record_end_ns: int | None
+    inside_ns: Mapping[str, int]
+    """From the first step's begin to the last one's end, by position."""
+
+
+_APART = ("evaluation", "checkpoint", "compile")
+"""Positions that are no training."""
+
+
+def run_time(manifest: Manifest | None, attempts: Sequence[AttemptTime]) -> dict[str, int]:
+    """The run's wall time from start to end by what passed; the parts add up to it exactly.
+
+    Args:
+        manifest: Of the run; one without an end has no accounts.
+        attempts: Of the rank with most steps, in order.
+    """
+    if manifest is None or not manifest.end_wall_ns or not attempts:
+        return {}
+    found: dict[str, int] = {}
+    at, last = manifest.start_wall_ns, manifest.end_wall_ns
+
+    def spend(name: str, until_ns: int) -> None:
+        nonlocal at
+        until_ns = min(max(until_ns, at), last)
+        if until_ns > at:
+            found[name] = found.get(name, 0) + until_ns - at
+        at = until_ns
+
+    for place, attempt in enumerate(attempts):
+        if attempt.record_start_ns is not None:
+            spend("restart" if place else "start and import", attempt.record_start_ns)
+        spend("before the first step", attempt.first_step_ns)
+        begun = at
+        spend("training", attempt.last_end_ns)
+        for name in _APART:
+            part = min(attempt.inside_ns.get(name, 0), at - begun, found.get("training", 0))
+            if part:
+                found[name] = found.get(name, 0) + part
+                found["training"] -= part
+        if attempt.record_end_ns is not None:
+            spend("after the last step", attempt.record_end_ns)
+    spend("end", last)
+    return found
 
 
 def _attempts(ends: Sequence[ProcessEnd]) -> dict[int, int]:

@@ -37,7 +37,15 @@ from haiprof.run_analysis.phases import PHASE_SCHEMA, SAVE_PHASE, phase_frame
 from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
 from haiprof.run_analysis.ranks import rank_frame, rank_row
 from haiprof.run_analysis.reactions import reaction_frame, reactions
-from haiprof.run_analysis.restarts import Goodput, Start, find_starts, goodput
+from haiprof.run_analysis.records import integer
+from haiprof.run_analysis.restarts import (
+    AttemptTime,
+    Goodput,
+    Start,
+    find_starts,
+    goodput,
+    run_time,
+)
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
 from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
 from haiprof.run_analysis.settings import RankSettings, read_settings
@@ -189,6 +197,32 @@ class RunFrames:
         """The share of the run's wall time in steps that counted."""
         return goodput(self.files, self.starts())
 
+    def run_time(self) -> dict[str, int]:
+        """The run's wall time by what passed, of the rank with most steps; {} without an end."""
+        counts = {key: rows.step_count for key, rows in self._rows.items() if rows.step_count}
+        if not counts:
+            return {}
+        rank = max(counts, key=lambda key: (counts[key], -key[0]))[0]
+        attempts = [self._attempt_time(key) for key in sorted(counts) if key[0] == rank]
+        return run_time(self.files.manifest, attempts)
+
+    def _attempt_time(self, key: Key) -> AttemptTime:
+        rows = self._rows[key]
+        steps, row = rows.steps, rows.rank
+        last = int(steps["start_ns"][-1]) + int(steps["step_ns"][-1])
+        inside = {
+            POSITIONS[place]: int(ns.sum(dtype=np.int64))
+            for place, ns in rows.positions.items()
+            if place < len(POSITIONS)
+        }
+        return AttemptTime(
+            record_start_ns=integer(row["record_start_ns"]),
+            first_step_ns=int(steps["start_ns"][0]),
+            last_end_ns=max(last, int(steps["start_ns"][0]) + sum(inside.values())),
+            record_end_ns=integer(row["record_end_ns"]),
+            inside_ns=inside,
+        )
+
     def lines(self) -> pl.DataFrame:
         """Lines of user code by rank, thread and phase; see `haiprof.run_analysis.lines`."""
         return line_frame(self.code_samples())
@@ -222,8 +256,8 @@ class RunFrames:
 
     def used_positions(self) -> list[int]:
         """Indices into POSITIONS of those that any rank was in."""
-        places = {place % len(POSITIONS) for rows in self._rows.values() for place in rows.positions}
-        return sorted(places)
+        places = [place for rows in self._rows.values() for place in rows.positions]
+        return sorted({place % len(POSITIONS) for place in places})
 
     def step_positions(self, rank: int) -> tuple[StepPositions, int]:
         """Where a rank was at each moment, on the clock of its spans; and Unix time minus that."""
