@@ -19,6 +19,8 @@ class Starvation:
     title: str
     remedy: str
     evidence: tuple[Evidence, ...]
+    is_choice: bool = True
+    """Whether somebody could give the job these cores; not where the node has no more of them."""
 
 
 def starvation(inputs: RuleInputs) -> Starvation | None:
@@ -111,6 +113,7 @@ def _wanted(
             Evidence(name="cores they use", value=busy, unit="cores"),
             Evidence(name="cores they could use at least", value=wanted, unit="cores"),
         ),
+        is_choice=on_node is not None,
     )
 
 

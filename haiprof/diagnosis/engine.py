@@ -196,7 +196,7 @@ def _finding(
         evidence=(*_gain_evidence(ledger, account), *said.evidence),
         remedy=said.remedy,
         confidence=sure,
-        severity=_severity(ledger, account, inputs),
+        severity=_severity(ledger, account, inputs) if said.is_choice else "info",
         lost_ratio=min(account.gain_ns / mean, 1.0),
         missing=said.missing,
         rank=rank,

@@ -76,6 +76,8 @@ class Explanation:
     cause: str | None = None
     evidence: tuple[Evidence, ...] = ()
     missing: tuple[str, ...] = ()
+    is_choice: bool = True
+    """Whether a change removes it; else it is a fact, however large."""
     code_lines: tuple[CodeLine, ...] = ()
     """Code beside the account's own line: of loader workers, of other threads."""
 
@@ -187,12 +189,14 @@ def _no_core(question: Question) -> Explanation:
             remedy="see what else runs on these cores (top), or run fewer threads and workers "
             "(OMP_NUM_THREADS, DataLoader num_workers)",
             missing=("who had the cores meanwhile",),
+            is_choice=False,
         )
     return Explanation(
         slug=starved.slug,
         title=f"{starved.title}: no core for the training thread, {question.amount}",
         remedy=starved.remedy,
         evidence=starved.evidence,
+        is_choice=starved.is_choice,
     )
 
 

@@ -26,7 +26,7 @@ from haiprof.run_analysis.ledger import (
     UNKNOWN,
     TimeTable,
 )
-from haiprof.run_analysis.lines import functions_of
+from haiprof.run_analysis.lines import functions_of, written_in
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
     BACKWARD,
@@ -299,4 +299,4 @@ def _place(tree: CodeTree, line: _Line) -> Place | None:
         callers.append((frame.file, frame.line, frame.function))
         outer = outer.function.outer
     own = tree.frames[line.frame]
-    return Place(file=own.file, line=own.line, function=own.function, callers=tuple(callers))
+    return Place(file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers))

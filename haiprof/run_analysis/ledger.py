@@ -19,7 +19,13 @@ from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, Code
 from haiprof.run_analysis.lines import functions_of
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.stack_files import Frame
-from haiprof.run_analysis.step_positions import BACKWARD, GRADIENTS, OPTIMIZER, StepPositions
+from haiprof.run_analysis.step_positions import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER,
+    StepPositions,
+)
 from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR
 
 try:  # SHIM
@@ -72,7 +78,7 @@ _LIBRARY_CALL = re.compile(
 )
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WORKER_LOADER = "_MultiProcessingDataLoaderIter."
-_OPTIMIZERS = "/torch/optim/"
+_STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
 _DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
 lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
@@ -234,7 +240,7 @@ def _rank_rows(
     rows = {
         "sample": at,
         "cell": cell,
-        "position": _after_closures(samples, at, cell),
+        "position": _after_closures(samples, at, cell, cut.around_closure[place]),
         "activity": activity[at],
         "stack": samples.stack[at],
         "step": time.step[column],
@@ -331,21 +337,56 @@ def _peer_share(rows: _Rows, rank: RankSamples) -> Floats:
     return np.where(inside, share, 0.0)
 
 
-def _after_closures(samples: CodeSamples, at: Ints, position: Ints) -> Ints:
-    """Positions, where code of a closure that runs below an optimizer's step is none of its own."""
-    tree = samples.tree
-    steps = np.array(
-        [*(_OPTIMIZERS in f.file and f.function.endswith(".step") for f in tree.frames), False]
-    )
-    below = np.zeros(len(tree.place), dtype=np.bool_)
+def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bools) -> Ints:
+    """Positions, where an optimizer's own code is told from that of its closure.
+
+    The closure is what an optimizer's `step` calls, outside of torch, on the way to a forward or
+    backward. Its code between the spans has their positions; after the last one it is `gradients`
+    (clipping). What is not below it is the optimizer's, wherever it runs.
+
+    Args:
+        samples: Of all ranks.
+        at: The samples asked about.
+        position: Their positions by spans.
+        around: Whether each is in an optimizer that has a closure, outside of the closure's spans.
+    """
+    if not around.any():
+        return position
+    called = _called_by_step(samples.tree)
+    of_sample = called[samples.stack[at]]
+    closures = np.unique(of_sample[np.isin(position, (FORWARD, BACKWARD)) & (of_sample >= 0)])
+    inside = np.isin(of_sample, closures)
+    found = np.where(around & ~inside, OPTIMIZER, position)
+    return np.where(around & inside & (position == OPTIMIZER), GRADIENTS, found)
+
+
+def _called_by_step(tree: CodeTree) -> Ints:
+    """Per stack: the function that the innermost optimizer's `step` in it calls; -1: none.
+
+    Torch wraps each step in a function of its own; torch's own functions below it do not count.
+    """
+    _, function = functions_of(tree)
+    found = np.full(len(tree.place), -1)
+    below = np.zeros(len(tree.place), dtype=np.bool_)  # a step, and nothing outside of torch in it
+    is_step = np.zeros(len(tree.place), dtype=np.bool_)
     for stack in range(1, len(tree.place)):  # callers come first
-        parent = tree.parent[stack]
-        below[stack] = below[parent] or (steps[tree.place[parent]] and not _in_torch(tree, stack))
-    return np.where((position == OPTIMIZER) & below[samples.stack[at]], GRADIENTS, position)
+        parent = int(tree.parent[stack])
+        frame = tree.frames[tree.place[stack]]
+        wrapper = tree.frames[tree.place[parent]] if parent else None
+        is_step[stack] = wrapper is not None and wrapper.function.endswith(_STEP_WRAPPER)
+        of_torch = _TORCH.search(frame.file) is not None or _is_part(frame, tree, parent)
+        if is_step[stack] or (below[parent] and of_torch):
+            below[stack] = True
+        elif below[parent]:
+            found[stack] = function[tree.place[stack]]
+        else:
+            found[stack] = found[parent]
+    return found
 
 
-def _in_torch(tree: CodeTree, stack: int) -> bool:
-    return bool(_TORCH.search(tree.frames[tree.place[stack]].file))
+def _is_part(frame: Frame, tree: CodeTree, parent: int) -> bool:
+    """Whether a frame is a comprehension of the function that calls it."""
+    return frame.function.startswith(f"{tree.frames[tree.place[parent]].function}.<locals>.<")
 
 
 def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:

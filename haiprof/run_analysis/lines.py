@@ -209,10 +209,15 @@ def _weights(samples: CodeSamples) -> Floats:
     return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
 
 
+def written_in(function: str) -> str:
+    """The function that a comprehension is written in; other functions as they are."""
+    return _COMPREHENSION.sub("", function)
+
+
 def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
     """Functions as (file, name), and the number of each frame's; -1 for no frame, as the last."""
     known: dict[tuple[str, str], int] = {}
-    keys = [(frame.file, _COMPREHENSION.sub("", frame.function)) for frame in tree.frames]
+    keys = [(frame.file, written_in(frame.function)) for frame in tree.frames]
     numbers = [known.setdefault(key, len(known)) for key in keys]
     return list(known), np.array([*numbers, -1], dtype=np.int64)
 

@@ -51,6 +51,8 @@ class StepPositions:
     end_ns: int
     position: Ints
     """Index into POSITIONS."""
+    around_closure: Bools
+    """Whether it is an optimizer's time, outside of the spans of its closure."""
     collecting: Bools
     """Whether the garbage collector had stopped the thread."""
     period: Ints
@@ -90,8 +92,9 @@ def step_positions(
     if not count:
         none = np.zeros(0, dtype=np.int64)
         return StepPositions(
-            start_ns=none, end_ns=0, position=none, collecting=none > 0, period=none, step_count=0
-        )
+            start_ns=none, end_ns=0, position=none, around_closure=none > 0, collecting=none > 0,
+            period=none, step_count=0,
+        )  # fmt: skip
     first, end = int(steps.start_ns[0]), int(steps.end_ns[-1])
     saves, pauses = (events.take(events.kind == kind) for kind in (schema.SAVE, schema.GC))
     parts = [
@@ -122,6 +125,7 @@ def step_positions(
         start_ns=start,
         end_ns=end,
         position=position,
+        around_closure=closure >= 0,
         collecting=_inside_any(pauses.start_ns, pauses.end_ns, start),
         period=period,
         step_count=count,
