@@ -299,4 +299,6 @@ def _place(tree: CodeTree, line: _Line) -> Place | None:
         callers.append((frame.file, frame.line, frame.function))
         outer = outer.function.outer
     own = tree.frames[line.frame]
-    return Place(file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers))
+    return Place(
+        file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers)
+    )
