@@ -48,15 +48,7 @@ def prepare_burst(
     in_child: Callable[[], None] | None = None,
     root: Path = Path("/"),
 ) -> Nsys | Refusal:
-    """Checks before the job starts whether a burst is possible here.
-
-    Args:
-        environ: The launcher's environment.
-        log_dir: Where it will be written.
-        options: How long and how fast to sample.
-        in_child: Runs in a child before nsys: gives it its signals back.
-        root: Where /opt is.
-    """
+    """Checks before the job starts whether a burst is possible here."""
     path = find_nsys(environ, root=root)
     nsys = path if isinstance(path, Refusal) else probe_nsys(path, environ, in_child=in_child)
     if isinstance(nsys, Refusal):
@@ -78,18 +70,7 @@ def limit_bytes(options: Options, gpu_count: int) -> int:
 
 
 class Burst:
-    """One burst of one node: waits for training, samples, exports, and reports the result.
-
-    Args:
-        node: Where it is written.
-        options: How long and how fast to sample.
-        nsys: The command; or why it cannot be used.
-        has_trained: Whether the job's first training step is over.
-        in_child: Runs in a child before nsys: gives it its signals back.
-        limit: Bytes that it may write; by default as `limit_bytes` says.
-        delay_s: Seconds from the first training step.
-        grace_s: Seconds that nsys may take beside the window.
-    """
+    """One burst of one node: waits for training, samples, exports, and reports the result."""
 
     def __init__(
         self,
@@ -142,12 +123,7 @@ class Burst:
             self._end("stopped", Refusal(reason, "a longer --time, or a job that runs longer"))
 
     def finish(self, reason: str, asked_to_end: Callable[[], bool]) -> None:
-        """Called when the job is over: finishes what is nearly ready, and ends the rest.
-
-        Args:
-            reason: Why a window that is not over is given up.
-            asked_to_end: Waits a moment; True when the launcher is asked to end.
-        """
+        """Called when the job is over: finishes what is nearly ready, and ends the rest."""
         self.cancel(reason)
         deadline = time.monotonic() + FINISH_S
         while not self.over and self._window_is_over() and time.monotonic() < deadline:

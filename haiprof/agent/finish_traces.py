@@ -67,16 +67,7 @@ def main(words: list[str]) -> int:
 
 
 def finish_parts(run: RunPaths, note: Note, *, host: str | None = None) -> list[Path]:
-    """Finishes whole parts, one after the other.
-
-    Args:
-        run: The run directory.
-        note: Writes an event line for each: `trace_written` or `trace_kept_raw`.
-        host: Only parts of this host; another host's launcher may be at work on its own.
-
-    Returns:
-        The traces that are finished now.
-    """
+    """Finishes whole parts, one after the other."""
     found = []
     for part in complete_parts(run, host):
         with _claim(part) as mine:
@@ -162,19 +153,7 @@ def _compress(
 ) -> int | None:
     """Writes one file compressed, unless that has been done.
 
-    Args:
-        raw: As the rank wrote it.
-        finished: Where it goes.
-        expected: Its length, as the rank said.
-        run: The run directory.
-        pieces: Reads the open raw file, and may add to it.
-
-    Returns:
-        Length of the raw file; None where it is gone because the finished one is there.
-
-    Raises:
-        OSError: It cannot be read, or there is no room for the finished one.
-        _DamagedError: It is not the file that the rank wrote.
+    None where it is gone because the finished one is there.
     """
     try:
         source = open_to_read(raw, below=run)

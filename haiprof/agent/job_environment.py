@@ -30,13 +30,7 @@ def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Surroundings:
-    """The rest of it, collected in a thread while the job runs.
-
-    Args:
-        known: From `at_launch`.
-        command: The job's command line.
-        environ: The launcher's environment.
-    """
+    """The rest of it, collected in a thread while the job runs."""
 
     def __init__(
         self, known: Mapping[str, Any], command: Sequence[str], environ: Mapping[str, str]
@@ -51,11 +45,7 @@ class Surroundings:
         self._thread.start()
 
     def take(self, wait_s: float = 0.0) -> dict[str, Any] | None:
-        """Returns everything once; None before it is complete and after it was taken.
-
-        Args:
-            wait_s: Waits so long for it.
-        """
+        """Returns everything once; None before it is complete and after it was taken."""
         if self._taken:
             return None
         self._thread.join(wait_s)

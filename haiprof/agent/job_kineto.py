@@ -35,16 +35,7 @@ class JobKinetoAgent:
 def prepare_kineto(
     run: RunPaths, environ: Mapping[str, str], *, asked: bool
 ) -> JobKinetoAgent | None:
-    """Binds the socket if the job is to use Kineto's protocol; None if it uses another daemon.
-
-    Args:
-        run: The run directory.
-        environ: As the launcher was given it.
-        asked: `--kineto`: do so even if the user has not set KINETO_USE_DAEMON.
-
-    Raises:
-        OSError: No folder supports a socket.
-    """
+    """Binds the socket if the job is to use Kineto's protocol; None if it uses another daemon."""
     if not asked and ENV_KINETO_DAEMON not in environ:
         return None
     if not asked and (environ.get(ENV_KINETO_FOLDER) or is_alive(ABSTRACT)):

@@ -42,13 +42,7 @@ TOKEN_NAME = "reach.token"
 
 @dataclass
 class Agent:
-    """The agent beside the job on this node, in the launcher's companion process.
-
-    Args:
-        run: The run directory.
-        options: What to record.
-        job_pid: The job's first process; None where there are only some of its ranks.
-    """
+    """The agent beside the job on this node, in the launcher's companion process."""
 
     run: RunPaths
     options: Options
@@ -194,14 +188,7 @@ class Agent:
             self._thread = None
 
     def note_unreported(self) -> list[dict[str, object]]:
-        """Writes down, once, who should have reported in and did not.
-
-        Returns:
-            The same, for the manifest.
-
-        Raises:
-            OSError: The run directory is gone, read-only or full.
-        """
+        """Writes down, once, who should have reported in and did not."""
         reported = [report.get("pid") for report in self.reports()]
         missing: list[dict[str, object]] = [
             asdict(process) for process in self.unreported.values() if process.pid not in reported

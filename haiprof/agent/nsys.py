@@ -106,14 +106,7 @@ def probe_nsys(
     in_child: Callable[[], None] | None = None,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Nsys | Refusal:
-    """Asks nsys which GPUs it may sample; it takes about a second.
-
-    Args:
-        path: The command.
-        environ: Its environment.
-        in_child: Runs in the child before nsys: gives it its signals back.
-        timeout_s: How long to wait for its answer.
-    """
+    """Asks nsys which GPUs it may sample; it takes about a second."""
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return Refusal("CUDA_VISIBLE_DEVICES leaves the job no GPU", "let the job see a GPU")
     output = ""

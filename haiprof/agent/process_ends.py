@@ -47,14 +47,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class ProcessEnds:
-    """Watches the processes of the job on this node.
-
-    Args:
-        run: The run directory.
-        host: This node.
-        job_pid: The job's first process.
-        root: Where /proc is.
-    """
+    """Watches the processes of the job on this node."""
 
     def __init__(self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/")) -> None:
         self._events = run.node(host).events
@@ -235,14 +228,7 @@ def note_job_end(
 
 
 def note_signal(run: RunPaths, host: str, said: Mapping[str, Any], *, ask_slurm: bool) -> None:
-    """A signal that came to the launcher: which, and who sent it.
-
-    Args:
-        run: The run directory.
-        host: This node.
-        said: What the launcher told of it.
-        ask_slurm: Whether Slurm is asked for the job's state: by one launcher of a job alone.
-    """
+    """A signal that came to the launcher: which, and who sent it."""
     sender = said.get("pid") or 0
     command = " ".join(command_line(sender))[:200] if sender else ""
     job = os.environ.get("SLURM_JOB_ID")

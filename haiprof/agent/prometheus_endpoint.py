@@ -42,14 +42,7 @@ _STALE_INTERVALS = 3  # a source without a sample for so long has no current val
 
 
 class Scrape:
-    """Serves `http://127.0.0.1:PORT/metrics` from daemon threads until `stop`.
-
-    Args:
-        run: The run directory.
-        host: This node's name, as ranks report it.
-        options: For the port and the allowed users.
-        loop: Whose samples are shown.
-    """
+    """Serves `http://127.0.0.1:PORT/metrics` from daemon threads until `stop`."""
 
     def __init__(self, run: RunPaths, host: str, options: Options, loop: SamplingLoop) -> None:
         self._run = run
@@ -134,8 +127,7 @@ def _server(latest: Latest, port: int, uids: frozenset[int] | None) -> _Server:
 def readers(allowed: Iterable[str]) -> frozenset[int] | None:
     """Users who may scrape: the job's own, root, and those whom `--prometheus-allow` names.
 
-    Returns:
-        None where all of this machine may.
+    None where all of this machine may.
     """
     own, names = own_readers(LOOPBACK), tuple(allowed)
     return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
@@ -148,14 +140,7 @@ def _readers_text(options: Options, server: _Server) -> str:
 
 
 class Latest:
-    """The collector of prometheus-client: reads the latest samples of the sampling thread.
-
-    Args:
-        run: The run directory.
-        host: This node's name.
-        streams: Returns the streams whose samples are shown.
-        clock: CLOCK_MONOTONIC in ns.
-    """
+    """The collector of prometheus-client: reads the latest samples of the sampling thread."""
 
     def __init__(
         self,

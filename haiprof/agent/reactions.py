@@ -51,13 +51,6 @@ class Reactor:
 
     Nodes share the number of reactions: the node that creates a reaction's file in the run
     directory carries it out.
-
-    Args:
-        run: The run directory.
-        host: This node.
-        options: `react` and its limits.
-        start: Starts a haiprof command beside the job.
-        watch: The step watch.
     """
 
     def __init__(

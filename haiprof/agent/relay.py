@@ -85,12 +85,7 @@ class Peer:
 
 @dataclass
 class Relay:
-    """The agent's end of the control sockets; all work is done in the launcher's tick.
-
-    Args:
-        run: The run directory.
-        host: This node.
-    """
+    """The agent's end of the control sockets; all work is done in the launcher's tick."""
 
     run: RunPaths
     host: str
@@ -109,11 +104,7 @@ class Relay:
     _elsewhere: set[str] = field(default_factory=set)
 
     def start(self) -> None:
-        """Listens for the ranks of this node; requests from before its start are not for it.
-
-        Raises:
-            OSError: The file system supports no sockets, or another agent listens here.
-        """
+        """Listens for the ranks of this node; requests from before its start are not for it."""
         self._requests = open_requests(self.run)
         pending_requests(self._requests, self._seen)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -184,11 +175,7 @@ class Relay:
                 self._note_agent(read_object(data) or {})
 
     def _note_agent(self, message: dict[str, Any]) -> None:
-        """Stores a member or a reply that conforms to the schema, and nothing else.
-
-        Raises:
-            OSError: The run directory is gone, read-only or full.
-        """
+        """Stores a member or a reply that conforms to the schema, and nothing else."""
         member = conform(message.get("member"), MEMBER)
         request_id, reply = message.get("id"), message.get("reply")
         if member is not None and self._has_room(member["name"]):
@@ -346,9 +333,6 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
     """One message, and the descriptor that came with it, or -1.
 
     The kernel closes what there is no room for. Python's `recv_fds` passes no flags on (3.11).
-
-    Raises:
-        OSError: The connection is broken.
     """
     packet, extras, _, _ = connection.recvmsg(
         MESSAGE_LIMIT_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC

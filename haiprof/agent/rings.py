@@ -105,12 +105,7 @@ def _keep(held: _HeldRing) -> None:
 
 
 def _add_lacking(ring: Ring, path: Path) -> tuple[int, int]:
-    """How many spans were added, and how many the file lacked.
-
-    Raises:
-        OSError: The file cannot be written to.
-        RunFormatError: It cannot be read.
-    """
+    """How many spans were added, and how many the file lacked."""
     lacking = ring.lacking(read_records(path, first=-RING_CAPACITY).data)
     if not lacking:
         return 0, 0

@@ -120,11 +120,7 @@ class _Usual(NamedTuple):
 
 @dataclass
 class Tail:
-    """Reads what was appended to a file since the last read.
-
-    Args:
-        path: The file; one that does not exist yet has nothing.
-    """
+    """Reads what was appended to a file since the last read."""
 
     path: Path
     offset: int = 0
@@ -153,14 +149,7 @@ class Tail:
 
 @dataclass
 class RankWatch:
-    """One rank's steps and signs of life.
-
-    Args:
-        rank: Its number.
-        pid: Its process.
-        paths: Its files.
-        now_ns: CLOCK_MONOTONIC in ns.
-    """
+    """One rank's steps and signs of life."""
 
     rank: int
     pid: int
@@ -368,16 +357,7 @@ class Node(Protocol):
 
 
 class Watch:
-    """All ranks of this node.
-
-    Args:
-        slow_ratio: How far above the usual step is slow.
-        hang_limit: How long without a step is a hang.
-        record_s: How long a rank is recorded: it writes no spans after that; 0 is without an end.
-        warmup_s: How long a rank writes no spans before that.
-        clock: CLOCK_MONOTONIC in ns; what wall clocks do does not matter.
-        proc: Where /proc is.
-    """
+    """All ranks of this node."""
 
     def __init__(
         self,

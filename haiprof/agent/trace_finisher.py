@@ -28,13 +28,7 @@ _PROGRAM = (
 
 
 class Finisher:
-    """Finishes the traces of one host while the job runs, and the rest when it has ended.
-
-    Args:
-        run: The run directory.
-        host: This node's name; parts of others are left alone.
-        in_child: Runs in the child first: gives it its signals back.
-    """
+    """Finishes the traces of one host while the job runs, and the rest when it has ended."""
 
     def __init__(
         self,
@@ -74,12 +68,7 @@ class Finisher:
         return all(self._is_reported(paths) for _, _, paths in self._run.rank_folders())
 
     def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
-        """Called when the job is over: finishes what is left and prints the progress.
-
-        Args:
-            asked_to_end: Waits a moment; True when the launcher is asked to end.
-            quiet: Prints nothing.
-        """
+        """Called when the job is over: finishes what is left and prints the progress."""
         try:
             self._finish(asked_to_end, quiet=quiet)
         finally:

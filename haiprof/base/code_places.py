@@ -14,13 +14,7 @@ _INSTALLED = re.compile(
 
 
 def is_library(file: str, function: str = "", *, libraries: Sequence[str] = ()) -> bool:
-    """Whether code is of an installed package, of Python itself or made by a library.
-
-    Args:
-        file: As the code object names it.
-        function: Its name, where it is known.
-        libraries: Further folders of installed code, such as a torch that was built from source.
-    """
+    """Whether code is of an installed package, of Python itself or made by a library."""
     if file.startswith("<"):
         return file not in _TYPED or function.rpartition(".")[2].startswith("__")
     return bool(_LIBRARY.search(file)) or any(file.startswith(f"{x}/") for x in libraries if x)

@@ -11,12 +11,6 @@ V1_UNLIMITED_BYTES = 1 << 62
 def parse_cpu_limit(words: Sequence[bytes]) -> float | None:
     """A CPU quota in cores; None where there is none (`max`, and -1 in version 1).
 
-    Args:
-        words: Quota and period in microseconds.
-
-    Raises:
-        ValueError: These are no quota and period.
-
     Source: Linux Documentation/scheduler/sched-bwc.rst, admin-guide/cgroup-v2.rst (cpu.max).
     """
     quota_us, period_us = words
@@ -28,9 +22,5 @@ def parse_cpu_limit(words: Sequence[bytes]) -> float | None:
 
 
 def parse_memory_limit(word: bytes) -> int | None:
-    """A memory limit in bytes; None where there is none.
-
-    Raises:
-        ValueError: This is no limit.
-    """
+    """A memory limit in bytes; None where there is none."""
     return None if word == b"max" or int(word) >= V1_UNLIMITED_BYTES else int(word)

@@ -25,12 +25,6 @@ class Descriptor:
     becoming a daemon. The kernel then gives the number to the job's next file, and a write of ours
     would end up in it. So ours are moved to high numbers, which the kernel gives out last, and
     device and inode are compared before each use.
-
-    Args:
-        number: The descriptor; this object owns it from now on.
-
-    Raises:
-        OSError: It is closed already.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,11 +43,7 @@ class Descriptor:
             return False
 
     def check(self) -> int:
-        """Returns the number, for immediate use.
-
-        Raises:
-            LostDescriptorError: It refers to something else by now, or is closed.
-        """
+        """Returns the number, for immediate use."""
         if not self.is_ours():
             raise LostDescriptorError(errno.EBADF, "the job has closed this descriptor of haiprof")
         return self.number
@@ -66,15 +56,7 @@ class Descriptor:
 
 
 class OwnFile:
-    """An append-only file that is opened again by its path if the job has closed it.
-
-    Args:
-        path: The file.
-        opened: Opens it, such as `safe_files.create_file`.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
+    """An append-only file that is opened again by its path if the job has closed it."""
 
     def __init__(self, path: Path, opened: Callable[[Path], int]) -> None:
         self.path = path
@@ -88,19 +70,11 @@ class OwnFile:
         return self._descriptor.number >= 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Writes once; how many bytes went in.
-
-        Raises:
-            OSError: Nothing did.
-        """
+        """Writes once; how many bytes went in."""
         return os.write(self._number(), data)
 
     def cut(self, size: int) -> None:
-        """Shortens it.
-
-        Raises:
-            OSError: It cannot be.
-        """
+        """Shortens it."""
         os.ftruncate(self._number(), size)
 
     def close(self) -> None:

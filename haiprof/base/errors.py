@@ -13,12 +13,7 @@ from __future__ import annotations
 
 
 class HaiprofError(Exception):
-    """Base of every error that haiprof raises on purpose.
-
-    Args:
-        message: What is wrong and where (names the file, option or command).
-        hint: What to do about it; shown on a line of its own.
-    """
+    """Base of every error that haiprof raises on purpose."""
 
     exit_code = 1
 

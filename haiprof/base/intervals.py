@@ -19,12 +19,7 @@ class Intervals(NamedTuple):
 
 
 def union(starts: Ints, ends: Ints) -> Intervals:
-    """The union of the given intervals.
-
-    Args:
-        starts: ns, shape (n,), in any order.
-        ends: ns, shape (n,); an end at or before its start is no interval.
-    """
+    """The union of the given intervals."""
     real = ends > starts
     starts, ends = starts[real], ends[real]
     order = np.argsort(starts, kind="stable")
@@ -69,16 +64,7 @@ def complement(intervals: Intervals) -> Intervals:
 
 
 def covered_lengths(intervals: Intervals, starts: Ints, ends: Ints) -> Ints:
-    """How much of each given interval the disjoint ones cover.
-
-    Args:
-        intervals: Disjoint and in order.
-        starts: ns, shape (n,), in any order, possibly overlapping.
-        ends: ns, shape (n,).
-
-    Returns:
-        ns, shape (n,).
-    """
+    """How much of each given interval the disjoint ones cover."""
     lengths = np.append(0, np.cumsum(intervals.ends - intervals.starts))
 
     def before(times: Ints) -> Ints:

@@ -45,12 +45,7 @@ _REFUSAL = (
 
 
 def allowed_hosts(host: str) -> frozenset[str] | None:
-    """Names that are allowed in a request's Host header; None allows any.
-
-    Args:
-        host: The address that is listened on. The names of this machine are not known for a
-            wildcard address.
-    """
+    """Names that are allowed in a request's Host header; None allows any."""
     if is_loopback(host):
         return _LOOPBACK | {host}
     return None if host in ("0.0.0.0", "::", "") else frozenset({host})
@@ -75,9 +70,8 @@ def is_loopback(host: str) -> bool:
 def own_readers(host: str) -> frozenset[int] | None:
     """Users whose requests a server at that address answers: this one and root.
 
-    Returns:
-        None to answer every user: other machines can reach the address, or the kernel does not say
-        to whom a connection belongs.
+    None to answer every user: other machines can reach the address, or the kernel does not say to
+    whom a connection belongs.
     """
     if not is_loopback(host) or not os.access(_PROC_NET / "tcp", os.R_OK):
         return None
@@ -87,14 +81,8 @@ def own_readers(host: str) -> frozenset[int] | None:
 def peer_uid(peer: Address, own: Address, *, folder: Path = _PROC_NET) -> int | None:
     """The user whose socket is at the other end of a connection within this machine.
 
-    Args:
-        peer: The other end.
-        own: This end.
-        folder: For tests.
-
-    Returns:
-        None if the other end is not there: of another machine, or closed by its owner, whom the
-        kernel then gives as root.
+    None if the other end is not there: of another machine, or closed by its owner, whom the kernel
+    then gives as root.
     """
     for _ in range(_TRIES):  # a socket may be passed over while the kernel's table changes
         for name, needle in _entries(peer, own):

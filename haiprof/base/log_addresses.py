@@ -47,12 +47,7 @@ def recording_folder(environ: Mapping[str, str]) -> Path:
 
 
 def check_packages(address: str) -> None:
-    """Checks that what reads and writes at an address is installed.
-
-    Raises:
-        UsageError: There is no such protocol.
-        MissingExtraError: A package is missing; the hint installs it.
-    """
+    """Checks that what reads and writes at an address is installed."""
     protocol = re.split("::|://", address)[0]
     if importlib.util.find_spec("fsspec") is None:
         raise MissingExtraError(

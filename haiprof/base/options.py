@@ -229,11 +229,7 @@ def _users(text: str) -> tuple[str, ...]:
 
 
 def user_id(word: str) -> int:
-    """The uid of a user of this machine, by name or number.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
+    """The uid of a user of this machine, by name or number."""
     import pwd  # in no job's process: only a launcher asks
 
     try:
@@ -375,11 +371,7 @@ def is_option(name: str) -> bool:
 
 
 def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
-    """One option's text as (field of `Options`, value); intervals as (`interval.X`, seconds).
-
-    Raises:
-        UsageError: Unknown name or a value that does not fit; the message names `origin`.
-    """
+    """One option's text as (field of `Options`, value); intervals as (`interval.X`, seconds)."""
     spec = option_spec(name)
     try:
         if spec is not None:
@@ -393,11 +385,7 @@ def parse_value(name: str, text: str, *, origin: str) -> tuple[str, object]:
 
 
 def parse_dotted(text: str, *, origin: str = "--options") -> tuple[str, object]:
-    """`profile.NAME=VALUE` as the published tool takes it; VALUE may hold further `=`.
-
-    Raises:
-        UsageError: Not of that form.
-    """
+    """`profile.NAME=VALUE` as the published tool takes it; VALUE may hold further `=`."""
     key, equals, value = text.partition("=")
     if not equals or not key.startswith("profile."):
         raise UsageError(f"{origin} {text!r}: expected profile.NAME=VALUE")
@@ -405,11 +393,7 @@ def parse_dotted(text: str, *, origin: str = "--options") -> tuple[str, object]:
 
 
 def options_from_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    """The HAIPROF_* variables with their published meanings; empty ones count as unset.
-
-    Raises:
-        UsageError: A value that does not fit.
-    """
+    """The HAIPROF_* variables with their published meanings; empty ones count as unset."""
     values: dict[str, object] = {}
     if environ.get(_PLATFORM_LOG_DIR):
         values["log_dir"] = Path(environ[_PLATFORM_LOG_DIR]) / "haiprof"
@@ -426,11 +410,7 @@ def options_from_environment(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def options_from_pyproject(path: Path) -> dict[str, object]:
-    """`[tool.haiprof]` of a pyproject.toml; no file or no such table is no options.
-
-    Raises:
-        UsageError: The table cannot be read or holds something unknown.
-    """
+    """`[tool.haiprof]` of a pyproject.toml; no file or no such table is no options."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -469,11 +449,7 @@ def _flatten(table: Mapping[str, object]) -> list[tuple[str, object]]:
 
 
 def merge_options(*layers: Mapping[str, object]) -> Options:
-    """Options from layers, later ones first in rank: pyproject, environment, command line.
-
-    Raises:
-        UsageError: A combination that cannot be.
-    """
+    """Options from layers, later ones first in rank: pyproject, environment, command line."""
     merged: dict[str, object] = {}
     for layer in layers:
         merged.update(layer)
@@ -493,11 +469,7 @@ def merge_options(*layers: Mapping[str, object]) -> Options:
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """HAIPROF_ENABLED=0 runs the job without haiprof; any other value, and none, records.
-
-    Raises:
-        UsageError: Neither a yes nor a no.
-    """
+    """HAIPROF_ENABLED=0 runs the job without haiprof; any other value, and none, records."""
     try:
         return _switch(environ.get(ENV_ENABLED) or "1")
     except ValueError as error:
@@ -505,11 +477,7 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
 
 
 def cache_limit_bytes(environ: Mapping[str, str]) -> int:
-    """Size limit of the cache of traces in bytes; 0 disables it.
-
-    Raises:
-        UsageError: It is not a number of megabytes.
-    """
+    """Size limit of the cache of traces in bytes; 0 disables it."""
     text = environ.get(ENV_CACHE_LIMIT) or str(DEFAULT_CACHE_LIMIT_MB)
     try:
         limit_mb = float(text)

@@ -15,16 +15,7 @@ from haiprof.base.safe_files import named_file
 
 @contextlib.contextmanager
 def output_file(path: Path, *, force: bool, below: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write into that gets its name once all is written.
-
-    Args:
-        path: Where it goes.
-        force: Whether an existing file may be replaced.
-        below: The folder that the user named, where the file's own name is not the user's.
-
-    Raises:
-        UsageError: It exists already, or cannot be written; nothing is left behind.
-    """
+    """A file to write into that gets its name once all is written."""
     if os.path.lexists(path) and not path.is_file():
         raise UsageError(f"{path}: is not a regular file", hint="without -o: standard output")
     if path.exists() and not force:

@@ -48,11 +48,7 @@ class ReactOptions:
         return self.react in ("trace", "both")
 
     def check_react(self) -> None:
-        """Checks the values.
-
-        Raises:
-            UsageError: A value out of its range.
-        """
+        """Checks the values."""
         if self.react not in REACTIONS:
             raise UsageError(f"react must be one of {', '.join(REACTIONS)}")
         if not math.isfinite(self.slow_limit) or not 0.01 <= self.slow_limit <= 100:

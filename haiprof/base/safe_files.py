@@ -46,22 +46,7 @@ def open_folder(
     own: bool = False,
     trusted: bool = False,
 ) -> Iterator[int]:
-    """A folder as a descriptor.
-
-    Args:
-        path: The folder; `below` itself, or a folder in it.
-        below: The boundary.
-        make: Whether folders that are missing are made; not `below`.
-        mode: Of folders that are made, whatever the umask is; None lets in whom the folder above
-            lets in.
-        own: Whether all of them must belong to this user, `below` included, and nobody else may
-            write to those within it.
-        trusted: Whether all within `below` must belong to its owner, as this file system tells it
-            (NFS may map users), and nobody else may write to them.
-
-    Raises:
-        OSError: It does not exist, is a link, or does not belong to this user alone.
-    """
+    """A folder as a descriptor."""
     fd = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         owner = os.geteuid() if own else os.fstat(fd).st_uid
@@ -89,19 +74,7 @@ def make_folder(
     own: bool = False,
     trusted: bool = False,
 ) -> None:
-    """Makes a folder, and those between `below` and it.
-
-    Args:
-        path: The folder.
-        below: The boundary.
-        mode: Of what is made, as `open_folder` has it.
-        new: Whether it must not exist yet.
-        own: As `open_folder` has it.
-        trusted: As `open_folder` has it.
-
-    Raises:
-        OSError: It cannot be made, or something that is not a folder exists there.
-    """
+    """Makes a folder, and those between `below` and it."""
     upper = path.parent if new else path
     with open_folder(upper, below=below, make=True, mode=mode, own=own, trusted=trusted) as folder:
         if new:
@@ -109,20 +82,12 @@ def make_folder(
 
 
 def make_named_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Makes a folder that the user named, links on the way to it included.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Makes a folder that the user named, links on the way to it included."""
     os.makedirs(path, mode, exist_ok=True)
 
 
 def make_private(path: Path, *, below: Path) -> None:
-    """Makes a folder that only its owner may enter, and takes that right from others.
-
-    Raises:
-        OSError: It cannot be made, or belongs to somebody else.
-    """
+    """Makes a folder that only its owner may enter, and takes that right from others."""
     with open_folder(path, below=below, make=True, mode=PRIVATE) as folder:
         _check_owner(os.fstat(folder), path, os.stat(below).st_uid)
         if os.fstat(folder).st_mode & 0o077:
@@ -130,49 +95,25 @@ def make_private(path: Path, *, below: Path) -> None:
 
 
 def list_folder(path: Path, *, below: Path) -> list[str]:
-    """Names in a folder, sorted.
-
-    Raises:
-        OSError: As of `open_folder`.
-    """
+    """Names in a folder, sorted."""
     with open_folder(path, below=below) as folder:
         return sorted(os.listdir(folder))
 
 
 def remove_folder(path: Path, *, below: Path) -> None:
-    """Removes an empty folder.
-
-    Raises:
-        OSError: It is not empty, does not exist, or is a link.
-    """
+    """Removes an empty folder."""
     with open_folder(path.parent, below=below) as folder, _errors_with_path(path):
         os.rmdir(path.name, dir_fd=folder)
 
 
 def create_file(path: Path, *, below: Path, mode: int | None = None, append: bool = False) -> int:
-    """A new file to write into, as a descriptor that the caller closes.
-
-    Args:
-        path: The file.
-        below: The boundary.
-        mode: Of the file, less the umask; None makes it the owner's, readable for those who can
-            read the folder.
-        append: Whether every write goes to the end, also of another process.
-
-    Raises:
-        OSError: Something exists there already, a link included, or it cannot be created.
-    """
+    """A new file to write into, as a descriptor that the caller closes."""
     with open_folder(path.parent, below=below) as folder:
         return _open_file(folder, path, _NEW | os.O_APPEND if append else _NEW, mode)
 
 
 def open_to_append(path: Path, *, below: Path, mode: int | None = None) -> int:
-    """Opens a file to append to, creating it if needed; the caller closes the descriptor.
-
-    Raises:
-        OSError: It is a link or not a regular file; or it has a second name (a hard link), so that
-            it could be another user's.
-    """
+    """Opens a file to append to, creating it if needed; the caller closes the descriptor."""
     with open_folder(path.parent, below=below) as folder:
         try:
             return _open_file(folder, path, _NEW | os.O_APPEND, mode)
@@ -187,16 +128,7 @@ def open_to_append(path: Path, *, below: Path, mode: int | None = None) -> int:
 
 
 def open_to_read(path: Path, *, below: Path, own: bool = False) -> int:
-    """Opens a file to read, never blocking on a pipe; the caller closes the descriptor.
-
-    Args:
-        path: The file.
-        below: The boundary.
-        own: Whether only this user can have written it: as `open_folder` has it, and the file too.
-
-    Raises:
-        OSError: It is not there, not a regular file, or not this user's own.
-    """
+    """Opens a file to read, never blocking on a pipe; the caller closes the descriptor."""
     with open_folder(path.parent, below=below, own=own) as folder:
         fd = _open_file(folder, path, _READ)
     try:
@@ -215,18 +147,7 @@ def open_to_read(path: Path, *, below: Path, own: bool = False) -> int:
 def whole_file(
     path: Path, *, below: Path, mode: int | None = None, replace: bool = True, own: bool = False
 ) -> Iterator[BinaryIO]:
-    """A file to write into that gets its name once all is written, and vanishes otherwise.
-
-    Args:
-        path: The final name. An existing link is replaced, not followed.
-        below: The boundary.
-        mode: As `create_file` has it.
-        replace: Whether an existing file is replaced.
-        own: As `open_folder` has it.
-
-    Raises:
-        OSError: It cannot be written; `FileExistsError` where it exists and may not be replaced.
-    """
+    """A file to write into that gets its name once all is written, and vanishes otherwise."""
     with (
         open_folder(path.parent, below=below, own=own) as folder,
         _draft_file(folder, path, mode) as (file, draft),
@@ -241,11 +162,7 @@ def whole_file(
 def write_file(
     path: Path, data: bytes, *, below: Path, mode: int | None = None, replace: bool = True
 ) -> None:
-    """Puts a whole file in place at once, as `whole_file` does; also safe inside the job.
-
-    Raises:
-        OSError: As there.
-    """
+    """Puts a whole file in place at once, as `whole_file` does; also safe inside the job."""
     with whole_file(path, below=below, mode=mode, replace=replace) as file:
         descriptor = Descriptor(os.dup(file.fileno()))  # the job may close any number at any time
         rest = memoryview(data)
@@ -262,9 +179,6 @@ def named_file(path: Path) -> Iterator[BinaryIO]:
 
     A link is the user's own: its target is replaced, the link stays. An existing file keeps its
     mode. What is not a regular file, such as /dev/stdout or a pipe, is written to directly.
-
-    Raises:
-        OSError: It cannot be written.
     """
     try:
         found = os.stat(path)
@@ -282,11 +196,7 @@ def named_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def rename(source: Path, target: Path, *, below: Path) -> None:
-    """Renames a file or folder; an existing file or link of that name is replaced.
-
-    Raises:
-        OSError: It does not exist, or one of the folders is a link.
-    """
+    """Renames a file or folder; an existing file or link of that name is replaced."""
     with (
         open_folder(source.parent, below=below) as old,
         open_folder(target.parent, below=below) as new,
@@ -296,21 +206,13 @@ def rename(source: Path, target: Path, *, below: Path) -> None:
 
 
 def make_link(path: Path, leads_to: Path, *, below: Path) -> None:
-    """Makes a symbolic link.
-
-    Raises:
-        OSError: Something exists there already, or it cannot be made.
-    """
+    """Makes a symbolic link."""
     with open_folder(path.parent, below=below) as folder, _errors_with_path(path):
         os.symlink(leads_to, path.name, dir_fd=folder)
 
 
 def remove_file(path: Path, *, below: Path) -> None:
-    """Removes a file, or a link itself, if it exists.
-
-    Raises:
-        OSError: It cannot be removed, or one of the folders is a link.
-    """
+    """Removes a file, or a link itself, if it exists."""
     with (
         contextlib.suppress(FileNotFoundError),
         open_folder(path.parent, below=below) as folder,
@@ -320,24 +222,13 @@ def remove_file(path: Path, *, below: Path) -> None:
 
 
 def is_unfinished(name: str, *, of: str | None = None) -> bool:
-    """Whether a name is that of a file that `whole_file` has not finished.
-
-    Args:
-        name: In a folder.
-        of: Only of this file.
-    """
+    """Whether a name is that of a file that `whole_file` has not finished."""
     found = _UNFINISHED.fullmatch(name)
     return found is not None and (of is None or found["name"] == _short(of))
 
 
 def find_problem(path: Path, *, owner: int, writable: bool = False) -> str:
-    """Why the file or folder at a path cannot be trusted as `owner`'s own; empty where it can.
-
-    Args:
-        path: A folder or a file; one that is gone is no problem.
-        owner: A user id, as this file system tells it.
-        writable: Others may write it.
-    """
+    """Why the file or folder at a path cannot be trusted as `owner`'s own; empty where it can."""
     try:
         state = os.lstat(path)
     except FileNotFoundError:
@@ -355,11 +246,6 @@ class MadeFolder:
     """A folder that this process has made; only such a folder is removed with its content.
 
     It is identified by device and inode, not by name: another folder in its place is not removed.
-
-    Args:
-        path: The folder.
-        below: The boundary.
-        number: Its device and inode.
     """
 
     def __init__(self, path: Path, below: Path, number: tuple[int, int]) -> None:
@@ -368,11 +254,7 @@ class MadeFolder:
 
     @classmethod
     def make(cls, path: Path, *, below: Path, mode: int = PRIVATE) -> MadeFolder:
-        """Makes one.
-
-        Raises:
-            OSError: It cannot be made, or something stands there already.
-        """
+        """Makes one."""
         make_folder(path, below=below, mode=mode, new=True)
         with open_folder(path, below=below) as folder:
             found = os.fstat(folder)
@@ -384,11 +266,7 @@ class MadeFolder:
     def temporary(
         cls, prefix: str, folder: Path | None = None, *, mode: int = PRIVATE
     ) -> MadeFolder:
-        """Makes one with an unpredictable name, in the system's temporary folder or another.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Makes one with an unpredictable name, in the system's temporary folder or another."""
         if folder is None:
             import tempfile  # costs some milliseconds, and few need it
 
@@ -396,11 +274,7 @@ class MadeFolder:
         return cls.make(folder / f"{prefix}{os.urandom(8).hex()}", below=folder, mode=mode)
 
     def move(self, target: Path) -> None:
-        """Moves it within the same boundary.
-
-        Raises:
-            OSError: The target exists and is not an empty folder, or cannot be reached.
-        """
+        """Moves it within the same boundary."""
         rename(self.path, target, below=self._below)
         self.path = target
 

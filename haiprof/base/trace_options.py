@@ -65,17 +65,12 @@ class TraceOptions:
     def window(self, *, time_s: float, warmup_s: float) -> dict[str, object] | None:
         """The options that the hook reads, as JSON; None without tracing.
 
-        Args:
-            time_s: Seconds to record, 0 without an end.
-            warmup_s: Seconds to leave out.
-
-        Returns:
-            `steps` ([first, after last] or null), `count` (steps of a window that `steps` and
-            `time_s` leave open), `time_s` (its length in seconds; 0: `steps` or `count` say),
-            `warmup_s` (0: after ten steps), a switch for each of `stacks`, `shapes`, `memory`,
-            `flops`, `modules`, `sync`, `execution_trace`, `keep_slow`; `repeat`, `repeat_every`
-            (null: ten times the length that a window of `time_s` turned out to have),
-            `slow_ratio`, `limit_bytes`.
+        `steps` ([first, after last] or null), `count` (steps of a window that `steps` and
+        `time_s` leave open), `time_s` (its length in seconds; 0: `steps` or `count` say),
+        `warmup_s` (0: after ten steps), a switch for each of `stacks`, `shapes`, `memory`,
+        `flops`, `modules`, `sync`, `execution_trace`, `keep_slow`; `repeat`, `repeat_every`
+        (null: ten times the length that a window of `time_s` turned out to have),
+        `slow_ratio`, `limit_bytes`.
         """
         if not self.traces:
             return None
@@ -114,11 +109,7 @@ class TraceOptions:
         }
 
     def trace_words(self, *, time_s: float) -> str:
-        """Which steps are traced, for people.
-
-        Args:
-            time_s: Seconds to record, 0 without an end.
-        """
+        """Which steps are traced, for people."""
         if self.steps is not None:
             first, after = self.steps
             which = f"step {first}" if after - first == 1 else f"steps {first} to {after - 1}"
@@ -138,17 +129,7 @@ class TraceOptions:
     def check_trace(
         self, *, time_s: float, warmup_s: float, phases: bool, reacts: bool = False
     ) -> None:
-        """Checks the values.
-
-        Args:
-            time_s: Seconds to record, 0 without an end.
-            warmup_s: Seconds to leave out.
-            phases: Whether the recorder that finds the steps runs.
-            reacts: Whether haiprof traces by itself when steps become slower.
-
-        Raises:
-            UsageError: A value or a combination that makes no sense.
-        """
+        """Checks the values."""
         self._check_values()
         if not self.traces:
             self._check_nothing_is_lost(reacts=reacts)
@@ -215,11 +196,7 @@ class TraceOptions:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`A:B` as Python slices: A to B-1; `:B` begins at 0.
-
-    Raises:
-        ValueError: Something else, or no step in it.
-    """
+    """`A:B` as Python slices: A to B-1; `:B` begins at 0."""
     first, colon, after = text.partition(":")
     if not colon or not (first or "0").isdecimal() or not after.isdecimal():
         raise ValueError("expected two step numbers: 100:105 is the five steps 100 to 104")

@@ -21,10 +21,6 @@ def visible(text: str, *, keep: str = "") -> str:
 
     Control characters (escape sequences begin with one), format characters such as U+202E, and
     bytes that are no text (surrogates) are shown as U+FFFD.
-
-    Args:
-        text: Any text.
-        keep: Characters of these kinds that stay, such as line ends.
     """
     if text.isprintable():
         return text

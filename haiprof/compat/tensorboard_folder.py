@@ -45,15 +45,7 @@ class Layout:
         return self.folder / "traces"
 
     def link_windows(self, *, whole_only: bool) -> int:
-        """Links the windows that are not yet linked.
-
-        Args:
-            whole_only: Only windows of which every rank's trace is there: TensorBoard reads a
-                window once.
-
-        Returns:
-            How many windows there are now.
-        """
+        """Links the windows that are not yet linked."""
         try:
             found = files_by_window(self.source)
         except TraceFormatError:
@@ -79,11 +71,7 @@ class Layout:
             raise
 
     def unlink_windows(self) -> None:
-        """Removes the links, and the folders that held nothing else.
-
-        Raises:
-            OSError: They cannot be removed, or a link stands in place of a folder.
-        """
+        """Removes the links, and the folders that held nothing else."""
         for window in _names(self.traces, self.below):
             folder = self.traces / window
             if not _WINDOW.fullmatch(window) or folder.is_symlink():
@@ -109,15 +97,7 @@ def _remove_empty(folder: Path, below: Path) -> None:
 
 
 def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
-    """The traces of one window by the names that torch-tb-profiler takes its workers from.
-
-    Args:
-        members: At least one.
-
-    Returns:
-        `rank03_node1.pt.trace.json.gz`, ranks padded so that they sort; a second trace of a rank
-        has a number behind its host.
-    """
+    """The traces of one window by the names that torch-tb-profiler takes its workers from."""
     digits = len(str(max(member.rank for member in members)))
     found: dict[str, Worker] = {}
     for member in members:
@@ -134,13 +114,7 @@ def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
 
 @contextlib.contextmanager
 def open_layout(run: RunPaths | None, source: Path) -> Iterator[Layout]:
-    """The folder, while TensorBoard runs.
-
-    Args:
-        run: The run; its `tensorboard` folder is used, where only this user can have written to
-            it. None of traces that are not of a run.
-        source: Where the traces are: a file, a folder, or the run.
-    """
+    """The folder, while TensorBoard runs."""
     with contextlib.ExitStack() as stack:
         if run is not None and _is_ours(run):
             layout = Layout(folder=run.tensorboard, below=run.root, source=source)

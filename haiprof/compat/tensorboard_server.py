@@ -65,22 +65,7 @@ def serve_tensorboard(
     port: int,
     ready: Callable[[Serving], None],
 ) -> None:
-    """Runs TensorBoard until SIGINT or SIGTERM.
-
-    Args:
-        run: The run, with its scalars; None of traces alone.
-        source: Where the traces are.
-        host: Address to listen on.
-        port: The first that is tried.
-        ready: Called once the address answers.
-
-    Raises:
-        MissingExtraError: TensorBoard is not installed, or there are only traces to show and
-            nothing that shows them.
-        UsageError: Nothing can be listened on there.
-        TraceFormatError: There is neither a run nor a trace.
-        HaiprofError: The log directory cannot be written.
-    """
+    """Runs TensorBoard until SIGINT or SIGTERM."""
     has_plugin = _check_extras(run)
     if run is None:
         files_by_window(source)  # or there is nothing that could ever be shown

@@ -25,14 +25,7 @@ _lock = _thread.allocate_lock()
 
 
 def activate(config: Mapping[str, Any]) -> None:
-    """Installs the hook in this process; a second call does nothing.
-
-    Args:
-        config: What the launcher wrote for the hook (`time`, `warmup`, ...), and `run_dir`.
-
-    Raises:
-        Exception: Whatever goes wrong; the caller (boot/sitecustomize) notes it, the job goes on.
-    """
+    """Installs the hook in this process; a second call does nothing."""
     global _activated
     if _activated:
         return
@@ -46,12 +39,6 @@ def activate_late(config: Mapping[str, Any]) -> bool:
 
     Nothing is taken before a place between two steps. It may be called on any thread: attributes
     are replaced one by one, each at once, and a call under way goes on in what it began in.
-
-    Args:
-        config: As for `activate`.
-
-    Returns:
-        False where a recording goes on in this process: that one is left alone.
     """
     global _activated
     if _recorder is not None and not _recorder.closed:
@@ -64,12 +51,7 @@ def activate_late(config: Mapping[str, Any]) -> bool:
 def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Mapping[str, Any]:
     """Begins another recording in this process, after an earlier one has ended.
 
-    Args:
-        arguments: `name` of the new run directory, which stands beside the recorder's own.
-        recorder: Of the earlier recording.
-
-    Returns:
-        The reply: `done`, or `refused` with the reason.
+    The reply: `done`, or `refused` with the reason.
     """
     name = arguments.get("name")
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
@@ -79,15 +61,7 @@ def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Map
 
 
 def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
-    """Begins a recording as a run directory's boot config says.
-
-    Args:
-        run: The run directory.
-        owner: Whose it must be, as the file system tells it.
-
-    Raises:
-        Exception: Whatever goes wrong; the caller says so to whoever asked.
-    """
+    """Begins a recording as a run directory's boot config says."""
     for path in (run.root, run.boot, run.boot_config):
         problem = find_problem(path, owner=owner)
         if problem:

@@ -21,11 +21,7 @@ _CALLERS = 2  # frames between the caller and ours: torch's own decorator
 
 
 class Places:
-    """Numbers the places in the job's code that call a collective.
-
-    Args:
-        lines: Take a line per place for events.jsonl.
-    """
+    """Numbers the places in the job's code that call a collective."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self._lines = lines

@@ -52,10 +52,6 @@ class FlightRecorder:
     A status costs some microseconds and is read once a second; the list of the last collectives
     holds the interpreter lock for 15 us per entry (2,000 by default), and so it is read when asked
     for and once at the end. Nothing here issues a collective.
-
-    Args:
-        paths: The rank's folder.
-        clock: Anchors the records' times.
     """
 
     def __init__(self, paths: RankPaths, clock: ClockAnchor) -> None:

@@ -17,11 +17,7 @@ _now = time.perf_counter_ns
 
 
 class CollectorPauses:
-    """Puts a span per pause, and counts what gc.collect() took.
-
-    Args:
-        recorder: Takes the spans.
-    """
+    """Puts a span per pause, and counts what gc.collect() took."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.asked_count = 0

@@ -31,11 +31,7 @@ Handler = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 class Line:
-    """One connection to the agent of this node, which the job may close under our hands.
-
-    Args:
-        connection: Connected; its descriptor belongs to this object from now on.
-    """
+    """One connection to the agent of this node, which the job may close under our hands."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._descriptor = Descriptor(connection.detach())
@@ -44,11 +40,7 @@ class Line:
     def open(
         cls, run: RunPaths, hello: Mapping[str, Any], *, ring: RingMemory | None = None
     ) -> Line:
-        """Connects and says who this is; the agent is given the ring, which is its from then on.
-
-        Raises:
-            OSError: Nobody listens, or it is somebody else.
-        """
+        """Connects and says who this is; the agent is given the ring, which is its from then on."""
         folder, path = control_socket(run, socket.gethostname())
         own = Descriptor(folder)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -76,25 +68,13 @@ class Line:
         return self._descriptor.is_ours()
 
     def send(self, message: bytes, *, give: int | None = None) -> None:
-        """Sends one message, without waiting.
-
-        Args:
-            message: The message.
-            give: A descriptor that the agent is to have, too.
-
-        Raises:
-            OSError: It could not be sent.
-        """
+        """Sends one message, without waiting."""
         rights = [] if give is None else [_inspect_descriptor(give)]
         with self._borrow() as connection:
             connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def receive(self) -> bytes:
-        """The next message; empty once the agent is gone.
-
-        Raises:
-            OSError: The connection is broken.
-        """
+        """The next message; empty once the agent is gone."""
         return os.read(self._descriptor.check(), MESSAGE_LIMIT_BYTES)
 
     def shut_down(self) -> None:
@@ -139,13 +119,7 @@ def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:
 
 
 class Commands:
-    """The rank's end of the control socket.
-
-    Args:
-        run: The run directory.
-        handlers: By kind of request; called on the thread of this object, never on the job's own.
-        note: Takes one line for events.jsonl.
-    """
+    """The rank's end of the control socket."""
 
     def __init__(
         self,
@@ -162,12 +136,7 @@ class Commands:
         self._closed = False
 
     def start(self, hello: Mapping[str, Any], *, ring: RingMemory | None = None) -> None:
-        """Starts the thread.
-
-        Args:
-            hello: Tells the agent who this is (rank, attempt).
-            ring: What the agent is given with it.
-        """
+        """Starts the thread."""
         self._hello = dict(hello)
         self._ring = ring
         start_deaf_thread(self._serve)

@@ -47,12 +47,7 @@ class _Interval:
 
 
 class DeviceTimer:
-    """Marks the current stream at the ends of spans.
-
-    Args:
-        torch: The module, or a fake that has `cuda.Event` and `cuda.is_current_stream_capturing`.
-        records: Takes finished `schema.DEVICE` records; the drain thread writes them.
-    """
+    """Marks the current stream at the ends of spans."""
 
     def __init__(self, torch: Any, records: list[bytes]) -> None:
         self._event = torch.cuda.Event

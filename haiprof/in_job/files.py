@@ -19,16 +19,7 @@ from haiprof.run_format.writer import LineWriter, RecordWriter
 
 
 class RankFiles:
-    """Claims the rank's folder, reports in and opens the files.
-
-    Args:
-        run: The run directory.
-        phases: Which phases are measured: `ok`, or why not.
-        details: Version and device, as the training thread saw them.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Claims the rank's folder, reports in and opens the files."""
 
     def __init__(
         self, run: RunPaths, phases: Mapping[str, str], details: Mapping[str, Any]
@@ -69,11 +60,7 @@ class RankFiles:
             self._device.append(b"".join(device_records))
 
     def open_stacks(self, header: Mapping[str, Any]) -> None:
-        """Begins the file of sampled stacks.
-
-        Raises:
-            OSError: It cannot be created.
-        """
+        """Begins the file of sampled stacks."""
         self._stacks = LineWriter(self._paths.stacks)
         self._stacks.append(header)
 

@@ -45,13 +45,7 @@ class Batch:
 
 
 class GpuMemory:
-    """Counts of this process's own device.
-
-    Args:
-        torch: The module, or a fake that has `Tensor` and of `cuda` what is called here.
-        lines: Takes `gpu_memory` lines for events.jsonl.
-        history: `off`, `auto` or `on`: whether the allocator's history is recorded.
-    """
+    """Counts of this process's own device."""
 
     def __init__(self, torch: Any, lines: list[dict[str, Any]], *, history: str) -> None:
         self._torch, self._lines, self._history = torch, lines, history
@@ -76,13 +70,7 @@ class GpuMemory:
             self._record_history()
 
     def begin_step(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A root module is called for training.
-
-        Args:
-            step: Optimizer steps so far.
-            args: It is called with.
-            kwargs: The same by name.
-        """
+        """A root module is called for training."""
         if self.device is None:  # only here: by now the job has chosen its device
             self.device = int(self._torch.cuda.current_device())
             self.limit_bytes = _limit_bytes(self._torch.cuda, self.device)
@@ -190,13 +178,7 @@ def plain_shapes(shapes: Shapes) -> list[list[int]]:
 def input_shapes(
     args: Sequence[Any], kwargs: Mapping[str, Any], tensor: type
 ) -> tuple[Shapes, int]:
-    """Shapes of the tensors among a call's arguments, and how many numbers are in them.
-
-    Args:
-        args: The arguments; lists, tuples and dictionaries are looked into once.
-        kwargs: The same by name.
-        tensor: torch.Tensor.
-    """
+    """Shapes of the tensors among a call's arguments, and how many numbers are in them."""
     shapes: list[tuple[int, ...]] = []
     count = 0
     for value in (*args, *kwargs.values()) if kwargs else args:

@@ -61,11 +61,7 @@ def local_rank() -> int | None:
 
 
 def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
-    """Creates this process's folder; a rank seen before gives another attempt.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full, or it is not this user's.
-    """
+    """Creates this process's folder; a rank seen before gives another attempt."""
     for attempt in range(_MAX_ATTEMPTS):
         paths = run.rank(rank, attempt)
         try:
@@ -79,11 +75,7 @@ def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:
 def report_in(
     paths: RankPaths, *, rank: int, attempt: int, clock: ClockAnchor, details: Mapping[str, Any]
 ) -> None:
-    """Writes rank.json.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Writes rank.json."""
     _, world = rank_and_world()
     write_json(
         paths.report,

@@ -14,9 +14,6 @@ class ImportWatch:
 
     It stays on sys.meta_path for good, and answers None when there is nothing left to wait for:
     taking it out would make an import under way in another thread skip a finder.
-
-    Args:
-        failed: Told when a step raises; the job's import goes on.
     """
 
     def __init__(self, failed: Callable[[str, Exception], None]) -> None:

@@ -20,9 +20,6 @@ class InputSizes:
     Steps that take longer because a curriculum gives them more are no drift, and only this tells.
     The drain thread says when a look is due; the look is the training thread's, where it calls the
     module, and no value is read.
-
-    Args:
-        lines: Takes them for events.jsonl.
     """
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
@@ -44,14 +41,7 @@ class InputSizes:
         return self.is_due
 
     def look(self, step: int, tag: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A root module is called for training; after an error there are no more looks.
-
-        Args:
-            step: Optimizer steps so far.
-            tag: The module's number.
-            args: It is called with.
-            kwargs: The same by name.
-        """
+        """A root module is called for training; after an error there are no more looks."""
         self.is_due = False
         self._looked_ns, self._look_count = _now(), self._look_count + 1
         try:

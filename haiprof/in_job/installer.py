@@ -352,13 +352,7 @@ class Installer:
     def _stay(
         self, module: Any, name: str, wrap: Callable[[Callable[..., Any]], Any] | None = None
     ) -> Any:
-        """Replaces a module's function for good, or takes the place of an earlier installation.
-
-        Args:
-            module: Which holds it.
-            name: The function's.
-            wrap: Makes the wrapper; None makes one that times saves.
-        """
+        """Replaces a module's function for good, or takes the place of an earlier installation."""
         key = (module.__name__, name)
         staying = _STAYING.get(key)
         if staying is None:
@@ -570,15 +564,7 @@ def _tell_dynamo(before: Any, now: Any) -> None:
 
 
 def install(recorder: Recorder, *, late: bool = False) -> patches.State:
-    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured.
-
-    Args:
-        recorder: Takes the spans.
-        late: The job trains already: nothing is taken before a place between two steps.
-
-    Returns:
-        What the wrappers share.
-    """
+    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured."""
     installer = Installer(recorder)
     if late:
         installer.state.wait_for_boundary()

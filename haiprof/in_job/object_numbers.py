@@ -13,13 +13,7 @@ MANY = TAG_MASK  # the tag of all that came after the numbers ran out
 
 
 class Registry:
-    """Numbers objects from 1, and keeps for each what a wrapper needs at once.
-
-    Args:
-        describe: Gives the line for events.jsonl of an object, or None where it is of no interest.
-        encode: Gives what `entries` keeps for a number.
-        lines: Where the lines go; the drain thread writes them.
-    """
+    """Numbers objects from 1, and keeps for each what a wrapper needs at once."""
 
     def __init__(
         self,

@@ -16,11 +16,7 @@ _SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
 def model_settings(module: Any) -> dict[str, Any]:
-    """One entry of `models`; see `run_format.setting_lines.MODEL_FIELDS`.
-
-    Raises:
-        RuntimeError: The job adds modules at this moment.
-    """
+    """One entry of `models`; see `run_format.setting_lines.MODEL_FIELDS`."""
     modules, parameters = _modules_and_parameters(module)
     known = _Tensors(parameters)
     is_whole = max(len(parameters), len(modules)) < PART_LIMIT

@@ -49,19 +49,7 @@ _current: OutOfMemory | None = None
 
 
 class OutOfMemory:
-    """Describes each allocation that fails, in one file per process.
-
-    Args:
-        torch: The module, or a fake.
-        run: The run directory.
-        memory: Counts of the steps before.
-        describe: What else is known of the process: its attempt, its step.
-        phase: What the training thread does now: `forward`, `backward`, or None.
-        training_thread: Its number.
-        modules: Root modules that live.
-        optimizers: Optimizers that live.
-        is_foreign: Whether an exception is one of the job's signal handlers.
-    """
+    """Describes each allocation that fails, in one file per process."""
 
     def __init__(
         self,
@@ -91,14 +79,7 @@ class OutOfMemory:
             _observed = True
 
     def note(self, device: int, requested: int, limit: int, free: int) -> None:
-        """One allocation failed.
-
-        Args:
-            device: Its number.
-            requested: Bytes that the device was asked for: the tensor's, rounded to a segment.
-            limit: Bytes that the process may take.
-            free: Bytes that the device had left.
-        """
+        """One allocation failed."""
         self._count += 1
         now = time.perf_counter_ns()
         if self._count > _MANY and now - self._last_ns < _MANY_APART_NS:

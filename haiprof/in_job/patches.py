@@ -145,11 +145,7 @@ class State(Gate):
         }
 
     def lean(self, begin: Callable[[int, Any], Callable[[], None] | None] | None) -> None:
-        """A watch that does little at a span's start is called at once, where nothing else is due.
-
-        Args:
-            begin: In place of the watch's own; null for the usual way.
-        """
+        """A watch that does little at a span's start is called at once if nothing else is due."""
         alone = begin is not None and self.device is None and self.stepped
         self.begin = begin if alone and begin is not None else self._begin
 

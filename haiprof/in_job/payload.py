@@ -14,12 +14,7 @@ from typing import Any
 
 
 def attach(run_dir: Path, owner: int) -> None:
-    """Activates the hook and writes `boot/injected-<pid>.json`; never raises.
-
-    Args:
-        run_dir: The run directory.
-        owner: Whose it must be, as the file system tells it.
-    """
+    """Activates the hook and writes `boot/injected-<pid>.json`; never raises."""
     before = set(sys.modules)
     try:
         reason = _why_not()

@@ -225,10 +225,6 @@ class Recorder:
         """Something of ours broke: everything is switched off, and the run directory says why.
 
         Files are left to the thread, which may be writing to them.
-
-        Raises:
-            BaseException: The error itself, if it is not ours: a signal handler of the job raised
-                while our lines ran, and the job waits for that.
         """
         if is_foreign(error):
             raise error

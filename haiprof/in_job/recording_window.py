@@ -62,16 +62,7 @@ class RecordingWindow:
     def cut(
         self, batch: array[int], now_ns: int, *, untrained: bool = False
     ) -> tuple[array[int], bool]:
-        """The part of a batch of spans that is inside, and whether the window is over.
-
-        Args:
-            batch: Words in pairs, spans in the order of their ends.
-            now_ns: Monotonic time in ns.
-            untrained: Whether steps are what repeats, and no optimizer is to be waited for.
-
-        Returns:
-            The words to write, and True once the window has closed.
-        """
+        """The part of a batch of spans that is inside, and whether the window is over."""
         if self.trained_ns is None:
             self.trained_ns = _first_training_ns(batch)
             if self.trained_ns is None and untrained and batch:

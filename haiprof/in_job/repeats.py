@@ -82,11 +82,7 @@ class Repeats:
         self._fetched_since = True
 
     def call(self, tag: int) -> None:
-        """A root module's call is over.
-
-        Args:
-            tag: The module's number.
-        """
+        """A root module's call is over."""
         self._called_since = True
         self._segments += self._fresh
         self._fresh = False
@@ -94,11 +90,7 @@ class Repeats:
             self._tell_repeated(CALLS)
 
     def collective(self, tag: int) -> None:
-        """A call of torch.distributed is over.
-
-        Args:
-            tag: The number of its place in the code.
-        """
+        """A call of torch.distributed is over."""
         if self._collectives.close(tag, holds_work=False):
             self._tell_repeated(COLLECTIVES)
 

@@ -19,12 +19,7 @@ def handlers(
     flight_recorder: Callable[[], FlightRecorder | None],
     progress: Callable[[], Mapping[str, Any]],
 ) -> dict[str, Handler]:
-    """The handlers that need nothing of the training thread, by kind of request.
-
-    Args:
-        flight_recorder: The rank's, or null after it failed or its recording ended.
-        progress: What is known of the steps: `step`, `step_ns`, `recording`.
-    """
+    """The handlers that need nothing of the training thread, by kind of request."""
 
     def status(_: str, __: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
@@ -52,9 +47,8 @@ def handlers(
 def thread_stacks() -> list[dict[str, Any]]:
     """What every Python thread of this process is doing.
 
-    Returns:
-        One entry per thread, the main thread first: `name`, `main`, and `frames` from the outermost
-        to the innermost as [file, line, function]. A thread inside C shows the line that called it.
+    One entry per thread, the main thread first: `name`, `main`, and `frames` from the outermost
+    to the innermost as [file, line, function]. A thread inside C shows the line that called it.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()

@@ -26,14 +26,7 @@ _now = time.perf_counter_ns
 
 
 class Settings:
-    """The line `settings`, and the counts of what is switched on and off.
-
-    Args:
-        models: The modules that were called outermost, as far as they live.
-        optimizers: The optimizers that have stepped, as far as they live.
-        own_profiler: Whether a profiler that is on may be haiprof's own.
-        collected: Calls of gc.collect() so far, and ns in them.
-    """
+    """The line `settings`, and the counts of what is switched on and off."""
 
     def __init__(
         self,
@@ -56,12 +49,7 @@ class Settings:
         self._is_noted = False
 
     def take_lines(self, step: int, *, last: bool) -> list[dict[str, Any]]:
-        """Looks at what is on, and gives what is to be written now; nothing more after an error.
-
-        Args:
-            step: Optimizer steps so far.
-            last: The recording ends: whatever is known is written.
-        """
+        """Looks at what is on, and gives what is to be written now; nothing more after an error."""
         if self._is_over:
             return []
         try:

@@ -86,16 +86,7 @@ def time_call(
     gate: Any,
     spans: Spans,
 ) -> Callable[..., Any]:
-    """What takes spans of a function: `wrapper`, or where it is compiled what calls it when needed.
-
-    Args:
-        kind: `FORWARD` of modules, `BACKWARD` of the autograd engine, `DATA` of loaders.
-        original: The job's function.
-        others: For modules `Registry.entries` and `torch.is_grad_enabled`.
-        wrapper: The one in Python, which calls the original.
-        gate: What both look at.
-        spans: Takes the spans.
-    """
+    """What takes spans of a function: `wrapper`, or its compiled form that calls it when needed."""
     if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
         return wrapper
     timed = _compiled.TimedCall(kind, original, wrapper, gate, spans, *others)
@@ -223,9 +214,6 @@ class RingMemory:
     Its pages are there from the start and the file is sealed, so that no write of ours can raise
     SIGBUS in the job, as it could where a disk is full. It is never unmapped: a thread may be
     writing to it.
-
-    Raises:
-        OSError: There is no memory for it, or the kernel has no sealed files.
     """
 
     def __init__(self, *, warm: bool) -> None:

@@ -13,12 +13,6 @@ def watch_terminate(folder: Path) -> bool:
     """Puts a handler before the one of std::terminate, which is called after it.
 
     Called once torch is loaded: the helper then uses the same C++ runtime as torch does.
-
-    Args:
-        folder: Of the run, for such texts; made when there is one.
-
-    Returns:
-        Whether it is in place: not where it was not compiled.
     """
     library = load_own_library("_terminate")
     if library is None:

@@ -49,11 +49,7 @@ def hold_size_signal() -> Iterator[None]:
 
 
 def call_within(limit_s: float, body: Callable[..., None], *arguments: Any) -> bool:
-    """Calls something that may hang on a disk, in a thread of its own.
-
-    Returns:
-        Whether it was over within the time; where it was not, it goes on alone.
-    """
+    """Calls something that may hang on a disk, in a thread of its own."""
     over = _thread.allocate_lock()
     over.acquire()
 

@@ -25,9 +25,8 @@ class TorchCounters:
         Source: `torch._dynamo.utils.compilation_time_metrics`, seconds by name, and
         `get_compilation_metrics`, which also knows backward graphs and when each began.
 
-        Returns:
-            `count` and `spent_ns` of all compilations of frames so far, and `spans`: (Unix time in
-            us, length in us) of each compilation since the last line, of backward graphs too.
+        `count` and `spent_ns` of all compilations of frames so far, and `spans`: (Unix time in
+        us, length in us) of each compilation since the last line, of backward graphs too.
         """
         utils = sys.modules.get("torch._dynamo.utils")
         metrics = getattr(utils, "compilation_time_metrics", None)

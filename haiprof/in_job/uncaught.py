@@ -36,12 +36,7 @@ _THREAD_LIMIT = 4
 
 
 class Uncaught:
-    """What no handler of this process caught.
-
-    Args:
-        run: The run directory.
-        describe: What else is known of the process: its attempt, its step.
-    """
+    """What no handler of this process caught."""
 
     def __init__(self, run: RunPaths, describe: Callable[[], Mapping[str, Any]]) -> None:
         self._run, self._describe = run, describe

@@ -48,9 +48,6 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
 
     Options stand before the script or, as in the published tool, after it; from `--` on everything
     is the script's, untouched.
-
-    Raises:
-        UsageError: No command, an unknown option before the script, or a value that does not fit.
     """
     taker = _OptionParser(list(words))
     taker.leading()
@@ -158,11 +155,7 @@ class _OptionParser:
 
 
 def _check_published_order(program: Sequence[str], words: list[str]) -> None:
-    """Refuses hai-platform's order: there, what follows `--` is the platform's, not the script's.
-
-    Raises:
-        UsageError: haiprof's own options stand there; `haiprof -- train.py ...` passes them on.
-    """
+    """Refuses hai-platform's order: what follows `--` is the platform's there, not the script's."""
     settings = [
         value
         for word, value in zip(words, [*words[1:], ""], strict=True)

@@ -18,22 +18,14 @@ _PACKET_LIMIT_BYTES = 1 << 20
 
 
 class Line:
-    """One end of it.
-
-    Args:
-        fd: A connected socket's; it becomes this object's.
-    """
+    """One end of it."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=above_streams(fd))
 
     @classmethod
     def pair(cls) -> tuple[Line, Line]:
-        """Both ends.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
+        """Both ends."""
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ends[0].detach()), cls(ends[1].detach())
 
@@ -53,11 +45,7 @@ class Line:
         return True
 
     def receive(self, wait_s: float | None) -> dict[str, Any] | None:
-        """The next packet; None where none comes within the time. Without one it waits.
-
-        Raises:
-            EOFError: The other end is gone.
-        """
+        """The next packet; None where none comes within the time. Without one it waits."""
         if not is_readable(self.fd, wait_s):
             return None
         try:
@@ -75,12 +63,7 @@ class Line:
 
 
 class Pulse:
-    """A heartbeat to the launcher once a second, which stops while the run directory's disk hangs.
-
-    Args:
-        line: To the launcher.
-        folder: The run directory.
-    """
+    """A heartbeat to the launcher once a second, silent while the run directory's disk hangs."""
 
     def __init__(self, line: Line, folder: Path) -> None:
         self._line, self._folder = line, folder

@@ -46,15 +46,7 @@ _Result = TypeVar("_Result")
 
 
 class Job:
-    """A job under measurement.
-
-    Args:
-        run: Its run directory.
-        manifest: As written before the start.
-        options: What to record.
-        created: Whether this launcher created the run, and so writes its manifest.
-        subcommand: Starts other haiprof commands: the verdict, live scalars.
-    """
+    """A job under measurement."""
 
     def __init__(
         self,
@@ -101,14 +93,7 @@ class Job:
         self.close_manifest(ended)
 
     def record(self, launcher: Line, pulse: Pulse, pid: int, environ: Mapping[str, str]) -> None:
-        """Records the started job until it ends, and prints the verdict.
-
-        Args:
-            launcher: Reports how the job ended.
-            pulse: Started once the job is over.
-            pid: The job.
-            environ: The launcher's environment.
-        """
+        """Records the started job until it ends, and prints the verdict."""
         self.pid = pid
         self.manifest = replace(self.manifest, job_pid=pid)
         if self._kineto is not None:

@@ -14,9 +14,8 @@ _KILLED = 1 << 8  # SIGKILL in a mask of signals
 def status_of_ended(pid: int) -> int | None:
     """The wait status of a process of which no thread will run a line of its own any more.
 
-    Returns:
-        What waitpid(2) will say of it once it may; None while it runs, dumps its core, or is gone,
-        and where it is another user's, whose status the kernel shows as 0.
+    None while it runs, dumps its core, or is gone, and where it is another user's, whose status the
+    kernel shows as 0.
     """
     folder = f"/proc/{pid}"
     try:

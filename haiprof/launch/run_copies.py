@@ -28,15 +28,7 @@ Start = Callable[[Sequence[str], bool], "subprocess.Popen[bytes]"]
 
 
 class RunCopies:
-    """Copies of one run at its address, each made by a process of its own.
-
-    Args:
-        run: The run directory.
-        address: Of the log directory.
-        start: Starts the command that puts the run there.
-        words: What is put, as that command's options; empty is the whole run.
-        clock: Seconds.
-    """
+    """Copies of one run at its address, each made by a process of its own."""
 
     def __init__(
         self,
@@ -65,12 +57,7 @@ class RunCopies:
             self._process = self._begin([*words, *self._words], background=True)
 
     def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
-        """Puts what is new, and waits for it.
-
-        Args:
-            asked_to_end: Whether the user wants no more waiting; takes a moment.
-            quiet: Only failures are said.
-        """
+        """Puts what is new, and waits for it."""
         deadline_s = self._clock() + PUT_LIMIT_S
         words = ["--quiet", *self._words] if quiet else self._words
         running = self._process

@@ -32,22 +32,7 @@ def create_run(
     environ: Mapping[str, str],
     launcher_pid: int | None = None,
 ) -> tuple[RunPaths, Manifest, bool]:
-    """Makes the run directory with its manifest and the hook's configuration.
-
-    Args:
-        options: What to record, and where.
-        command: The job's command.
-        name: The job's name, where the options give none.
-        environ: The launcher's environment.
-        launcher_pid: The launcher, where that is not this process.
-
-    Returns:
-        The paths, the manifest, and whether this launcher created the run (not joined it).
-
-    Raises:
-        UsageError: The directory cannot be written, or one of that name exists and is not this
-            user's alone; the message says which and why.
-    """
+    """Makes the run directory with its manifest and the hook's configuration."""
     name = safe_name(options.name or name)
     shared = safe_name(options.run_id) if options.run_id else shared_identity(environ)
     identity = shared or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"
@@ -123,9 +108,6 @@ def _check_own(run: RunPaths, owner: int) -> None:
 
     Its name may have been known beforehand (Slurm's and `--run-id`), and the hook, the agents and
     the reading commands trust what is in it.
-
-    Raises:
-        UsageError: It is not; the message says why.
     """
     problem = find_problem(run.root, owner=owner)
     if not problem and not run.manifest.is_file():

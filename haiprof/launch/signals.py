@@ -44,14 +44,7 @@ class Signal(NamedTuple):
 
 
 class SignalReader:
-    """Takes blocked signals of the process that reads; a forked child reads its own.
-
-    Args:
-        numbers: Which ones; they must be blocked.
-
-    Raises:
-        OSError: No descriptor is left.
-    """
+    """Takes blocked signals of the process that reads; a forked child reads its own."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         mask = (ctypes.c_ulong * (_SIGSET_BITS // _WORD_BITS))()

@@ -73,11 +73,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Starts the job in the launcher's own process group and session, and passes signals on.
-
-    Raises:
-        OSError: There is no process or descriptor left.
-    """
+    """Starts the job in the launcher's own process group and session, and passes signals on."""
 
     def __init__(self) -> None:
         waited = PASSED_ON | {signal.SIGCHLD}
@@ -100,11 +96,7 @@ class Supervisor:
     # -- before the job -----------------------------------------------------------------------
 
     def fork_companion(self, body: Callable[[Line], None]) -> None:
-        """Starts the companion process, which runs `body`.
-
-        Raises:
-            OSError: There is no process or descriptor left.
-        """
+        """Starts the companion process, which runs `body`."""
         here, there = Line.pair()
         pid = os.fork()
         if pid == 0:
@@ -115,15 +107,7 @@ class Supervisor:
         self._companion, self._line = pid, here
 
     def hear(self, limit_s: float) -> dict[str, Any]:
-        """The companion's next message.
-
-        Args:
-            limit_s: How long it may be silent.
-
-        Raises:
-            TimeoutError: It was silent for longer.
-            EOFError: It has ended.
-        """
+        """The companion's next message."""
         said = self._listen(limit_s, self._ending, self._end_before_the_job)
         if said is None:
             raise TimeoutError(f"no answer within {limit_s:g} s")
@@ -148,11 +132,7 @@ class Supervisor:
         self._line = None
 
     def start(self, command: list[str], environ: Mapping[str, str]) -> None:
-        """Starts the job with the signal mask and the descriptors that the launcher was given.
-
-        Raises:
-            OSError: The program does not exist or cannot be executed.
-        """
+        """Starts the job with the signal mask and the descriptors that the launcher was given."""
 
         def start(words: list[str]) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
@@ -287,9 +267,6 @@ class Supervisor:
         """The companion's next message; None if it gave no sign of life for so long.
 
         Time is counted in short pieces: that in which the launcher was stopped is no silence.
-
-        Raises:
-            EOFError: It has ended.
         """
         assert self._line is not None
         silent_s = 0.0

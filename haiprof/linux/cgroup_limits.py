@@ -11,13 +11,7 @@ from haiprof.linux.readings import Unavailable
 
 
 class OwnLimit:
-    """One limit that is set on one cgroup.
-
-    Args:
-        cgroup: The cgroup.
-        files: The files that hold the limit.
-        parse: From their contents to the limit; None where there is none.
-    """
+    """One limit that is set on one cgroup."""
 
     def __init__(
         self, cgroup: Cgroup, files: Sequence[str], parse: Callable[[Sequence[bytes]], float | None]
@@ -30,9 +24,6 @@ class OwnLimit:
 
         The top of a tree has no such files, nor has a cgroup that the controller is not enabled
         for.
-
-        Raises:
-            OSError: It is there and cannot be read.
         """
         try:
             return self._parse([file.read() for file in self._files])
@@ -60,25 +51,14 @@ def memory_limit(cgroup: Cgroup) -> OwnLimit:
 
 
 class TightestLimit:
-    """The least limit of a cgroup and its visible ancestors.
-
-    Args:
-        cgroup: The cgroup.
-        limit: Which of its limits.
-        name: Its name in reasons, such as `CPU quota`.
-    """
+    """The least limit of a cgroup and its visible ancestors."""
 
     def __init__(self, cgroup: Cgroup, limit: Callable[[Cgroup], OwnLimit], name: str) -> None:
         self._limits = [limit(each) for each in (cgroup, *cgroup.above())]
         self._reason = f"no {name} is set in {cgroup.folder}, nor visible above it"
 
     def read(self) -> Sequence[float]:
-        """The limit.
-
-        Raises:
-            Unavailable: There is none.
-            OSError: One of them cannot be read.
-        """
+        """The limit."""
         found = [value for limit in self._limits if (value := limit.read()) is not None]
         if not found:
             raise Unavailable(self._reason)

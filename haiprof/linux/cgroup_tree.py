@@ -47,11 +47,6 @@ class _Mount:
 class CgroupTree:
     """The cgroups of one process.
 
-    Args:
-        memberships: The content of /proc/PID/cgroup.
-        mountinfo: The content of /proc/PID/mountinfo.
-        root: Where the mount points are.
-
     Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
     """
 
@@ -61,14 +56,7 @@ class CgroupTree:
         self._root = root
 
     def cgroup(self, controller: str) -> Cgroup:
-        """The cgroup of a controller: in its own tree (version 1), or in that of version 2.
-
-        Args:
-            controller: Such as `cpu`; `V2` asks for the tree of version 2 itself.
-
-        Raises:
-            Unavailable: It is in no tree, or in none that this process can see.
-        """
+        """The cgroup of a controller: in its own tree (version 1), or in that of version 2."""
         version = 1 if controller in self._paths and controller != V2 else 2
         path = self._paths.get(controller if version == 1 else V2)
         name = f"cgroup controller {controller}" if controller else "cgroup version 2"

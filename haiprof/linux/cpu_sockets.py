@@ -65,11 +65,7 @@ def no_core_pmu(root: Path, cpu: Cpu) -> str:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """CPUs of a list as the kernel prints it: `0-3,8`.
-
-    Raises:
-        ValueError: It is not such a list, or has more CPUs than a kernel supports.
-    """
+    """CPUs of a list as the kernel prints it: `0-3,8`."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

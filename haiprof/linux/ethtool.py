@@ -29,9 +29,6 @@ class Ethtool:
     """Reads the statistics of network drivers; needs no privilege.
 
     Source: Linux include/uapi/linux/ethtool.h, net/ethtool/ioctl.c.
-
-    Args:
-        ioctl: As fcntl.ioctl.
     """
 
     def __init__(self, ioctl: Ioctl = fcntl.ioctl) -> None:
@@ -41,11 +38,7 @@ class Ethtool:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
 
     def names(self, interface: str) -> list[str]:
-        """The names of an interface's statistics; none where its driver has none.
-
-        Raises:
-            OSError: There is no such interface, or reading it is not allowed.
-        """
+        """The names of an interface's statistics; none where its driver has none."""
         _SET_INFO.pack_into(self._buffer, 0, GSSET_INFO, 0, 1 << STATISTICS_SET, 0)
         self._ask(interface)
         _, _, mask, count = _SET_INFO.unpack_from(self._buffer)
@@ -60,16 +53,7 @@ class Ethtool:
         return [name.partition(b"\0")[0].decode(errors="replace") for name in cut]
 
     def values(self, interface: str, count: int) -> tuple[int, ...]:
-        """The present values, of 64 bits each; none if their number has changed a lot.
-
-        Args:
-            interface: Its name.
-            count: How many names it had; a driver with another number by now returns none, or
-                that number of values.
-
-        Raises:
-            OSError: The interface is gone, or reading it is not allowed.
-        """
+        """The present values, of 64 bits each; none if their number has changed a lot."""
         _HEAD.pack_into(self._buffer, 0, GSTATS, count)
         self._ask(interface)
         found = min(_HEAD.unpack_from(self._buffer)[1], _BUFFER_BYTES // 8 - 1)

@@ -173,9 +173,6 @@ def lustre_values(content: bytes) -> Sequence[int | None]:
 
     A line is `name count samples [unit] min max sum`; the client leaves out what has not happened
     yet, which is 0.
-
-    Raises:
-        ValueError: The content is something else.
     """
     lines = {words[0]: words for words in (line.split() for line in content.split(b"\n")) if words}
     if b"snapshot_time" not in lines:
@@ -196,13 +193,6 @@ def lustre_stats(root: Path, mount: Mount) -> Path:
     """The stats file of a Lustre mount.
 
     Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.
-
-    Args:
-        root: Where /proc and /sys are.
-        mount: A mount of type lustre; its source is `10.0.0.1@tcp:/name` or a folder in it.
-
-    Raises:
-        Unavailable: It cannot be reached, or it cannot be told which it is.
     """
     wanted = mount.source.rpartition(":/")[2].split("/")[0]
     denied = None

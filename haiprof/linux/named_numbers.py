@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 
 class NamedNumbers:
-    """Finds lines by their beginning; remembers the position of each, as their order is stable.
-
-    Args:
-        heads: The beginning of each wanted line, with what separates it from the number: `Dirty:`
-            or `oom_kill` and a blank.
-    """
+    """Finds lines by their beginning; remembers the position of each, as their order is stable."""
 
     def __init__(self, heads: Sequence[str]) -> None:
         self._heads = [head.encode() for head in heads]
@@ -19,12 +14,7 @@ class NamedNumbers:
         self._line_count = -1
 
     def __call__(self, content: bytes) -> list[int | None]:
-        """One number per head, None where there is no such line.
-
-        Raises:
-            ValueError: A line has no number.
-            IndexError: A line has no value.
-        """
+        """One number per head, None where there is no such line."""
         lines = content.split(b"\n")
         if not self._fits(lines):
             self._line_count = len(lines)

@@ -59,11 +59,7 @@ def oom_kill_count(cgroup: Cgroup) -> int | None:
 
 
 class KernelLog:
-    """What the kernel writes into its log from now on; nothing where this user may not read it.
-
-    Args:
-        path: The log.
-    """
+    """What the kernel writes into its log from now on; nothing where this user may not read it."""
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
         self._fd = -1

@@ -29,12 +29,7 @@ MovePages = Callable[[int, Sequence[int]], Sequence[int]]
 
 
 def move_pages(pid: int, addresses: Sequence[int]) -> Sequence[int]:
-    """Asks on which node pages are; moves nothing.
-
-    Raises:
-        OSError: As move_pages(2).
-        Unavailable: No number of that call is known for this machine.
-    """
+    """Asks on which node pages are; moves nothing."""
     number = _SYSCALLS.get(platform.machine())
     if number is None:
         reason = f"move_pages(2): not known on {platform.machine()}"
@@ -58,11 +53,6 @@ class PageSample:
     Pinned memory is a mapping of the driver's, memory shared between processes is a file's, and
     both are left out. `/proc/PID/numa_maps` would count every page, and holds the process's memory
     lock for milliseconds per GiB.
-
-    Args:
-        pid: The process.
-        root: Where /proc is.
-        ask: As `move_pages`.
     """
 
     def __init__(self, pid: int, *, root: Path = Path("/"), ask: MovePages = move_pages) -> None:
@@ -73,12 +63,7 @@ class PageSample:
         self._read_count = 0
 
     def pages_by_node(self) -> Mapping[int, int]:
-        """How many of the sampled pages that are in memory lie on each node.
-
-        Raises:
-            Unavailable: The process's memory may not be looked at, or the call is not there.
-            ProcessLookupError: It has ended.
-        """
+        """How many of the sampled pages that are in memory lie on each node."""
         if self._read_count < 2 or self._read_count % _DRAW_EVERY == 0:
             self._addresses = draw_pages(self._regions(), random.Random(self._read_count))
         self._read_count += 1
@@ -119,13 +104,7 @@ class PageSample:
 
 
 def draw_pages(maps: bytes, random_: random.Random, count: int = SAMPLE_PAGES) -> list[int]:
-    """Page addresses from private writable memory, one from each of `count` equal parts of it.
-
-    Args:
-        maps: Content of /proc/PID/maps.
-        random_: Draws the place in each part.
-        count: How many at most; every page where there are fewer.
-    """
+    """Page addresses from private writable memory, one from each of `count` equal parts of it."""
     regions = [(int(low, 16), int(high, 16)) for low, high in _ANONYMOUS.findall(maps)]
     ends = list(accumulate((high - low) // PAGE_BYTES for low, high in regions))
     total = ends[-1] if ends else 0

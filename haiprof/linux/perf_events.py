@@ -127,12 +127,6 @@ class ScaledCounter:
     With more events than hardware counters the kernel multiplexes them, so each interval is scaled
     by its own time enabled / time running. Scaling the totals instead, as perf does at the end of a
     run, would give counts that decrease when the ratio changes.
-
-    Args:
-        kernel: The system calls.
-        fd: The open event.
-        name: The event, for people.
-        share: Where the share of the time is noted.
     """
 
     def __init__(self, kernel: Kernel, fd: int, name: str, share: Share) -> None:
@@ -144,12 +138,7 @@ class ScaledCounter:
         self._last = (0, 0, 0)
 
     def read(self) -> int:
-        """Everything counted since it was opened.
-
-        Raises:
-            Unavailable: It was not on the hardware since the last read.
-            OSError: The read failed.
-        """
+        """Everything counted since it was opened."""
         content = self._kernel.read(self._fd)
         if len(content) != RECORD.size:
             raise Unavailable(f"{self._name}: the kernel took the counter away")
@@ -189,18 +178,7 @@ class ScaledSum:
 def open_counter(
     kernel: Kernel, event: Event, share: Share, *, pid: int, cpu: int
 ) -> ScaledCounter:
-    """Opens an event.
-
-    Args:
-        kernel: The system calls.
-        event: What to count.
-        share: Where the counter notes its share of the time.
-        pid: Thread to count, 0 for this one, -1 for all of a CPU.
-        cpu: CPU to count on, -1 for wherever the thread runs.
-
-    Raises:
-        OSError: As perf_event_open(2); `refusal` says what it means.
-    """
+    """Opens an event."""
     return ScaledCounter(kernel, kernel.open(event.attr(), pid, cpu), event.name, share)
 
 
@@ -213,15 +191,7 @@ def close_all(counters: Iterable[ScaledCounter | ScaledSum]) -> None:
 def refusal(
     error: OSError, event: Event, root: Path, *, allowing: int, virtual: str
 ) -> Unavailable:
-    """What a refused perf_event_open means.
-
-    Args:
-        error: As raised.
-        event: What was asked for.
-        root: Where /proc is.
-        allowing: The highest kernel.perf_event_paranoid at which it would be allowed.
-        virtual: Why the event may not exist here, such as that this is a virtual machine.
-    """
+    """What a refused perf_event_open means."""
     status, because, remedy = _meaning(error.errno or 0, root, allowing, virtual)
     reason = f"perf_event_open of {event.name}: {error.strerror or error} ({because})"
     return Unavailable(reason, status=status, remedy=remedy, lasting=True)

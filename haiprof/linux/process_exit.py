@@ -35,11 +35,7 @@ class ProcessExit:
 
 
 class WatchedProcess:
-    """One process, told from others that get its number later.
-
-    Raises:
-        OSError: It is gone, or the kernel has no pidfd_open (before Linux 5.3).
-    """
+    """One process, told from others that get its number later."""
 
     def __init__(self, pid: int, *, root: Path = Path("/")) -> None:
         self.pid = pid

@@ -52,12 +52,7 @@ class FamilyTotals:
 
 
 class Family:
-    """Follows one process and its descendants.
-
-    Args:
-        pid: The process.
-        start_ticks: Its start time (stat field 22): a reused pid is another process.
-    """
+    """Follows one process and its descendants."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
@@ -76,13 +71,7 @@ class Family:
     ) -> FamilyTotals | None:
         """Reads every member.
 
-        Args:
-            children: From `ProcessTree`, not older than the last update.
-            read: Reads one process; None when it is gone.
-            others: Processes that have a family of their own.
-
-        Returns:
-            The totals, or None when the process has ended.
+        The totals, or None when the process has ended.
         """
         main = read(self.pid)
         if main is None or main.start_ticks != self.start_ticks or not main.running:

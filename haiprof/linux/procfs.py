@@ -24,22 +24,14 @@ OTHER_USER = "run haiprof as the user of the job"
 
 
 class ProcFile:
-    """A file of /proc that is opened once and read many times.
-
-    Args:
-        path: The file; it may come and go.
-    """
+    """A file of /proc that is opened once and read many times."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
 
     def read(self) -> bytes:
-        """The whole content as it is now.
-
-        Raises:
-            OSError: It is not there or cannot be read, also after opening it again.
-        """
+        """The whole content as it is now."""
         if self._fd >= 0:
             try:
                 return self._content()
@@ -76,15 +68,7 @@ def file_reading(
     lacking: str = "",
     remedy: str = "",
 ) -> Reading:
-    """A reading of one file that stays open.
-
-    Args:
-        path: The file.
-        columns: What it fills.
-        parse: From its content to one value per column.
-        lacking: Why it may be absent, or a value in it.
-        remedy: What an administrator would have to set.
-    """
+    """A reading of one file that stays open."""
     file = ProcFile(path)
     return Reading(
         columns=tuple(columns),
@@ -276,11 +260,7 @@ def user_id(pid: int, *, proc: Path = Path("/proc")) -> int | None:
 
 
 def strings(path: Path) -> list[str]:
-    """The strings of /proc/PID/cmdline or environ.
-
-    Raises:
-        OSError: The process is gone, or another user's.
-    """
+    """The strings of /proc/PID/cmdline or environ."""
     with path.open("rb") as file:
         content = file.read(_STRINGS_LIMIT_BYTES)
     *whole, last = content.split(b"\0")

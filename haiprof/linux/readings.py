@@ -17,14 +17,7 @@ what it is read from is not here."""
 
 
 class Unavailable(Exception):  # noqa: N818  not an error of ours: the machine's answer
-    """Raised by a read that knows more about the cause than an errno says.
-
-    Args:
-        reason: Why, with the file or call that refused.
-        status: Which kind of missing it is.
-        remedy: What would have to be set.
-        lasting: Whether trying again is pointless.
-    """
+    """Raised by a read that knows more about the cause than an errno says."""
 
     def __init__(
         self, reason: str, *, status: Status = "absent", remedy: str = "", lasting: bool = False

@@ -26,9 +26,6 @@ def resctrl_entities(root: Path) -> list[Entity]:
     The traffic is that of the socket's CPUs beyond their last-level cache, wherever the memory is,
     without transfers by devices (GPUs, network adapters).
 
-    Raises:
-        Unavailable: Not mounted, or without memory bandwidth monitoring.
-
     Source: Linux Documentation/filesystems/resctrl.rst.
     """
     folder = root / "sys/fs/resctrl"
@@ -54,12 +51,7 @@ def resctrl_entities(root: Path) -> list[Entity]:
 
 
 def mbm_value(path: Path) -> int:
-    """The bytes in a file of mon_data.
-
-    Raises:
-        Unavailable: It holds a word in place of a number.
-        OSError: It cannot be read.
-    """
+    """The bytes in a file of mon_data."""
     text = path.read_text().strip()
     if text.isdecimal():
         return int(text)

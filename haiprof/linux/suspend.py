@@ -20,10 +20,6 @@ class SuspendWatch:
 
     A virtual machine that its host pauses stops both clocks: nothing inside it can tell.
 
-    Args:
-        clock: CLOCK_MONOTONIC in ns.
-        boot_clock: CLOCK_BOOTTIME in ns.
-
     Source: clock_gettime(2).
     """
 

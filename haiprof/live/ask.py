@@ -111,19 +111,7 @@ def ask(
     ranks: tuple[int, ...] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Answers:
-    """Posts a request and waits.
-
-    Args:
-        run: The running job's run directory.
-        kind: See `run_format.control.Request`.
-        arguments: Of the request.
-        timeout_s: After so many seconds the ranks that have not answered are silent.
-        ranks: Which are asked; None asks all.
-        progress: Called with how many of how many have answered, whenever that changes.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Posts a request and waits."""
     asked = [m for m in members(run) if ranks is None or m.rank in ranks]
     request = new_request(kind, arguments, valid_s=timeout_s, ranks=ranks)
     limit = time.monotonic() + timeout_s

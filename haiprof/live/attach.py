@@ -80,13 +80,7 @@ class AttachRequest:
 
 
 def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> Attached:
-    """Records a job that runs under haiprof, whether its recording goes on or has ended.
-
-    Raises:
-        MissingDataError: No rank has reported in, or none answers.
-        HaiprofError: No rank could be recorded again.
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Records a job that runs under haiprof, whether its recording goes on or has ended."""
     if not members(job.run):
         raise MissingDataError(
             f"{job.id}: no rank has reported in",
@@ -145,13 +139,7 @@ def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Atta
 def attach_injecting(
     processes: Sequence[Process], request: AttachRequest, progress: Progress
 ) -> Attached:
-    """Puts the hook into processes that were not started under haiprof.
-
-    Raises:
-        HaiprofError: None can be entered; nothing was changed.
-        MissingExtraError: The package for it is not installed.
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Puts the hook into processes that were not started under haiprof."""
     barred = {str(p.pid): why for p in processes if (why := check_injection(p)) is not None}
     if barred:
         reasons = "; ".join(f"process {pid}: {why}" for pid, why in barred.items())
@@ -180,11 +168,7 @@ def attach_injecting(
 def attach_sampling(
     processes: Sequence[Process], request: AttachRequest, progress: Progress
 ) -> Attached:
-    """Samples counters and stacks of processes from outside, without changing them.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Samples counters and stacks of processes from outside, without changing them."""
     run, agent = _new_run(processes, request)
     for place, process in enumerate(processes):
         _report_for(run, place if process.rank is None else process.rank, process)

@@ -21,14 +21,7 @@ _STOP_WAIT_S = 10.0
 
 
 class AttachedAgent:
-    """Samples this node and relays requests, in threads of this process.
-
-    Args:
-        run: The attached run's directory.
-        manifest: As written at its start.
-        options: What to record.
-        copies: Of a run, what puts it at an address while it is recorded.
-    """
+    """Samples this node and relays requests, in threads of this process."""
 
     def __init__(
         self,
@@ -55,11 +48,7 @@ class AttachedAgent:
         self._thread.start()
 
     def stop(self, *, quiet: bool = False) -> None:
-        """Ends both, finishes traces and writes the outcome.
-
-        Raises:
-            OSError: The run directory is gone, read-only or full.
-        """
+        """Ends both, finishes traces and writes the outcome."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_STOP_WAIT_S)
@@ -87,18 +76,7 @@ class AttachedAgent:
 def create_attached(
     options: Options, *, name: str, command: list[str], cwd: str, environment: Mapping[str, Any]
 ) -> tuple[RunPaths, Manifest]:
-    """Makes the run directory of an attached recording: `attach-<name>-<time>-<id>`.
-
-    Args:
-        options: What to record; `log_dir` is where it goes.
-        name: Of the job.
-        command: The job's command line.
-        cwd: Where the job was started.
-        environment: What the job runs in, as far as it is known.
-
-    Raises:
-        UsageError: The directory cannot be written.
-    """
+    """Makes the run directory of an attached recording: `attach-<name>-<time>-<id>`."""
     options = replace(options, name="", run_id="")
     run, manifest, _ = create_run(options, command=command, name=f"attach-{name}", environ={})
     manifest = replace(manifest, cwd=cwd, environment={**environment, "attached": True})

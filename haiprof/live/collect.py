@@ -26,21 +26,7 @@ def collect(
     trace: Mapping[str, Any] | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[int, int], TraceNow | None]:
-    """Waits until the next seconds of a job, or what it still trains of them, are in its files.
-
-    Args:
-        run: The running job's run directory.
-        time_s: How long.
-        trace: Options of a trace window that all ranks are asked for; None asks for none.
-        progress: Called with what is being waited for.
-
-    Returns:
-        The Unix times in ns at which it began and ended, and what became of the traces.
-
-    Raises:
-        MissingDataError: Traces are asked for, and no rank has reported in.
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Waits until the next seconds of a job, or what it still trains of them, are in its files."""
     since = time.time_ns()
     limit = time.monotonic() + time_s
     traced = trace_now(run, trace, progress=progress) if trace is not None else None

@@ -58,14 +58,7 @@ class SampledStacks:
 def sample_stacks(
     processes: Sequence[Process], run: RunPaths, *, seconds: float, spy: str | None = None
 ) -> list[SampledStacks]:
-    """Samples the stacks of processes for so many seconds; nothing in them is stopped.
-
-    Args:
-        processes: At most `MOST_RANKS` of them are looked at, the first and evenly spread ones.
-        run: Where the stacks are stored.
-        seconds: For how long.
-        spy: The command py-spy; None looks for it on PATH.
-    """
+    """Samples the stacks of processes for so many seconds; nothing in them is stopped."""
     command = spy or find_spy()
     chosen = _spread(processes)
     if command is None:
@@ -158,13 +151,7 @@ def _main_stacks(path: Path) -> list[tuple[tuple[str, ...], int]]:
 
 
 def judge(rank: int, pid: int, stacks: Sequence[tuple[tuple[str, ...], int]]) -> SampledStacks:
-    """Shares of the phases in sampled stacks.
-
-    Args:
-        rank: Whose.
-        pid: Whose.
-        stacks: Frames (`name (file:line)`) from the outermost, and how often the stack was seen.
-    """
+    """Shares of the phases in sampled stacks."""
     total = sum(count for _, count in stacks)
     phases: dict[str, int] = {}
     own: dict[str, int] = {}

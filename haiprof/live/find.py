@@ -44,12 +44,7 @@ class RunningJob:
 
 
 def running_jobs(log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> list[RunningJob]:
-    """Jobs of this user: those with processes on this node, and those below the log directories.
-
-    Args:
-        log_dirs: Where to look in addition to this node's processes; they need not exist.
-        proc: Where /proc is.
-    """
+    """Jobs of this user: those with processes on this node, and those below the log directories."""
     roots = set(_active_runs(proc))
     for log_dir in log_dirs:
         with contextlib.suppress(HaiprofError):
@@ -60,18 +55,7 @@ def running_jobs(log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> lis
 
 
 def find_job(name: str, log_dirs: Iterable[Path], *, proc: Path = Path("/proc")) -> RunningJob:
-    """Finds a running job by name.
-
-    Args:
-        name: A run directory, its name (id), the job's or its script's name, or the id of one of
-            its processes.
-        log_dirs: See `running_jobs`.
-        proc: Where /proc is.
-
-    Raises:
-        RunNotFoundError: No such job runs; the message lists those that do.
-        UsageError: Several fit; the message lists them.
-    """
+    """Finds a running job by name."""
     if os.path.lexists(Path(name) / MANIFEST_NAME):
         return _of_directory(RunPaths(Path(name).absolute()), proc)
     jobs = running_jobs(log_dirs, proc=proc)

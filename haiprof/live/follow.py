@@ -75,13 +75,7 @@ class RankNow:
 
 
 class LiveRank:
-    """Follows one rank's files.
-
-    Args:
-        rank: Its number.
-        attempt: Which process of it.
-        paths: Its files.
-    """
+    """Follows one rank's files."""
 
     def __init__(self, rank: int, attempt: int, paths: RankPaths) -> None:
         self.rank, self.attempt, self.paths = rank, attempt, paths
@@ -95,11 +89,7 @@ class LiveRank:
         self._opened = False
 
     def look(self, now_ns: int) -> RankNow:
-        """Its present progress; what cannot be read yet is None.
-
-        Args:
-            now_ns: Unix time.
-        """
+        """Its present progress; what cannot be read yet is None."""
         self._read_lines()
         if not self._report:
             with contextlib.suppress(RunFormatError):  # it is being written
@@ -271,12 +261,7 @@ class JobNow:
 
 
 class LiveJob:
-    """Follows one running job; each look costs the same, however long the job has run.
-
-    Args:
-        job: The job.
-        clock: Unix time in ns.
-    """
+    """Follows one running job; each look costs the same, however long the job has run."""
 
     def __init__(self, job: RunningJob, *, clock: Callable[[], int] = time.time_ns) -> None:
         self.job = job

@@ -50,11 +50,7 @@ _CODE = (
 
 
 def check_injection(process: Process) -> str | None:
-    """Why a process cannot be entered; None where it can. Nothing is changed.
-
-    Raises:
-        MissingExtraError: The package for it is not installed.
-    """
+    """Why a process cannot be entered; None where it can. Nothing is changed."""
     reason = why_not_enter(process.pid)
     if reason is None and process.python is None:
         reason = "its Python version cannot be determined"
@@ -67,12 +63,7 @@ def check_injection(process: Process) -> str | None:
 
 
 def write_payload(run: RunPaths) -> None:
-    """Writes the script into the run directory: remote_exec takes a file without arguments.
-
-    Raises:
-        UsageError: Others could replace it.
-        OSError: It cannot be written.
-    """
+    """Writes the script into the run directory: remote_exec takes a file without arguments."""
     open_folder = find_open_folder(run.root.parent)
     if open_folder:
         raise UsageError(
@@ -90,8 +81,7 @@ def _code(run: RunPaths) -> str:
 def inject(process: Process, run: RunPaths) -> str | None:
     """Has the process execute the payload, and waits for its answer.
 
-    Returns:
-        Why the hook is not in; None where it is.
+    The reason why the hook is not in; None where it is.
     """
     command = [sys.executable, "-c", _INJECT, str(process.pid), _code(run)]
     if _by_remote_exec(process):
@@ -111,11 +101,7 @@ def inject(process: Process, run: RunPaths) -> str | None:
 
 
 def are_settled(processes: Sequence[Process]) -> bool:
-    """Waits until no process has mapped a new library for some seconds, or imports anything.
-
-    Returns:
-        False on a timeout; True at once where the injection does not need it.
-    """
+    """Waits until no process has mapped a new library for some seconds, or imports anything."""
     pids = [process.pid for process in processes if not _by_remote_exec(process)]
     limit = time.monotonic() + _SETTLE_LIMIT_S
     mapped, since = [_libraries(pid) for pid in pids], time.monotonic()

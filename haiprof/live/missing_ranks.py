@@ -54,10 +54,6 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
 
     A missing rank is late if a node writes to this run directory and has fewer ranks than the
     fullest one; if no node has room for it, it may train elsewhere.
-
-    Args:
-        run: The run directory.
-        known: Ranks that have reported in; None looks.
     """
     if read_manifest(run).environment.get("attached"):
         return MissingRanks()  # of such a job only some ranks may be recorded

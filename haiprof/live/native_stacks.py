@@ -51,16 +51,7 @@ def inspect_suspects(
     wall_ns: int,
     spy: str | None,
 ) -> list[SuspectDetails]:
-    """Reads native stacks and GPU counters of the first suspects.
-
-    Args:
-        suspects: As `standstill.suspects` found them.
-        states: All ranks'.
-        run: What is recorded so far.
-        wall_ns: Unix time of the snapshot.
-        spy: The command py-spy, which pauses the process for its native stack; None leaves native
-            stacks out.
-    """
+    """Reads native stacks and GPU counters of the first suspects."""
     by_rank = {state.rank: state for state in states}
     named = [by_rank[s.rank] for s in suspects[:LOOKED_AT] if s.rank in by_rank]
     return [_inspect(state, run, wall_ns, spy) for state in named]

@@ -14,16 +14,7 @@ _SYS_PTRACE = 19  # bit of CAP_SYS_PTRACE, linux/capability.h
 
 
 def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process]:
-    """The ranks at or below a process, or of a script's name, by rank.
-
-    Args:
-        name: A process id, or the name of a script.
-        proc: Where /proc is.
-
-    Raises:
-        UsageError: The process belongs to another user.
-        RunNotFoundError: There is none.
-    """
+    """The ranks at or below a process, or of a script's name, by rank."""
     if name.isdigit():
         _check_owner(int(name), proc)
         ranks = ranks_below(int(name), proc=proc)

@@ -51,12 +51,7 @@ class JobProgress:
 
 
 def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobProgress:
-    """Reads how far a job is from the ends of its files; what cannot be read is None.
-
-    Args:
-        job: The job.
-        verdict: To be shown with it.
-    """
+    """Reads how far a job is from the ends of its files; what cannot be read is None."""
     live, problem = LiveJob(job), None
     try:
         now = live.look()

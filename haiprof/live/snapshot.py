@@ -107,15 +107,6 @@ def take_snapshot(
     native stacks. Otherwise no process is: ranks answer on a thread of their own. The list of the
     last collectives, which holds a rank's interpreter for some ten milliseconds, is asked for only
     when nothing moves, or with `hang`.
-
-    Args:
-        run: The running job's run directory.
-        hang: Whether the job is known to hang.
-        spy: The command py-spy; None looks for it on PATH.
-        progress: Called with what is being waited for.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
     """
     wall_ns = time.time_ns()
     folder = run.snapshots / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_ns / NS_PER_S))

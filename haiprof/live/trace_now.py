@@ -93,20 +93,7 @@ def trace_now(
     timeout_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TraceNow:
-    """Asks every rank for a window that starts at the same step, and waits for the files.
-
-    Args:
-        run: The running job's run directory.
-        options: `count` (steps) or `time_s`, and the switches of `config.trace`.
-        ranks: Which are asked; None asks all.
-        timeout_s: After so long, ranks that have not answered are silent; None works it out from
-            the steps' usual time.
-        progress: Called with what is being waited for.
-
-    Raises:
-        MissingDataError: No rank has reported in.
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Asks every rank for a window that starts at the same step, and waits for the files."""
     asked = [m for m in members(run) if ranks is None or m.rank in ranks]
     if not asked:
         raise MissingDataError(
@@ -134,17 +121,7 @@ def _ask_once(
     lead_s: float,
     progress: Callable[[str], None],
 ) -> tuple[TraceNow, Answers]:
-    """One request and its answers, before the traces are written.
-
-    Args:
-        run: The run directory.
-        asked: The ranks, as they reported in.
-        options: As in `trace_now`.
-        ranks: As in `trace_now`.
-        timeout_s: As in `trace_now`.
-        lead_s: How far ahead of the ranks the first step is to be.
-        progress: As in `trace_now`.
-    """
+    """One request and its answers, before the traces are written."""
     window = next_window(run)  # reads the run: before the ranks say how far they are
     statuses = ask(run, "status", timeout_s=STATUS_S, ranks=ranks).replies.values()
     pace = _pace(statuses)

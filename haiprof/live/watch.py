@@ -24,10 +24,6 @@ class VerdictSoFar:
     """The verdict of a job's last two minutes, computed by a niced child at intervals.
 
     At most a tenth of the time is spent on it.
-
-    Args:
-        run: The run directory.
-        subcommand: Starts `verdict`.
     """
 
     def __init__(self, run: Path, subcommand: Subcommand) -> None:
@@ -76,14 +72,7 @@ def _headline(text: str) -> str | None:
 
 
 class Watch:
-    """Follows one job, or all that run.
-
-    Args:
-        log_dirs: Where to look for jobs beside this node's processes.
-        job: The only one that is of interest; None follows all.
-        clock: Unix time in ns.
-        subcommand: Starts the verdict's command; None works out no verdicts.
-    """
+    """Follows one job, or all that run."""
 
     def __init__(
         self,

@@ -29,16 +29,7 @@ def events_start(head: bytes) -> int | None:
 def range_text(
     name: str, *, start_ns: int, duration_ns: int, pid: int, tid: int, about: str
 ) -> bytes:
-    """One complete event of category user_annotation, with a comma behind it.
-
-    Args:
-        name: Of the range.
-        start_ns: On the trace's own clock.
-        duration_ns: 0 or more.
-        pid: Process, as the trace numbers it.
-        tid: Thread.
-        about: Where it is from.
-    """
+    """One complete event of category user_annotation, with a comma behind it."""
     times = [f"{ns // 1000}.{ns % 1000:03d}" for ns in (start_ns, duration_ns)]
     return (
         f'\n  {{"ph": "X", "cat": "user_annotation", "name": {json.dumps(name)}, "pid": {pid}, '
@@ -50,14 +41,7 @@ def range_text(
 def phase_texts(
     ranges: Iterable[PhaseRange], *, base_ns: int, pid: int, tid: int
 ) -> Iterator[bytes]:
-    """Forward and backward passes as events.
-
-    Args:
-        ranges: The passes.
-        base_ns: Unix time that the trace's times are counted from.
-        pid: Process, as the trace numbers it.
-        tid: The thread that trains.
-    """
+    """Forward and backward passes as events."""
     for each in ranges:
         yield range_text(
             each.name, start_ns=each.start_wall_ns - base_ns, duration_ns=each.duration_ns,

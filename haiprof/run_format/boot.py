@@ -19,20 +19,13 @@ def boot_entries(run: RunPaths) -> list[str]:
     The second never exists: Python passes over it, and sitecustomize reads the run's owner (as the
     file system tells it) and its path from the name. So one variable carries everything, through
     launchers that drop all others.
-
-    Raises:
-        OSError: There is no such run directory.
     """
     root = os.path.realpath(run.root)
     return [str(BOOT_FOLDER), f"{BOOT_FOLDER}/@{os.stat(root).st_uid}{root}"]
 
 
 def check_carried(run: RunPaths) -> None:
-    """Checks that PYTHONPATH can name a run directory.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Checks that PYTHONPATH can name a run directory."""
     if os.pathsep in f"{BOOT_FOLDER}{os.path.realpath(run.root)}":
         raise OSError(f"PYTHONPATH cannot carry a path with {os.pathsep!r}")
 

@@ -86,11 +86,7 @@ def post_request(run: RunPaths, request: Request) -> None:
 
 
 def parse_request(content: object, origin: object) -> Request:
-    """Parses a request from untrusted JSON.
-
-    Raises:
-        RunFormatError: It is not a request; the message names `origin`.
-    """
+    """Parses a request from untrusted JSON."""
     fields = conform(content, REQUEST)
     if fields is None:
         raise RunFormatError(f"{origin}: not a request of haiprof's")
@@ -103,10 +99,6 @@ def pending_requests(folder: int, seen: set[str]) -> list[Request]:
 
     Anything else in the folder is ignored: files that are not requests, and files that somebody
     other than the folder's owner wrote.
-
-    Args:
-        folder: A descriptor of `control/requests`, as `open_requests` gives it.
-        seen: Their names.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -125,11 +117,7 @@ def pending_requests(folder: int, seen: set[str]) -> list[Request]:
 
 
 def open_requests(run: RunPaths) -> int:
-    """A descriptor of the folder of requests: it stays that one if others rename the run directory.
-
-    Raises:
-        OSError: It does not exist, or is not this user's own.
-    """
+    """A descriptor of the folder of requests: it stays if others rename the run directory."""
     make_control(run)
     return os.open(run.control_requests, _FOLDER)
 
@@ -189,11 +177,7 @@ def _read_folder(folder: Path, schema: Schema) -> dict[str, dict[str, Any]]:
 
 
 def make_control(run: RunPaths) -> None:
-    """Creates the folders for requests and replies, which only their owner may enter.
-
-    Raises:
-        OSError: They cannot be created, are links, or belong to somebody else.
-    """
+    """Creates the folders for requests and replies, which only their owner may enter."""
     for folder in (run.control, run.control_requests, run.control_replies):
         make_private(folder, below=run.root)
 
@@ -211,12 +195,6 @@ def control_socket(run: RunPaths, host: str) -> tuple[int, str]:
     """The agent's socket on a host: an open folder, and a short path through it.
 
     A Unix socket's path may have 107 bytes; one in /proc/self/fd always fits.
-
-    Returns:
-        A descriptor that the caller closes once it has bound or connected, and the path.
-
-    Raises:
-        OSError: The folder is not there.
     """
     folder = os.open(run.control, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     return folder, f"/proc/self/fd/{folder}/{host[:60]}.sock"

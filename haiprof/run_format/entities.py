@@ -36,13 +36,7 @@ def ranks_by_key(
     keys: Sequence[str],
     entities: Mapping[Key, Mapping[str, Any]],
 ) -> dict[Key, int]:
-    """Rank by process, or by GPU where exactly one rank uses that GPU.
-
-    Args:
-        reports: Rank and rank.json of the ranks on the records' host.
-        keys: Names of the table's key columns.
-        entities: As `entities_by_key` gives them; a GPU has its `uuid`.
-    """
+    """Rank by process, or by GPU where exactly one rank uses that GPU."""
     if tuple(keys) == PROCESS_KEYS:
         processes = ((process_key(report), rank) for rank, report in reports)
         return {key: rank for key, rank in processes if key}

@@ -57,8 +57,7 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
 def git_head(folder: str) -> dict[str, Any]:
     """The commit that is checked out there, read from git's files; git itself is not run.
 
-    Returns:
-        `root`, `branch` (null where HEAD is detached), `commit`; or `reason` alone.
+    `root`, `branch` (null where HEAD is detached), `commit`; or `reason` alone.
     """
     root, git = _repository(folder)
     if not git:

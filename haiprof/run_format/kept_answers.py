@@ -37,12 +37,7 @@ def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None
     Files count by inode, size and times; the time of the last change of an inode cannot be set, so
     that answers within a run that was copied or unpacked from elsewhere are never believed.
 
-    Args:
-        run: A run that has ended; one that still runs changes its files.
-        of: The files and folders that the answer is made from; None takes all of the run.
-
-    Returns:
-        None where a file cannot be looked at, or there are very many.
+    None where a file cannot be looked at, or there are very many.
     """
     entries: list[object] = [
         __version__, _code_stamp(), os.path.abspath(run.root), os.environ.get(ENV_PEAK),
@@ -62,11 +57,6 @@ def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] |
 
     Believed is what only this user can have written: the run, the file and the folders between them
     are this user's own, and nobody else may write to the file or those folders.
-
-    Args:
-        run: The run.
-        name: Which answer.
-        valid_for: `fingerprint(run)`.
     """
     try:
         with open(open_to_read(run.answer(name), below=run.root, own=True), "rb") as file:
@@ -81,14 +71,7 @@ def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] |
 
 
 def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_for: str) -> None:
-    """Keeps an answer where `read_answer` would believe it; where it cannot, does nothing.
-
-    Args:
-        run: The run.
-        name: Which answer.
-        content: Its JSON values.
-        valid_for: `fingerprint(run)` from before the answer was made.
-    """
+    """Keeps an answer where `read_answer` would believe it; where it cannot, does nothing."""
     text = json.dumps({"fingerprint": valid_for, "answer": content}).encode()
     if len(text) > _LIMIT_BYTES:
         return

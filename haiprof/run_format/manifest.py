@@ -61,21 +61,12 @@ class Manifest:
 
 
 def write_manifest(run: RunPaths, manifest: Manifest) -> None:
-    """Writes run.json, replacing it at once.
-
-    Raises:
-        OSError: The run directory is gone, read-only or full.
-    """
+    """Writes run.json, replacing it at once."""
     write_json(run.manifest, asdict(manifest), below=run.root)
 
 
 def read_manifest(run: RunPaths) -> Manifest:
-    """Reads run.json; fields that a later minor release added are ignored.
-
-    Raises:
-        RunNotFoundError: There is none.
-        RunFormatError: It is damaged or of another version.
-    """
+    """Reads run.json; fields that a later minor release added are ignored."""
     if not os.path.lexists(run.manifest):
         raise RunNotFoundError(
             f"{run.root}: no haiprof run here (it has no {MANIFEST_NAME})",
@@ -121,20 +112,12 @@ def has_ended(run: RunPaths) -> bool:
 
 
 def find_runs(log_dir: Path) -> list[Path]:
-    """Run directories directly below a log directory, oldest first; links are not followed.
-
-    Raises:
-        RunNotFoundError: The directory does not exist or cannot be listed.
-    """
+    """Run directories directly below a log directory, oldest first; links are not followed."""
     return sorted(run_folders(log_dir), key=start_order)
 
 
 def run_folders(log_dir: Path) -> list[Path]:
-    """The same in no order, without a look into them.
-
-    Raises:
-        RunNotFoundError: The directory does not exist or cannot be listed.
-    """
+    """The same in no order, without a look into them."""
     try:
         with os.scandir(log_dir) as entries:
             folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
@@ -146,11 +129,7 @@ def run_folders(log_dir: Path) -> list[Path]:
 
 
 def newest_run(path: Path) -> Path:
-    """The run directory itself, or the newest run of a log directory.
-
-    Raises:
-        RunNotFoundError: Neither.
-    """
+    """The run directory itself, or the newest run of a log directory."""
     if os.path.lexists(path / MANIFEST_NAME):
         return path
     runs = find_runs(path)

@@ -208,11 +208,7 @@ _FIXED_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
 
 
 def instrument(source: str, column: str) -> Instrument:
-    """What one column of one table is called.
-
-    Raises:
-        KeyError: There is no such column, or it measures nothing.
-    """
+    """What one column of one table is called."""
     return instruments()[source, column]
 
 
@@ -235,14 +231,7 @@ def instruments() -> Mapping[tuple[str, str], Instrument]:
 def entity_attributes(
     source: str, keys: tuple[str, ...], key: Key, entity: Mapping[str, object]
 ) -> dict[str, str | int]:
-    """OpenTelemetry's attributes of an entity.
-
-    Args:
-        source: The table.
-        keys: Names of its key columns.
-        key: Their values.
-        entity: As a header or an `entity` line describes it.
-    """
+    """OpenTelemetry's attributes of an entity."""
     if not entity.get("name"):
         return {f"haiprof.{source}.{word}": value for word, value in zip(keys, key, strict=False)}
     words = _ENTITY_ATTRIBUTES.get(source, _OTHER_ENTITIES)

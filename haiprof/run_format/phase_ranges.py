@@ -23,12 +23,7 @@ class PhaseRange:
 
 
 def pack_ranges(ranges: Iterable[PhaseRange], *, since_ns: int) -> str:
-    """The ranges as one text, which no indentation makes longer.
-
-    Args:
-        ranges: The first `LIMIT` are kept.
-        since_ns: Unix time that their starts are counted from.
-    """
+    """The ranges as one text, which no indentation makes longer."""
     rows = [
         (NAMES.index(each.name), each.start_wall_ns - since_ns, each.duration_ns)
         for each, _ in zip(ranges, range(LIMIT), strict=False)

@@ -54,17 +54,7 @@ def series_labels(
     entity: Mapping[str, Any],
     rank: int | None,
 ) -> dict[str, str]:
-    """Labels of one series, in order; what is not known is left out.
-
-    Args:
-        instrument: What is measured; its attributes become labels.
-        run: The run's name.
-        host: The node.
-        keys: Names of the table's key columns.
-        key: Their values.
-        entity: What the recording says of the entity.
-        rank: Whose process or GPU it is.
-    """
+    """Labels of one series, in order; what is not known is left out."""
     gpu = key[0] if keys == ("gpu",) and key else None
     named = {
         "run": run,

@@ -81,11 +81,7 @@ class Part:
         return self.run.traces / f"{self.stem.text}{ET_SUFFIX}"
 
     def sidecar_content(self) -> Mapping[str, Any]:
-        """The sidecar.
-
-        Raises:
-            RunFormatError: It is missing, too large, not JSON, or belongs to another part.
-        """
+        """The sidecar."""
         path = self.sidecar
         try:
             size, mode = path.lstat().st_size, path.lstat().st_mode
@@ -115,12 +111,7 @@ def parse_stem(name: str) -> Stem | None:
 
 
 def complete_parts(run: RunPaths, host: str | None = None) -> list[Part]:
-    """Windows whose sidecar is there, by name.
-
-    Args:
-        run: The run directory.
-        host: Only those that ranks of this host wrote.
-    """
+    """Windows whose sidecar is there, by name."""
     found = []
     for name in list_names(run.trace_parts):
         stem = parse_stem(name)

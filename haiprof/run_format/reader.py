@@ -54,17 +54,7 @@ class RecordFile:
 
 
 def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
-    """Reads a `.rec` file; a torn tail is cut at the last whole record and noted.
-
-    Args:
-        path: The file.
-        first: Index of the first record to read; negative counts from the end. Earlier records
-            are not read from the disk.
-        limit: Maximum number of records from there on. None reads all.
-
-    Raises:
-        RunFormatError: The file is missing, unreadable, not haiprof's or of another version.
-    """
+    """Reads a `.rec` file; a torn tail is cut at the last whole record and noted."""
     try:
         with _open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -87,11 +77,7 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others.
-
-    Raises:
-        RunFormatError: The file exists but cannot be read. A missing file is no lines.
-    """
+    """Reads a `.jsonl` file: the lines that are JSON objects, and notes on the others."""
     if not os.path.lexists(path):
         return [], ()
     lines, bad = [], 0
@@ -120,11 +106,7 @@ def read_failures(path: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds one object.
-
-    Raises:
-        RunFormatError: It is missing, unreadable or something else.
-    """
+    """Reads a JSON file that holds one object."""
     content = _read_bytes(path)
     try:
         value = json.loads(content)
@@ -136,11 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Refuses a file of another version.
-
-    Raises:
-        RunFormatError: It is not this version's.
-    """
+    """Refuses a file of another version."""
     if version != SCHEMA_VERSION:
         raise RunFormatError(
             f"{path}: written in format version {version!r}, this haiprof reads {SCHEMA_VERSION}",

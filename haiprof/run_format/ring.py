@@ -69,11 +69,7 @@ class Ring:
         return max(self.count - self.settled - RING_CAPACITY, 0)
 
     def lacking(self, written: bytes) -> list[tuple[int, int]]:
-        """The newest records of the recording, those that the file lacks.
-
-        Args:
-            written: The file's last records, as many as a ring holds, or all.
-        """
+        """The newest records of the recording, those that the file lacks."""
         words = array("q", written)
         have = set(zip(words[::2], words[1::2], strict=True))
         newest = max(words[1::2], default=0) >> TAG_BITS  # what it lacks before, the disk refused

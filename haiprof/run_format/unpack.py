@@ -19,16 +19,7 @@ _READ_BYTES = 1 << 22
 
 
 def check_expansion(path: Path, *, packed_bytes: int, text_bytes: int) -> None:
-    """Refuses a file that expands far more than real ones do.
-
-    Args:
-        path: The file.
-        packed_bytes: What was read of it.
-        text_bytes: What that has become.
-
-    Raises:
-        TraceFormatError: More than RATIO_LIMIT to one, beyond what is allowed anyway.
-    """
+    """Refuses a file that expands far more than real ones do."""
     allowed = max(RATIO_FROM_BYTES, limit_from_environment())
     if text_bytes > allowed and text_bytes > RATIO_LIMIT * packed_bytes:
         raise TraceFormatError(
@@ -39,16 +30,7 @@ def check_expansion(path: Path, *, packed_bytes: int, text_bytes: int) -> None:
 
 
 def read_text(path: Path, *, limit_bytes: int) -> bytes:
-    """A file's text.
-
-    Args:
-        path: The file; gzip is recognized by its first bytes.
-        limit_bytes: Of the text, unless HAIPROF_UNPACK_LIMIT asks for more.
-
-    Raises:
-        TraceFormatError: It is larger, expands beyond the limit, or its gzip data is damaged.
-        OSError: It cannot be read.
-    """
+    """A file's text."""
     limit_bytes = max(limit_bytes, limit_from_environment())
     text = io.BytesIO()
     with open(path, "rb") as raw:
@@ -72,11 +54,7 @@ def read_text(path: Path, *, limit_bytes: int) -> bytes:
 
 
 def limit_from_environment() -> int:
-    """The limit of HAIPROF_UNPACK_LIMIT in bytes; 0 where it is not set.
-
-    Raises:
-        UsageError: It is no number of MiB.
-    """
+    """The limit of HAIPROF_UNPACK_LIMIT in bytes; 0 where it is not set."""
     text = os.environ.get(ENV_UNPACK_LIMIT, "")
     if not text:
         return 0

@@ -34,17 +34,7 @@ def header_line(table: Table, extra: Mapping[str, object]) -> bytes:
 
 
 class RecordWriter:
-    """Appends whole records of one table to one file.
-
-    Args:
-        path: The file; it must not exist yet.
-        table: What a record holds.
-        clock: Anchors the records' monotonic times.
-        extra: More for the header, such as `host` and `pid`.
-
-    Raises:
-        OSError: The file cannot be created. Later failures only count in `dropped_bytes`.
-    """
+    """Appends whole records of one table to one file."""
 
     def __init__(
         self, path: Path, table: Table, *, clock: ClockAnchor, extra: Mapping[str, object]
@@ -91,15 +81,7 @@ class RecordWriter:
 
 
 def add_records(path: Path, table: Table, data: bytes) -> int:
-    """Adds records to a file whose writer has ended; a torn record at its end makes room.
-
-    Returns:
-        Bytes of the whole records that went in.
-
-    Raises:
-        OSError: The file cannot be written to.
-        RunFormatError: It is no file of records.
-    """
+    """Adds records to a file whose writer has ended; a torn record at its end makes room."""
     torn = read_records(path, first=-1).torn_bytes
     file = OwnFile(path, partial(open_to_append, below=path.parents[_DEPTH]))
     try:
@@ -116,11 +98,7 @@ def add_records(path: Path, table: Table, data: bytes) -> int:
 
 
 class LineWriter:
-    """Appends JSON lines to one file, each in one write.
-
-    Raises:
-        OSError: The file cannot be created. Later failures only count in `dropped_count`.
-    """
+    """Appends JSON lines to one file, each in one write."""
 
     def __init__(self, path: Path) -> None:
         self.dropped_count = 0
@@ -141,14 +119,5 @@ class LineWriter:
 
 
 def write_json(path: Path, content: Mapping[str, object], *, below: Path) -> None:
-    """Replaces a JSON file at once: a reader sees the old one or the new one.
-
-    Args:
-        path: The file.
-        content: The object.
-        below: The run directory, as `safe_files` has it: no link within it is followed.
-
-    Raises:
-        OSError: The folder is gone, read-only or full.
-    """
+    """Replaces a JSON file at once: a reader sees the old one or the new one."""
     write_file(path, (json.dumps(content, indent=1) + "\n").encode(), below=below)

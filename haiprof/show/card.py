@@ -59,16 +59,7 @@ def verdict_card(
     everything: bool = False,
     folder: Path | None = None,
 ) -> RenderableType:
-    """The card as the terminal shows it at the end of a run.
-
-    Args:
-        verdict: What was found.
-        run: Name, state and outcome of the run.
-        width: Columns of the terminal; the card takes at most 100.
-        everything: Whether all numbers and further findings are shown whole, and what could not be
-            measured or judged, and what haiprof itself cost.
-        folder: Where it is printed: the next command names a run below it from there.
-    """
+    """The card as the terminal shows it at the end of a run."""
     command = _next_command(verdict, folder)
     fits = len(command) <= min(width, MAX_WIDTH) - _AROUND_COMMAND
     inside = command if fits else ""
@@ -217,12 +208,7 @@ def _split_numbers(split: Mapping[str, float | None], width: int, *, brief: bool
 
 
 def _finding(finding: Finding, *, titled: bool) -> RenderableType:
-    """Its severity and numbers; the first one's title is the headline.
-
-    Args:
-        finding: The finding.
-        titled: Whether its title is shown.
-    """
+    """Its severity and numbers; the first one's title is the headline."""
     head = Text()
     head.append(finding.severity, style=_SEVERITY_STYLES[finding.severity])
     if titled:

@@ -17,9 +17,6 @@ class SafeConsole(Console):
     Control characters, escape sequences and marks that turn the direction of writing are shown as
     U+FFFD, wherever a view took the text from. Neither is `[...]` or `:name:` in it read as rich's
     markup: a name could hide text behind a link, or end the command by an error.
-
-    Args:
-        options: As `rich.console.Console` has them.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - rich's own

@@ -30,11 +30,7 @@ _SVG_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags
 
 
 def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:
-    """Writes report/verdict.json and report/verdict.txt.
-
-    Raises:
-        HaiprofError: The run directory is gone, read-only or full.
-    """
+    """Writes report/verdict.json and report/verdict.txt."""
     try:
         make_folder(run.report, below=run.root)
         write_json(run.verdict_json, as_document(verdict), below=run.root)

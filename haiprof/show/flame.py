@@ -59,16 +59,7 @@ class RunFlames:
 
 
 def run_flames(analyzer: RunFrames, other: RunFrames | None = None) -> RunFlames:
-    """The stacks that were sampled in the steps that count: warm and not traced.
-
-    Args:
-        analyzer: The run.
-        other: What it is compared with.
-
-    Raises:
-        RunNotFoundError: There is no run.
-        RunFormatError: It is of another version, or nothing in it can be read.
-    """
+    """The stacks that were sampled in the steps that count: warm and not traced."""
     found, left_out = flame_source(analyzer)
     sources, notes = [found], [*found.samples.notes, *left_out]
     if other is not None:
@@ -85,12 +76,7 @@ def run_flames(analyzer: RunFrames, other: RunFrames | None = None) -> RunFlames
 
 
 def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
-    """The run that another is compared with: a directory, or `last-good`.
-
-    Raises:
-        RunNotFoundError: There is no such run.
-        MissingDataError: There is no last good run.
-    """
+    """The run that another is compared with: a directory, or `last-good`."""
     return baseline_named(baseline, compared_run_of(analyzer)).side.analyzer
 
 

@@ -26,14 +26,7 @@ Metrics = Mapping[Owner, Mapping[str, MetricStat]]
 
 
 def metric_stats(counters: pl.DataFrame) -> Metrics:
-    """Mean, lowest and highest value of each metric.
-
-    Args:
-        counters: `Analyzer.counters()`, possibly a window of it.
-
-    Returns:
-        By owner (source, host, rank, gpu), then by metric; what has no value is not there.
-    """
+    """Mean, lowest and highest value of each metric."""
     valid = counters.filter(pl.col("value").is_finite())
     rows = valid.group_by(_KEYS).agg(
         pl.col("value").mean().alias("mean"),

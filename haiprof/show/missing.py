@@ -22,13 +22,7 @@ def missing_sources(
 ) -> dict[str, str]:
     """Rows of panels without any sample, each with the reason.
 
-    Args:
-        run: The run's paths; the agents' `counter_missing` and `sampler_error` lines are read.
-        manifest: For the recorders that were switched on.
-        counters: `Analyzer.counters()`.
-
-    Returns:
-        Reason by the row's title: `node`, `processes`, `GPU`, ...
+    Reason by the row's title: `node`, `processes`, `GPU`, ...
     """
     present = set(counters.select("source", "metric").unique().rows())
     lines = _agent_lines(run)

@@ -101,11 +101,7 @@ class OneRankSummary:
 
 
 def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
-    """The numbers of a rank's last attempt, also while it runs.
-
-    Raises:
-        MissingDataError: The run has no such rank.
-    """
+    """The numbers of a rank's last attempt, also while it runs."""
     ranks = data.ranks()
     about = _last_attempt(ranks, rank)
     attempt = about["attempt"]
@@ -152,11 +148,7 @@ def rank_counters(counters: pl.DataFrame, rank: int, host: str | None) -> pl.Dat
 
 
 def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
-    """The slowest steps, slowest first, each with the phase that exceeds its median most.
-
-    Args:
-        steps: The steps of one rank that count.
-    """
+    """The slowest steps, slowest first, each with the phase that exceeds its median most."""
     median = number(steps["step_ns"].median())
     if not median:
         return ()
@@ -166,11 +158,7 @@ def slowest_steps(steps: pl.DataFrame) -> tuple[SlowStep, ...]:
 
 
 def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
-    """Count, total and longest of the spans that are not phases of a step.
-
-    Args:
-        phases: The spans of one rank.
-    """
+    """Count, total and longest of the spans that are not phases of a step."""
     found = []
     for phase in EVENT_PHASES:
         durations = phases.filter(pl.col("phase") == phase)["duration_ns"]

@@ -47,12 +47,7 @@ class RunHeader:
 
 
 def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
-    """The header of a run, also of one that still runs or whose run.json is damaged.
-
-    Args:
-        run: Its paths; file times tell whether a run of another host is alive.
-        manifest: Its run.json, None where that cannot be read.
-    """
+    """The header of a run, also of one that still runs or whose run.json is damaged."""
     if manifest is None:
         manifest = Manifest(haiprof_version="", name=run.root.name, command=[])
     state = run_state(run, manifest)
@@ -74,11 +69,7 @@ def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
 
 
 def manifest_or_none(run: RunPaths) -> Manifest | None:
-    """Its run.json; None where it is damaged, which the Analyzer's notes tell.
-
-    Raises:
-        RunNotFoundError: There is none.
-    """
+    """Its run.json; None where it is damaged, which the Analyzer's notes tell."""
     try:
         return read_manifest(run)
     except RunFormatError:
@@ -86,16 +77,7 @@ def manifest_or_none(run: RunPaths) -> Manifest | None:
 
 
 def run_state(run: RunPaths, manifest: Manifest, *, proc: Path = Path("/proc")) -> str:
-    """`running`, `ended` or `killed`.
-
-    Args:
-        run: Its paths.
-        manifest: Its run.json; an end in it settles the question.
-        proc: Where processes of this host are listed.
-
-    Returns:
-        `killed` where no end was written, and it does not run; see `live.find.is_running`.
-    """
+    """`running`, `ended` or `killed`."""
     if manifest.end_wall_ns is not None:
         return ENDED
     return RUNNING if is_running(run, manifest, proc=proc) else KILLED

@@ -86,14 +86,6 @@ def run_list(log_dir: Path, *, limit_s: float | None = None) -> list[RunEntry]:
     """The runs directly below a log directory, newest last.
 
     What is known of a run that is over is kept in it, so that a long list is read, not computed.
-
-    Args:
-        log_dir: The log directory.
-        limit_s: After this long no more files of ranks are read, for runs that nothing was kept of,
-            newest first; None reads all of them.
-
-    Raises:
-        RunNotFoundError: The directory does not exist or cannot be listed.
     """
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
     entries = sorted((_kept_entry(RunPaths(path)) for path in run_folders(log_dir)), key=_order)
@@ -119,12 +111,7 @@ def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
 
 
 class RunTable:
-    """The table of runs: as many columns as fit beside their names; fast for thousands of runs.
-
-    Args:
-        log_dir: Where they are.
-        runs: The runs.
-    """
+    """The table of runs: as many columns as fit beside their names; fast for thousands of runs."""
 
     def __init__(self, log_dir: Path, runs: Sequence[RunEntry]) -> None:
         self._log_dir = log_dir
@@ -252,12 +239,7 @@ def _entry_without_steps(run: RunPaths) -> RunEntry:
 
 
 def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | None:
-    """What the verdict that was saved at the job's end says; None where there is none.
-
-    Args:
-        run: The run.
-        end_wall_ns: Its end; a verdict from before it is not about the whole run.
-    """
+    """What the verdict that was saved at the job's end says; None where there is none."""
     try:
         content = read_json(run.verdict_json) if end_wall_ns else {}
     except HaiprofError:

@@ -48,15 +48,7 @@ class Written:
 
 
 class EventFiles:
-    """One event file per rank, opened at its first point.
-
-    Args:
-        folder: Where `rank0`, `rank1`, ... are created.
-        below: The run directory that it is in, or itself: it must be this user's own.
-
-    Raises:
-        MissingExtraError: TensorBoard is not installed.
-    """
+    """One event file per rank, opened at its first point."""
 
     def __init__(self, folder: Path, *, below: Path) -> None:
         try:
@@ -120,22 +112,7 @@ def write_scalars(
     folder: Path | None = None,
     stop: threading.Event | None = None,
 ) -> Written:
-    """Writes the scalars of a run into its tensorboard folder, one event file per rank.
-
-    Args:
-        run: The run.
-        follow: Look again every few seconds until the job has ended, or SIGTERM or SIGINT.
-        every_s: Seconds between two looks; longer where reading takes long.
-        folder: Another folder for them, of a run that cannot be written to.
-        stop: Ends it, in place of a signal.
-
-    Returns:
-        How much was written. Of more than 50 steps per second some are left out.
-
-    Raises:
-        MissingExtraError: TensorBoard is not installed.
-        HaiprofError: The run cannot be read, or the files cannot be written.
-    """
+    """Writes the scalars of a run into its tensorboard folder, one event file per rank."""
     files = EventFiles(
         folder or run.tensorboard, below=run.root if folder in (None, run.tensorboard) else folder
     )

@@ -55,15 +55,6 @@ def new_points(
 
     Steps closer than 1/50 s to the one taken before are left out: TensorBoard shows a thousand
     points of a series, and a job of 2000 steps per second would write megabytes per minute.
-
-    Args:
-        steps: `Analyzer.steps()`.
-        counters: `Analyzer.counters()`.
-        progress: What the last look returned.
-        complete: Whether the run has ended; before, the last step of a rank may still grow.
-
-    Returns:
-        The points and the progress for the next look.
     """
     points: list[Point] = []
     step_count, drawn_ns = dict(progress.step_count), dict(progress.drawn_ns)

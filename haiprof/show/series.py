@@ -62,13 +62,7 @@ def bucket_means(
 ) -> tuple[float | None, ...]:
     """Mean of the values in equal buckets of the time axis.
 
-    Args:
-        frame: `time_ns` in order, `value`, and where values last (as a step does) `end_ns`.
-        span: The axis.
-        bucket_count: At most this many; fewer where samples are further apart than buckets.
-
-    Returns:
-        One mean per bucket over the values that touch it, None for a bucket without one.
+    One mean per bucket over the values that touch it, None for a bucket without one.
     """
     valid = frame.filter(pl.col("value").is_finite())
     if valid.is_empty():

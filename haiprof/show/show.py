@@ -24,11 +24,7 @@ _ROW_LIMIT = 20
 
 
 def overview(data: RunData) -> None:
-    """Shows the whole job.
-
-    Args:
-        data: `haiprof.RunFrames` of the run.
-    """
+    """Shows the whole job."""
     if in_notebook():
         from haiprof.show.figures.run_figures import overview_picture
 
@@ -54,15 +50,7 @@ def ranks(data: RunFrames) -> None:
 
 
 def one_rank(data: RunData, rank: int) -> None:
-    """Shows one rank over time.
-
-    Args:
-        data: `haiprof.RunFrames` of the run.
-        rank: The rank.
-
-    Raises:
-        MissingDataError: The run has no such rank.
-    """
+    """Shows one rank over time."""
     if in_notebook():
         from haiprof.show.figures.run_figures import one_rank_picture
 
@@ -75,16 +63,7 @@ def one_rank(data: RunData, rank: int) -> None:
 
 
 def comparison(data: RunFrames, baseline: str | Path) -> None:
-    """Shows what changed against another run.
-
-    Args:
-        data: Of the run.
-        baseline: A run directory, a log directory, or `last-good`.
-
-    Raises:
-        RunNotFoundError: There is no such run.
-        MissingDataError: There is no last good run.
-    """
+    """Shows what changed against another run."""
     from haiprof.diagnosis.compare.baseline import baseline_named
     from haiprof.diagnosis.compare.compared_run import compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs
@@ -110,17 +89,7 @@ def trace_picture(
     steps: tuple[int, int] | None,
     **options: Any,  # noqa: ANN401 - whatever the picture takes
 ) -> None:
-    """Shows one answer about traces.
-
-    Args:
-        traces: Of a job.
-        name: One of `haiprof.show.trace_pictures.PICTURES`.
-        steps: First profiler step and the one after the last; None takes all.
-        options: Of the picture.
-
-    Raises:
-        MissingDataError: It was not recorded.
-    """
+    """Shows one answer about traces."""
     from haiprof.show.trace_pictures import PICTURES
 
     picture = PICTURES[name](traces, steps, **options)

@@ -17,27 +17,14 @@ Values = Sequence[float | None]
 
 
 def sparkline(values: Values, *, top: float | None = None) -> str:
-    """One character per value, from 0 at the lowest block to `top` at the highest.
-
-    Args:
-        values: In order; None is a gap.
-        top: What the highest block stands for; the largest value where it is not given.
-
-    Returns:
-        Text as long as `values`.
-    """
+    """One character per value, from 0 at the lowest block to `top` at the highest."""
     present = [v for v in values if v is not None]
     limit = top or max(present, default=0.0)
     return "".join(GAP if v is None else LEVELS[_level(v, limit)] for v in values)
 
 
 def fit_width(values: Values, width: int) -> list[float | None]:
-    """The series at another length: means of neighbours where it shrinks, repeats where it grows.
-
-    Args:
-        values: In order; None is a gap, and stays one unless a neighbour in its cell has a value.
-        width: How many are wanted.
-    """
+    """The series at another length: means of neighbours if it shrinks, repeats if it grows."""
     count = len(values)
     if not count:
         return [None] * width
@@ -57,13 +44,7 @@ def _level(value: float, limit: float) -> int:
 
 
 class Sparkline:
-    """A sparkline that takes the width it is given.
-
-    Args:
-        values: In order; None is a gap.
-        top: What the highest block stands for; the largest value where it is not given.
-        color: Colour of the blocks; empty for the terminal's own.
-    """
+    """A sparkline that takes the width it is given."""
 
     def __init__(self, values: Values, *, top: float | None = None, color: str = "") -> None:
         self.values = values

@@ -31,11 +31,6 @@ def select_judged_samples(
 
     All of them where there is none: a start-up of minutes must not dilute an average, but a short
     run must not lose all samples.
-
-    Args:
-        counters: `Analyzer.counters()`.
-        judged: From `select_judged_steps`.
-        ranks: `Analyzer.ranks()`.
     """
     spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
     inside = select_training_samples(counters, host_windows(spans, ranks))
@@ -43,23 +38,13 @@ def select_judged_samples(
 
 
 def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
-    """From the begin of the first step that counts to the end of the last one.
-
-    Args:
-        judged: From `select_judged_steps`.
-        whole: Of the run, where no step counts.
-    """
+    """From the begin of the first step that counts to the end of the last one."""
     return time_range(judged, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
 
 
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
     """Time per phase of the usual step (`usual_split`), of the settled steps.
 
-    Args:
-        steps: `Analyzer.steps()` of one attempt of one rank.
-        clock: `host` or `device`.
-
-    Returns:
-        Time in ns by phase; None for a phase without a value on that clock.
+    None for a phase without a value on that clock.
     """
     return usual_split(settled_steps(steps), clock=clock)

@@ -25,13 +25,6 @@ def filling(phase: str, *, colored: bool) -> str:
 def block_lengths(split_ns: Mapping[str, float | None], width: int) -> dict[str, int]:
     """Characters per phase; they add up to `width`, and no phase above zero is lost.
 
-    Args:
-        split_ns: Time per phase; None counts as nothing.
-        width: Characters of the whole bar; at least the number of phases.
-
-    Returns:
-        Length per phase, in the phases' order; empty where there is no time at all.
-
     Source:
         Largest remainders, as seats are given in proportional elections.
     """
@@ -50,12 +43,7 @@ def block_lengths(split_ns: Mapping[str, float | None], width: int) -> dict[str,
 
 
 class SplitBar:
-    """Phases as coloured blocks; as different fillings where the terminal has no colour.
-
-    Args:
-        split_ns: Time per phase; None counts as nothing.
-        scale: Share of the full width that this bar takes, so that several bars compare.
-    """
+    """Phases as coloured blocks; as different fillings where the terminal has no colour."""
 
     def __init__(self, split_ns: Mapping[str, float | None], *, scale: float = 1.0) -> None:
         self.split_ns = split_ns

@@ -9,11 +9,7 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def work_text(work: StepWork) -> str:
-    """The whole, of one rank; MFU only where the device's peak is known.
-
-    Args:
-        work: From `diagnosis.step_work`.
-    """
+    """The whole, of one rank; MFU only where the device's peak is known."""
     least = "at least " if work.is_lower_bound else ""
     parts = [f"{least}{flops_text(work.model_flops)} a step", f"{flops_text(work.flops_per_s)}/s"]
     if work.mfu_ratio is not None:

@@ -126,16 +126,7 @@ _TRACE_LIMIT_BYTES = 64 << 20
 def overview_summary(
     data: RunData, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES
 ) -> OverviewSummary:
-    """The numbers of a job, also of one that still runs.
-
-    Args:
-        data: The run.
-        with_series: Whether its counters over time are wanted, which takes long for many ranks.
-        trace_limit_bytes: Larger traces are not read; 0 reads none.
-
-    Raises:
-        HaiprofError: The run cannot be read at all.
-    """
+    """The numbers of a job, also of one that still runs."""
     steps, counters, ranks = data.steps(), data.counters(), data.ranks()
     by_rank = steps.partition_by("rank", "attempt", as_dict=True)
     manifest = manifest_or_none(data.run)

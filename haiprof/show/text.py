@@ -77,12 +77,7 @@ def moment_text(wall_ns: int | None) -> str:
 
 
 def steps_text(step_count: int, rank_count: int) -> str:
-    """`"2 ranks · 200 steps each"`; where they differ, `"2 ranks · 401 steps together"`.
-
-    Args:
-        step_count: Of all ranks, of the last attempt of each.
-        rank_count: How many ranks there are.
-    """
+    """`"2 ranks · 200 steps each"`; where they differ, `"2 ranks · 401 steps together"`."""
     ranks = count_text(rank_count, "rank")
     if rank_count < 2:
         return f"{ranks} · {count_text(step_count, 'step')}"

@@ -120,17 +120,7 @@ def top_kernels(
 def one_kernel(
     traces: TraceQuestions, steps: Steps = None, *, kernel: str | None = None
 ) -> TracePicture:
-    """One kernel on every rank, with its shortest and longest call.
-
-    Args:
-        traces: The traces.
-        steps: First profiler step and the one after the last; None takes all.
-        kernel: Part of its name, of which the kernel with the most time is taken; None takes the
-            computing kernel with the most time.
-
-    Raises:
-        MissingDataError: No kernel is called so.
-    """
+    """One kernel on every rank, with its shortest and longest call."""
     every = _of_gpu(traces, traces.kernel_breakdown(steps), "sum_ns")
     asked = pl.col("kind") == "computation" if kernel is None else (
         pl.col("name").cast(pl.String).str.contains(kernel, literal=True)

@@ -54,18 +54,7 @@ def rank_clocks(
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> list[RankClock]:
-    """Chooses the clock correction of each rank.
-
-    Args:
-        inputs: By rank.
-        by_collectives: Whether traces are read for their collectives; else wall clocks are taken
-            as they are.
-        pool: Where traces are read; None decides by their size.
-        progress: Called with how many are read.
-
-    Returns:
-        By rank. See `clocks.clock_offsets` for the estimate, `RULE` for when it is applied.
-    """
+    """Chooses the clock correction of each rank."""
     timed = {rank: each for rank, each in inputs.items() if each.has_wall_clock}
     comparable = timed or inputs
     offsets = {}

@@ -18,23 +18,8 @@ _RANGE = ["category", "device", "name"]
 def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """Count and time of each named range: `record_function`, optimizer, loader, collectives.
 
-    Args:
-        trace: One rank's.
-        steps: Only ranges that began in these profiler steps; one on a GPU counts by the range on
-            the CPU that it belongs to.
-
-    Returns:
-        One row per category, device and name, the largest sum first: `category`
-        (`user_annotation` on the CPU, `gpu_user_annotation`: from the first to the last GPU event
-        launched in it, per stream), `device` (null on the CPU), `name`, `count`, `sum_ns`,
-        `min_ns`, `max_ns`, `mean_ns`, `std_ns` (the sample's; null of one range), `covered_ns` in
-        which at least one was open; forward and backward passes that haiprof added to its own
-        trace are among them. Ranges inside each other, on several threads or on several
-        streams make the sum larger than that. Profiler steps are among the ranges. Empty where
-        none were recorded; traces of before 2022 hold them as operators.
-
-        Source: HTA get_gpu_user_annotation_breakdown, of both categories at once; its statistics
-        are wrong where a limit takes effect (D2), and it rounds ns to us (D1).
+    Source: HTA get_gpu_user_annotation_breakdown, of both categories at once; its statistics
+    are wrong where a limit takes effect (D2), and it rounds ns to us (D1).
     """
     ranges = _annotations(trace, steps).sort(*_RANGE, "ts_ns")
     end = pl.col("ts_ns") + pl.col("dur_ns")
@@ -51,14 +36,8 @@ def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def annotation_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """The GPU events of each annotation: which kernels a named piece of code ran.
 
-    Returns:
-        One row per device, annotation and kernel, the largest sum first: `device`, `annotation`
-        (the innermost range on the same device and stream in which the GPU event began; null
-        outside of all), `kind`, `name`, `count`, `sum_ns`, `min_ns`, `max_ns`, `mean_ns`,
-        `std_ns`. Every GPU event is in one row.
-
-        Source: HTA get_gpu_kernels_with_user_annotations, which takes any overlap for
-        containment, and of several ranges the one that it meets last.
+    Source: HTA get_gpu_kernels_with_user_annotations, which takes any overlap for
+    containment, and of several ranges the one that it meets last.
     """
     gpu = with_annotation(with_kind(gpu_events(trace, steps)), trace.annotations)
     found = gpu.group_by("device", "annotation", "kind", "name").agg(**DURATION_STATISTICS)
@@ -70,12 +49,7 @@ def annotation_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFrame:
     """GPU events with the innermost annotation around each.
 
-    Args:
-        gpu: From `gpu_events`.
-        annotations: `Trace.annotations`.
-
-    Returns:
-        The same rows, by device and stream, with `annotation`; null outside of all.
+    The same rows, by device and stream, with `annotation`; null outside of all.
     """
     on_gpu = annotations.filter(pl.col("category") == GPU_CATEGORY)
     ranges = on_gpu.with_columns(device="pid", stream="tid")
@@ -97,16 +71,7 @@ def _enclosing(events: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
 
 
 def innermost(starts: Ints, ends: Ints, times: Ints) -> Ints:
-    """The innermost range around each time: the one that began last.
-
-    Args:
-        starts: ns, shape (n,), in order; of equal ones the longest first.
-        ends: ns, shape (n,).
-        times: ns, shape (m,).
-
-    Returns:
-        Index of a range, shape (m,); -1 outside all ranges.
-    """
+    """The innermost range around each time: the one that began last."""
     place: Ints = np.searchsorted(starts, times, side="right") - 1
     outer = _longer_before(ends)
     while True:

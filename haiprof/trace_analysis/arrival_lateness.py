@@ -42,31 +42,14 @@ LATENESS_SCHEMA = {
 def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
     """How much later than the others each rank begins its collectives, and how sure that is.
 
-    Args:
-        waits: From `skew.collective_waits`; collectives whose times are not known do not count,
-            and neither does the first of each group: what came before it is not in the traces.
-        offsets: From `clocks.clock_offsets`, by which the waits were brought to one clock.
+    Kernels of one group follow each other on a stream, so no time is counted twice. The
+    interval is Student's t over the steps, by the rank's own deviation or that of all ranks of
+    its group, whichever is larger, with Bonferroni's correction for the number of ranks,
+    widened by what the clocks may be wrong by.
 
-    Returns:
-        One row per rank (in the smallest of the groups where it is about as late as in the worst:
-        what is late among few is late among all), the latest first: `late_ns` per step,
-        the sum over its collectives of its arrival less the median arrival of the other ranks
-        (negative: it is earlier), as a mean over steps, and of a late arrival less what it was
-        longer than the others in collectives of its other groups since the last one of this: a
-        rank that only waited elsewhere for a slow one is not late itself; `low_ns` and `high_ns`,
-        the interval that holds it for all ranks together with 95 %, null with less than
-        `MIN_FREEDOM`; `clock_ns`, the part of it that is the clocks'; `step_count`;
-        `collective_count`; `is_late`: the whole interval is above 0; `said`: the answer for
-        people, the same in all rows.
-
-        Kernels of one group follow each other on a stream, so no time is counted twice. The
-        interval is Student's t over the steps, by the rank's own deviation or that of all ranks of
-        its group, whichever is larger, with Bonferroni's correction for the number of ranks,
-        widened by what the clocks may be wrong by.
-
-        Source: process arrival patterns of collectives, Faraj, Patarasuk and Yuan, "A study of
-        process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
-        others in place of the mean of all, which a late rank itself moves.
+    Source: process arrival patterns of collectives, Faraj, Patarasuk and Yuan, "A study of
+    process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
+    others in place of the mean of all, which a late rank itself moves.
     """
     steps = _by_step(_without_first(waits))
     if steps.is_empty():
@@ -98,12 +81,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
 
 
 def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
-    """The answer in words, or why there is none.
-
-    Args:
-        lateness: From `arrival_lateness`.
-        waits: As given to it.
-    """
+    """The answer in words, or why there is none."""
     if not lateness.is_empty():
         return str(lateness["said"][0])
     why = waits["missing"].drop_nulls().mode().sort().to_list()

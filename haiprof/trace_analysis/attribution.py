@@ -42,15 +42,7 @@ class GpuLaunches:
 def with_operator(
     trace: Trace, steps: Steps = None, *, annotations: bool = False, captures: bool = False
 ) -> GpuLaunches:
-    """GPU events with the innermost operator around their launch.
-
-    Args:
-        trace: One rank's.
-        steps: Only what was launched in these profiler steps.
-        annotations: Whether record_function ranges count as operators.
-        captures: Whether kernels of a CUDA graph belong to the operators that were captured, each
-            of which ran once, however often the graph was launched.
-    """
+    """GPU events with the innermost operator around their launch."""
     spans = _without_steps(trace.ops)
     if annotations:
         ranges = _ranges(trace)
@@ -74,20 +66,8 @@ def with_operator(
 def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """Each GPU event with the operators, the module and the annotation that launched it.
 
-    Returns:
-        One row per GPU event, by start: `event`, `name`, `category`, `device`, `stream`, `ts_ns`,
-        `dur_ns`, `correlation`; `call` that launched it; `launch_delay_ns` from that call's end to
-        its own start, 0 where it began before; `operator` and `operator_event`, the innermost CPU
-        operator around the call on its thread; `top_operator`, the outermost; `matched_by`,
-        `nesting`, `external_id` (no operator is around the call, but the profiler noted one), or
-        `capture`: of a CUDA graph, what is around the call that was captured (`captured_calls`),
-        here and below;
-        `module`, the innermost nn.Module around the call, where Python functions were recorded;
-        `annotation`, the innermost record_function range that is no profiler step. Null where
-        there is none, or where the launch is not in the trace.
-
-        Source: nesting is what Kineto and HTA's call stacks go by. External ids are taken only
-        where they are ids of operators: Kineto of 2022 and 2023 wrote the correlation there.
+    Source: nesting is what Kineto and HTA's call stacks go by. External ids are taken only
+    where they are ids of operators: Kineto of 2022 and 2023 wrote the correlation there.
     """
     owned = with_operator(trace, steps, captures=True)
     tree, row = owned.tree, owned.row
@@ -113,23 +93,7 @@ def kernel_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Operators by name: what they launched themselves, and what in all.
-
-    Args:
-        trace: One rank's.
-        steps: Only operators begun and work launched in these profiler steps.
-
-    Returns:
-        One row per operator, the most GPU time first: `operator`; `call_count`; `cpu_self_ns`
-        without operators inside; `cpu_total_ns`, calls inside one of the same name not counted
-        again; `kernel_count` and `gpu_self_ns` of GPU events of which it is the innermost
-        operator; `kernel_total_count` and `gpu_total_ns`, those of operators inside it included,
-        each once; `launch_delay_mean_ns` and `launch_delay_max_ns` of its own, null where it has
-        none. Kernels of a CUDA graph count for the operators that were captured, where the capture
-        is in the trace. GPU events without an operator are a row with `operator` null, so
-        that `gpu_self_ns` adds up to all GPU time; kernels that ran at the same time count
-        in full.
-    """
+    """Operators by name: what they launched themselves, and what in all."""
     owned = with_operator(trace, steps, captures=True)
     name = _at(owned.tree.spans["name"], owned.row)
     kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name.alias("operator"))
@@ -154,18 +118,7 @@ def operator_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def host_operators(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Operators by name and shapes in a trace without a GPU, where they do the work themselves.
-
-    Args:
-        trace: One rank's.
-        steps: Only operators begun in these profiler steps.
-
-    Returns:
-        One row per operator and shapes of its inputs, the most own time first: `operator`;
-        `shapes` as recorded, null without; `call_count`; `cpu_self_ns` without operators inside;
-        `cpu_total_ns`, calls inside one of the same name and shapes not counted again. No row
-        where the trace has GPU events: `operator_kernels` is about them.
-    """
+    """Operators by name and shapes in a trace without a GPU, where they do the work themselves."""
     spans = _without_steps(trace.ops)
     if len(trace.gpu):
         spans = spans.clear()

@@ -33,15 +33,8 @@ def _copies(trace: Trace, steps: Steps) -> pl.DataFrame:
 def memory_bandwidth(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """The bandwidth of each kind of copy over time; copies at the same time add up.
 
-    Returns:
-        One row per change, by device, kind and time: `device`; `copy_kind` (`Memcpy HtoD`,
-        `Memcpy DtoH`, `Memcpy DtoD`, `Memset`, ...); `ts_ns`; `bandwidth_bytes_per_s` from then to
-        the next change. Of several changes at one time the last holds. A copy has the bandwidth
-        that the profiler recorded, or its bytes by its duration; one of which neither is known,
-        or of no duration, changes nothing (`memory_bandwidth_summary` counts them).
-
-        Source: HTA get_memory_bw_time_series. HTA stretches copies of 0 us to 1 us; its running
-        sums of floats leave residues such as 1e-13 where nothing is copied, here that is 0.
+    Source: HTA get_memory_bw_time_series. HTA stretches copies of 0 us to 1 us; its running
+    sums of floats leave residues such as 1e-13 where nothing is copied, here that is 0.
     """
     known = pl.col("bandwidth_bytes_per_s").is_not_null() & (pl.col("dur_ns") > 0)
     copies = _copies(trace, steps).filter(known)
@@ -62,16 +55,8 @@ def memory_bandwidth(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def memory_bandwidth_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """How much each kind of copy moved, and how fast.
 
-    Returns:
-        One row per device and kind: `device`; `copy_kind`; `copy_count`; `unsized_count`, without a
-        recorded size; `unrated_count`, that `memory_bandwidth` cannot show; `bytes` and
-        `mean_bandwidth_bytes_per_s`, which is bytes by busy time, both null unless every size is
-        known; `busy_ns`, in which at least one ran; and over the values of `memory_bandwidth` that
-        are not 0, whatever their duration: `change_count`, `change_mean`, `change_std`,
-        `change_min`, `change_q25`, `change_q50`, `change_q75`, `change_max`, in bytes per second.
-
-        Source: the last eight are HTA's get_memory_bw_summary (in GB/s there), which weighs a
-        short copy like a long one; the mean does not.
+    Source: the last eight are HTA's get_memory_bw_summary (in GB/s there), which weighs a
+    short copy like a long one; the mean does not.
     """
     kinds = _copies(trace, steps).group_by(_KIND, maintain_order=True)
     busy = [total(union_of(events)) for _, events in kinds]

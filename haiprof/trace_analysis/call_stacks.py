@@ -31,11 +31,7 @@ class Stacks(NamedTuple):
 def levels(parent: Ints) -> list[Ints] | None:
     """Rows by their depth, the roots first.
 
-    Args:
-        parent: Row of the caller, -1 for a root; shape (n,).
-
-    Returns:
-        None if a row is its own caller in the end.
+    None if a row is its own caller in the end.
     """
     depth, above = (parent >= 0).astype(np.int64), parent.copy()
     active = np.flatnonzero(above >= 0)
@@ -54,14 +50,7 @@ def levels(parent: Ints) -> list[Ints] | None:
 
 
 def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> Stacks:
-    """Numbers the distinct stacks, level by level.
-
-    Args:
-        by_level: From `levels`.
-        parent: Row of the caller, -1 for a root; shape (n,).
-        names: Codes from 0, shape (n,).
-        threads: Codes from 0, shape (n,).
-    """
+    """Numbers the distinct stacks, level by level."""
     of_call = np.full(len(parent), -1, dtype=np.int64)
     count = int(names.max(initial=0)) + 1
     nothing = np.zeros(0, dtype=np.int64)
@@ -81,13 +70,7 @@ def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> St
 
 
 def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
-    """The start of each call's uncovered time: where calls of one caller overlap, it counts once.
-
-    Args:
-        starts: ns, in order within each caller; shape (n,).
-        ends: ns, shape (n,).
-        parent: Row of the caller, -1 for a root; shape (n,).
-    """
+    """The start of each call's uncovered time: if calls of one caller overlap, it counts once."""
     rows = pl.DataFrame({"parent": parent, "start": starts, "end": ends})
     reached = pl.col("end").cum_max().shift(1).over("parent")
     begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
@@ -108,12 +91,7 @@ def is_outermost(found: Stacks) -> npt.NDArray[np.bool_]:
 
 
 def stack_texts(found: Stacks, names: pl.Series) -> pl.Series:
-    """Each stack as `root;...;leaf`; a semicolon inside a name becomes a comma.
-
-    Args:
-        found: The stacks.
-        names: The name of each code, as String.
-    """
+    """Each stack as `root;...;leaf`; a semicolon inside a name becomes a comma."""
     plain = names.str.replace_all(";", ",", literal=True)
     own = plain.gather(pl.Series(found.name, dtype=pl.UInt32))
     texts = pl.Series("stack", [], dtype=pl.String)

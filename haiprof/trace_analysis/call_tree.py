@@ -31,12 +31,7 @@ class CallTree:
     """Number of enclosing spans."""
 
     def climb(self, rows: Ints, wanted: npt.NDArray[np.bool_]) -> Ints:
-        """The innermost wanted span at or around each row; -1 where there is none.
-
-        Args:
-            rows: Of `spans`, -1 for none.
-            wanted: Per span.
-        """
+        """The innermost wanted span at or around each row; -1 where there is none."""
         rows = rows.copy()
         active = np.flatnonzero(rows >= 0)
         while len(active):
@@ -47,13 +42,7 @@ class CallTree:
 
 
 def nest(spans: pl.DataFrame) -> CallTree:
-    """Resolves the nesting of spans; O(n log n) without a loop over them.
-
-    Args:
-        spans: At least `pid`, `tid`, `ts_ns`, `dur_ns`; equal ones nest in the given order. The
-            parent is the last span begun before that ends no earlier, on the same thread: one
-            that ends in between (a span closed on another thread) holds nothing beyond its end.
-    """
+    """Resolves the nesting of spans; O(n log n) without a loop over them."""
     spans = spans.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
     starts = spans["ts_ns"].to_numpy()
     ends = np.maximum(starts + spans["dur_ns"].to_numpy(), starts + 1)
@@ -119,15 +108,7 @@ def own_ns(tree: CallTree) -> Ints:
 
 
 def innermost(tree: CallTree, calls: pl.DataFrame) -> Ints:
-    """The innermost span around each call, on its thread.
-
-    Args:
-        tree: Of the spans.
-        calls: `pid`, `tid`, `ts_ns`, `dur_ns`, in any order.
-
-    Returns:
-        Rows of the tree, -1 where no span is around; shape (len(calls),).
-    """
+    """The innermost span around each call, on its thread."""
     starts = calls["ts_ns"].to_numpy()
     ends = np.maximum(starts + calls["dur_ns"].to_numpy(), starts + 1)
     found = _last_begun(tree, calls, starts)
@@ -157,20 +138,8 @@ def _last_begun(tree: CallTree, calls: pl.DataFrame, starts: Ints) -> Ints:
 def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
     """Each operator or Python function with its caller and its own time.
 
-    Args:
-        trace: One rank's.
-        table: `ops` or `python`.
-
-    Returns:
-        One row per span, by thread and start: `event`; `name`; `pid`; `tid`; `ts_ns`; `dur_ns`;
-        `self_ns`, without the spans directly inside; `parent_event`, null at the top; `depth`,
-        0 at the top.
-
-        Source: nesting as in HTA's CallStackGraph, which HTA builds twice and event by event
-        (HTA issue 141).
-
-    Raises:
-        ValueError: Another table.
+    Source: nesting as in HTA's CallStackGraph, which HTA builds twice and event by event
+    (HTA issue 141).
     """
     if table not in _TABLES:
         raise ValueError(f"no call tree of {table!r}: it is one of {', '.join(_TABLES)}")

@@ -31,15 +31,10 @@ def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
     first then. Nodes are numbered as they are made; the numbers must also be the order on each
     stream, else nothing is said of that graph.
 
-    Args:
-        trace: One rank's.
-        gpu: From `launches.with_call`.
+    `event`, and `captured_pid`, `captured_tid`, `captured_ts_ns`, `captured_dur_ns` of the
+    call; no row where the capture is not in the trace, or which one it was is not known.
 
-    Returns:
-        `event`, and `captured_pid`, `captured_tid`, `captured_ts_ns`, `captured_dur_ns` of the
-        call; no row where the capture is not in the trace, or which one it was is not known.
-
-        Source: CUDA's graphs by stream capture; CUPTI's `graphNodeId` ("graph node id").
+    Source: CUDA's graphs by stream capture; CUPTI's `graphNodeId` ("graph node id").
     """
     nodes = _nodes(gpu)
     captures = _captures(trace) if nodes.height else []

@@ -41,15 +41,11 @@ with computing (`allreduce_fusion_kernel`) count as computing: no name says how 
 def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
     """GPU events with their kind.
 
-    Args:
-        gpu: `Trace.gpu`.
-
-    Returns:
-        The same with the column `kind`, one of `KINDS`. HTA takes names alone: any `hip...` is
-        communication there, and names with `Sync`, `dma` or `Memset` in them are left out (D13 in
-        docs/hta-differences.md); of communication it knows the kernels of NCCL and HCCL, as
-        TensorBoard's plugin knows those of NCCL, so that an all-reduce on symmetric memory or of
-        an inference engine is computing there (D25).
+    The same with the column `kind`, one of `KINDS`. HTA takes names alone: any `hip...` is
+    communication there, and names with `Sync`, `dma` or `Memset` in them are left out (D13 in
+    docs/hta-differences.md); of communication it knows the kernels of NCCL and HCCL, as
+    TensorBoard's plugin knows those of NCCL, so that an all-reduce on symmetric memory or of
+    an inference engine is computing there (D25).
     """
     names = gpu.select(pl.col("name").unique()).to_series()
     collective = names.cast(pl.String).str.contains(COMMUNICATION_NAMES)

@@ -24,17 +24,7 @@ _Ns = TypeVar("_Ns", int, pl.Expr)
 def clock_offsets(kernels: pl.DataFrame) -> pl.DataFrame:
     """Estimates how far each rank's clock is ahead of the others.
 
-    Args:
-        kernels: From `matching.match_collectives`.
-
-    Returns:
-        One row per rank: `rank`; `collective_count`, the matched collectives that it takes part
-        in; `offset_ns`, the median over them of its end minus the median end of all their ranks
-        (null without any); `residual_ns`, the spread of that difference (1.48 MAD): offsets below
-        it are noise, since ranks do not leave a collective at exactly the same time; `corrected`,
-        whether the offset is large and certain enough to be one of the clocks (`is_sure`).
-
-        Offsets of ranks that share no collective, not even through other ranks, cannot be compared.
+    Offsets of ranks that share no collective, not even through other ranks, cannot be compared.
     """
     ends = kernels.filter(
         pl.col("collective").is_not_null() & pl.col("kind").is_in(SYNCHRONISING)
@@ -63,12 +53,7 @@ def is_sure(offset_ns: _Ns, residual_ns: _Ns) -> _Ns:
 
 
 def host_offsets(offsets: pl.DataFrame, hosts: pl.DataFrame) -> pl.DataFrame:
-    """Offsets of clocks where hosts are known: ranks of one host have one clock.
-
-    Args:
-        offsets: From `clock_offsets`.
-        hosts: `rank`, `host`; with a null in it the offsets are returned as they are.
-    """
+    """Offsets of clocks where hosts are known: ranks of one host have one clock."""
     if hosts["host"].null_count():
         return offsets
     known = offsets.join(hosts, on="rank", how="left")
@@ -79,12 +64,7 @@ def host_offsets(offsets: pl.DataFrame, hosts: pl.DataFrame) -> pl.DataFrame:
 
 
 def on_one_clock(kernels: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
-    """Subtracts the corrected offsets from `start_ns` and `end_ns`.
-
-    Args:
-        kernels: From `matching.match_collectives`.
-        offsets: From `clock_offsets`.
-    """
+    """Subtracts the corrected offsets from `start_ns` and `end_ns`."""
     moved = pl.when("corrected").then("offset_ns").otherwise(0).fill_null(0)
     joined = kernels.join(offsets.select("rank", moved=moved), on="rank", how="left")
     return joined.with_columns(

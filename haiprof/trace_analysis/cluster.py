@@ -10,11 +10,7 @@ _SCHEMES = ("tcp://", "tls://", "ucx://", "ws://", "wss://", "inproc://")
 
 
 def cluster_pool(address: str) -> Pool:
-    """The pool of an address as `--cluster` takes it.
-
-    Raises:
-        UsageError: haiprof cannot use it.
-    """
+    """The pool of an address as `--cluster` takes it."""
     if address == "slurm" or address.startswith("slurm:"):
         from haiprof.trace_analysis.slurm import SlurmCluster, SlurmOptions
 

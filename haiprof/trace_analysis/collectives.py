@@ -71,21 +71,7 @@ KERNELS_SCHEMA = {
 
 
 def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) -> pl.DataFrame:
-    """Communication kernels of a rank, by start; without any, its collectives on the CPU.
-
-    Args:
-        trace: One rank's.
-        steps: First profiler step and the one after the last; None takes all.
-
-    Returns:
-        `event` in `Trace.gpu`; `step` of the launch, null outside steps; `kind` (`all_reduce` ...,
-        `other` where neither metadata, nor the `nccl:` annotation around its launch, nor its name
-        says); `name`; `device`, `stream`; `process_group`, `group_ranks`, `part` of the job
-        that the group serves (`group_parts`), `group_size`, `sequence`, `dtype`, `in_count`,
-        `out_count` as recorded (PyTorch 2.2 and later) or, the counts and type only, from the
-        operator around the launch where shapes were recorded; null else;
-        `element_bytes`; `start_ns`, `end_ns` in ns since 1970 on the clock of the rank's host.
-    """
+    """Communication kernels of a rank, by start; without any, its collectives on the CPU."""
     gpu = gpu_events(trace, steps).with_row_index("row")
     talking = with_kind(gpu).filter(pl.col("kind") == COMMUNICATION)["row"]
     if talking.is_empty():

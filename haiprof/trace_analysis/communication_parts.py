@@ -24,20 +24,11 @@ PARTS_SCHEMA = {
 def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """How long each part of the job communicates on a rank, and what of it computing hides.
 
-    Args:
-        trace: One rank's.
-        steps: First profiler step and the one after the last; None takes all.
+    Exposed time of the pipeline is its bubble together with transfers that nothing hides: a
+    stage waits in the kernel that receives, and no trace of one stage tells the two apart.
 
-    Returns:
-        One row per device and part: `device`; `part`, null for groups whose description does not
-        say; `group_count`; `collective_count`; `time_ns`, in which at least one of its kernels
-        ran; `exposed_ns`, in which no kernel computed; `exposed_ratio` of the device's span. The
-        last two are null for collectives on the CPU. Empty without any collective.
-
-        Exposed time of the pipeline is its bubble together with transfers that nothing hides: a
-        stage waits in the kernel that receives, and no trace of one stage tells the two apart.
-        Source: pipeline bubble, Narayanan et al., "Efficient Large-Scale Language Model Training
-        on GPU Clusters Using Megatron-LM" (SC 2021), section 2.2, where transfers take no time.
+    Source: pipeline bubble, Narayanan et al., "Efficient Large-Scale Language Model Training
+    on GPU Clusters Using Megatron-LM" (SC 2021), section 2.2, where transfers take no time.
     """
     talking = collective_kernels(trace, steps=steps)
     base = clock_base_ns(trace)
@@ -62,13 +53,8 @@ def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def waits_by_part(parts: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
     """With how long each rank waited in the collectives of each part.
 
-    Args:
-        parts: From `communication_parts` of every rank, with `rank` in front.
-        waits: From `skew.collective_waits`.
-
-    Returns:
-        The same with `wait_ns`, the sum over the collectives whose arrivals are known, and
-        `waited_count` of those; null and 0 where none is.
+    The same with `wait_ns`, the sum over the collectives whose arrivals are known, and
+    `waited_count` of those; null and 0 where none is.
     """
     known = waits.filter(pl.col("missing").is_null())
     keys = ["rank", "device", "part"]

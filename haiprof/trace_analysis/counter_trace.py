@@ -39,20 +39,9 @@ def write_counter_trace(
     The trace's text is streamed, whatever its size: every event as written, without what is not
     JSON, and the file closed where the original is truncated.
 
-    Args:
-        trace: One rank's.
-        folder: Where; None is beside the trace.
-        counters: Which of `COUNTERS`.
-        suffix: What the name ends in before `.json.gz`.
+    One row: `path`; `counter_event_count`.
 
-    Returns:
-        One row: `path`; `counter_event_count`.
-
-        Source: HTA generate_trace_with_counters, which holds the whole trace in memory.
-
-    Raises:
-        UsageError: The suffix is no part of a file's name.
-        HaiprofError: The file cannot be written.
+    Source: HTA generate_trace_with_counters, which holds the whole trace in memory.
     """
     unknown = set(counters) - set(COUNTERS)
     if unknown:

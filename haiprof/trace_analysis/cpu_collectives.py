@@ -17,14 +17,10 @@ WAIT = "wait for a collective"
 def cpu_collectives(trace: Trace) -> pl.DataFrame:
     """The collectives that threads of a backend ran on the CPU.
 
-    Args:
-        trace: One rank's.
-
-    Returns:
-        By start: `event`, `name`, `ts_ns`, `dur_ns`; `input_dims` and `input_types` as JSON where
-        shapes were recorded; `launch_ns` and `launch_tid` of the operator
-        `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
-        number that no call of a GPU has.
+    By start: `event`, `name`, `ts_ns`, `dur_ns`; `input_dims` and `input_types` as JSON where
+    shapes were recorded; `launch_ns` and `launch_tid` of the operator
+    `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
+    number that no call of a GPU has.
     """
     texts = pl.col("name", "input_dims", "input_types").cast(pl.String)
     tables = (trace.annotations, trace.ops)
@@ -40,14 +36,9 @@ def cpu_collectives(trace: Trace) -> pl.DataFrame:
 def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     """Pauses of the thread that asked for a collective in which the collective ended.
 
-    Args:
-        spans: Operators and runtime calls: `tid`, `ts_ns`, `end_ns`.
-        collectives: From `cpu_collectives`, with their number as `kernel`.
-
-    Returns:
-        `name`, `tid`, `ts_ns`, `end_ns` (when the last collective of the pause ended) and
-        `kernel`. A thread in an operator does not wait; between operators it does, since
-        `Work.wait()` and the end of a backward pass are no operators.
+    `name`, `tid`, `ts_ns`, `end_ns` (when the last collective of the pause ended) and
+    `kernel`. A thread in an operator does not wait; between operators it does, since
+    `Work.wait()` and the end of a backward pass are no operators.
     """
     parts = [pl.DataFrame(schema={"name": pl.String, "tid": pl.Int64, "ts_ns": pl.Int64,
                                   "end_ns": pl.Int64, "kernel": pl.Int64})]  # fmt: skip

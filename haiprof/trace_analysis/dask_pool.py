@@ -27,13 +27,7 @@ class DaskPool(ABC):
         options: Mapping[str, Any],
         progress: Progress | None = None,
     ) -> list[_Result]:
-        """A task per file; each answer is the same as in one process.
-
-        Raises:
-            MissingExtraError: Dask is not installed.
-            UsageError: No scheduler answers at the address.
-            HaiprofError: Workers repeatedly died with one of the files.
-        """
+        """A task per file; each answer is the same as in one process."""
         with self._client(paths) as client:
             from distributed import as_completed
 
@@ -51,12 +45,7 @@ class DaskPool(ABC):
 
 
 class DaskCluster(DaskPool):
-    """On the workers of a Dask cluster that runs already.
-
-    Args:
-        address: Of its scheduler, such as `tcp://head:8786`.
-        timeout_s: How long the scheduler may take to answer.
-    """
+    """On the workers of a Dask cluster that runs already."""
 
     def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
         self.address = address

@@ -112,34 +112,26 @@ class _JobSamples(NamedTuple):
 def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
     """Compares what each name took in two sets of traces.
 
-    Args:
-        control: What is compared with: `diff_steps.step_samples` with the column `rank`.
-        test: What is judged.
+    `names`: one row per name, largest difference first: `of`; `name`; `change`; then per step,
+    as means over ranks and steps: `control_count`, `test_count`, `control_ns`, `test_ns`,
+    `difference_ns` (test minus control), `ratio` (test by control, null for what the control
+    has not); spread: `control_step_std_ns`, `test_step_std_ns` over steps (of means over
+    ranks) and `control_rank_std_ns`, `test_rank_std_ns` over ranks (of means over steps), null
+    with a single one; `explained_ns`, the difference in its share of the step's time, and
+    `explained_ratio` of the difference of step times: for kernels as for operators these add
+    up to 1 with `(GPU idle)` and `(no operator)`, null for other events and for equal step
+    times; `slower_probability`; `p_value` of a two-sided Mann-Whitney U test over steps,
+    `adjusted_p_value` for all names of a kind (Benjamini and Hochberg), both null with
+    `no_p_value_reason`.
 
-    Returns:
-        `names`: one row per name, largest difference first: `of`; `name`; `change`; then per step,
-        as means over ranks and steps: `control_count`, `test_count`, `control_ns`, `test_ns`,
-        `difference_ns` (test minus control), `ratio` (test by control, null for what the control
-        has not); spread: `control_step_std_ns`, `test_step_std_ns` over steps (of means over
-        ranks) and `control_rank_std_ns`, `test_rank_std_ns` over ranks (of means over steps), null
-        with a single one; `explained_ns`, the difference in its share of the step's time, and
-        `explained_ratio` of the difference of step times: for kernels as for operators these add
-        up to 1 with `(GPU idle)` and `(no operator)`, null for other events and for equal step
-        times; `slower_probability`; `p_value` of a two-sided Mann-Whitney U test over steps,
-        `adjusted_p_value` for all names of a kind (Benjamini and Hochberg), both null with
-        `no_p_value_reason`.
+    `change` compares counts per step: `added`, `deleted`, `increased`, `decreased` or
+    `unchanged`.
 
-        `change` compares counts per step: `added`, `deleted`, `increased`, `decreased` or
-        `unchanged`.
-
-        Source: HTA TraceDiff.compare_traces and ops_diff (`+` there is added or increased here,
-        `-` deleted or decreased). HTA compares sums over the first step of the first rank alone
-        unless told otherwise, cannot tell a difference from chance, counts the marks of steps,
-        and sums over as many steps as each side has. Tests over steps take these as independent,
-        and a step of several ranks as one measurement, as the ranks wait for each other.
-
-    Raises:
-        MissingDataError: Only one of the two has profiler steps, or no time passes in the control.
+    Source: HTA TraceDiff.compare_traces and ops_diff (`+` there is added or increased here,
+    `-` deleted or decreased). HTA compares sums over the first step of the first rank alone
+    unless told otherwise, cannot tell a difference from chance, counts the marks of steps,
+    and sums over as many steps as each side has. Tests over steps take these as independent,
+    and a step of several ranks as one measurement, as the ranks wait for each other.
     """
     before, after = _read_samples(control), _read_samples(test)
     if (before.steps == [None]) != (after.steps == [None]):
@@ -162,17 +154,7 @@ def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
 def verdict(
     diff: TraceDiff, *, tolerance_ratio: float = 0.0, significance: float = 0.05
 ) -> Verdict:
-    """Decides whether the test's steps are slower.
-
-    Args:
-        diff: From `compare_traces`.
-        tolerance_ratio: Slower by at most this part of the control's step is not slower.
-        significance: Largest p-value at which a difference counts.
-
-    Returns:
-        `is_slower` if the mean is beyond the tolerance, p is small enough, and most pairs of steps
-        say the same as the mean (a single slow step is no regression).
-    """
+    """Decides whether the test's steps are slower."""
     time = diff.step_time
     change = time.change_ratio
     direction = "slower" if change > 0 else "faster"

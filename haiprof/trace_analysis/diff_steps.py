@@ -53,30 +53,10 @@ def step_samples(
 ) -> pl.DataFrame:
     """Count and time of each name in each profiler step.
 
-    Args:
-        trace: One rank's.
-        of: Which events: `kernel` (all that ran on the GPU), `operator`, `runtime`, `annotation`.
-        names: `full`, `short` or `generic`: `haiprof.trace_analysis.kernel_names`.
-        geometry: Whether a kernel with another grid or block has another name (`launch_geometry`).
-        steps: First step and the one after the last.
-        by_step: Without it, and in a trace without steps, the whole trace is one window.
-
-    Returns:
-        One row per step, kind and name: `step`, null where the whole trace is one; `of`; `name`;
-        `count`; `total_ns`, the sum of durations, where nested operators count in each other;
-        `share_ns`, their part of the step's time, null for runtime calls and annotations: each
-        moment of the step is divided among the kernels that run on the GPU, or among the threads
-        that are in an operator, where the innermost one has it. With `(GPU idle)` and
-        `(no operator)` the shares of a step add up to its time. A row of `step` holds that time.
-
-        An operator belongs to the step in which it began, a kernel to that of its launch. A kernel
-        whose launch is not in the trace (it came before, or its record is lost) is in no step:
-        rows of `unlaunched` count them. Where the whole trace is one window, and in a trace
-        without launches, such kernels count by their own start.
-
-    Raises:
-        MissingDataError: None of the steps was recorded, or nothing at all.
-        ValueError: An unknown kind of events or names.
+    An operator belongs to the step in which it began, a kernel to that of its launch. A kernel
+    whose launch is not in the trace (it came before, or its record is lost) is in no step:
+    rows of `unlaunched` count them. Where the whole trace is one window, and in a trace
+    without launches, such kernels count by their own start.
     """
     unknown = set(of) - set(EVERYTHING)
     if unknown:
@@ -197,13 +177,7 @@ def _per_window(events: pl.DataFrame, windows: list[_StepWindow], kind: str) -> 
 
 
 class _Shares:
-    """Divides the time of windows among the names that are active in it.
-
-    Args:
-        spans: `name`, `pid`, `tid`, `ts_ns`, `dur_ns`, sorted by thread and start.
-        kind: `KERNEL`, where each running one gets its part, or `OPERATOR`, where each thread
-            gets its part and the innermost operator has it.
-    """
+    """Divides the time of windows among the names that are active in it."""
 
     def __init__(self, spans: pl.DataFrame, kind: str) -> None:
         self._kind = kind

@@ -81,21 +81,7 @@ def host_name(trace: Trace) -> str | None:
 
 
 def load_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
-    """What was read of each rank's file, and what not.
-
-    Args:
-        files: By rank.
-
-    Returns:
-        One row per rank: `rank`; `file`, its name; `world_size`, as it says; `first_step` and
-        `last_step`, null without profiler steps; `text_bytes` of JSON; `event_count` seen. These
-        add up to it: a count per table (`gpu_count`, `runtime_count`, ...), `redundant_count`
-        (arrows that say what correlations say), `not_used_count` (metadata, counters, marks),
-        `bad_time_count` (left out: no usable time) and `lost_count` (no JSON). `repaired_count`:
-        pieces read without values that are no JSON; `truncated_bytes`: of an unfinished last
-        event, null in a whole file. `fault_count` events and `faults`, their kinds with counts:
-        what `trace_check` says more of; null where nothing is wrong.
-    """
+    """What was read of each rank's file, and what not."""
     rows = [{"rank": rank, **_row(file)} for rank, file in files.items()]
     return pl.DataFrame(rows, schema={"rank": pl.Int64, **LOAD_SCHEMA}, orient="row")
 

@@ -35,15 +35,7 @@ GROUPS_SCHEMA = {
 
 
 def part_of(description: str | None) -> str | None:
-    """The part of the job that a group of this description serves; None where it does not say.
-
-    Args:
-        description: What the program gave as `group_desc`, or DeviceMesh for it.
-
-    Returns:
-        `whole job`, or the kinds of parallelism it names, such as `data parallel` or
-        `data and context parallel`. Nothing is guessed from sizes or from what a group sends.
-    """
+    """The part of the job that a group of this description serves; None where it does not say."""
     text = (description or "").lower()
     if text == "default_pg":
         return WHOLE_JOB
@@ -54,13 +46,7 @@ def part_of(description: str | None) -> str | None:
 
 
 def process_group_table(trace: Trace) -> pl.DataFrame:
-    """The process groups that a rank belongs to, as `torch.profiler` lists them.
-
-    Returns:
-        `process_group`, the name that collectives carry; `description`, null where the program
-        gave none; `part` from `part_of`; `backend`; `group_size`; `group_ranks` as JSON. Empty
-        where the trace has no list (`pg_config`, PyTorch 2.4 and later).
-    """
+    """The process groups that a rank belongs to, as `torch.profiler` lists them."""
     said = trace.metadata.get("distributedInfo")
     listed = said.get("pg_config") if isinstance(said, dict) else None
     rows = [_group(each) for each in listed or () if isinstance(each, dict)]
@@ -70,12 +56,7 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
 
 
 def with_part(collectives: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Collectives with the `part` of their `process_group`, and its ranks where only that has them.
-
-    Args:
-        collectives: Of one rank, with `process_group`, `group_ranks` and `group_size`.
-        groups: From `process_group_table` of the same rank.
-    """
+    """Collectives with the `part` of their `process_group`, and its ranks if only that has them."""
     listed = groups.select(
         "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
     )

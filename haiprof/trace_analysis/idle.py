@@ -35,27 +35,20 @@ def idle_breakdown(
 ) -> pl.DataFrame:
     """The idle time of each stream by what it waited for.
 
-    Args:
-        trace: One rank's.
-        steps: Only GPU events launched in these profiler steps.
-        streams: Only these; None takes all.
-        consecutive_kernel_delay_ns: A shorter gap is what the GPU needs between two kernels.
+    One row per device, stream and category: `device`, `stream`, `idle_category`, `idle_ns`,
+    `idle_ratio` (of the stream's idle time; null where it has none), `before_launch_ns` (the
+    part before the launch call began: what a faster host can save), `count` of idle
+    intervals and their `mean_ns`, `std_ns`, `min_ns`, `q25_ns`, `median_ns`, `q75_ns` and
+    `max_ns` (null without any; the sample's deviation: null of a single one). The categories:
+    `host_wait`: the next event was launched after all before it on the stream had ended;
+    `kernel_wait`: it was launched before, and the gap is below the delay; `other`: it was
+    launched before, and waited longer (an event of another stream, as a rule); `unknown`: its
+    launch is not in the trace. The idle time of a stream is that between its first start and
+    last end in which nothing ran on it. Empty without GPU events.
 
-    Returns:
-        One row per device, stream and category: `device`, `stream`, `idle_category`, `idle_ns`,
-        `idle_ratio` (of the stream's idle time; null where it has none), `before_launch_ns` (the
-        part before the launch call began: what a faster host can save), `count` of idle
-        intervals and their `mean_ns`, `std_ns`, `min_ns`, `q25_ns`, `median_ns`, `q75_ns` and
-        `max_ns` (null without any; the sample's deviation: null of a single one). The categories:
-        `host_wait`: the next event was launched after all before it on the stream had ended;
-        `kernel_wait`: it was launched before, and the gap is below the delay; `other`: it was
-        launched before, and waited longer (an event of another stream, as a rule); `unknown`: its
-        launch is not in the trace. The idle time of a stream is that between its first start and
-        last end in which nothing ran on it. Empty without GPU events.
-
-        Source: HTA get_idle_time_breakdown. HTA takes the end of the one event before instead of
-        the latest end, so that overlaps give negative gaps (D10), counts waits as events (D11),
-        gaps of 0 as intervals, and puts what has no launch under `kernel_wait` or `other`.
+    Source: HTA get_idle_time_breakdown. HTA takes the end of the one event before instead of
+    the latest end, so that overlaps give negative gaps (D10), counts waits as events (D11),
+    gaps of 0 as intervals, and puts what has no launch under `kernel_wait` or `other`.
     """
     gpu = gpu_events(trace, steps)
     if streams is not None:
@@ -72,14 +65,8 @@ def idle_breakdown(
 def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFrame:
     """The idle intervals of every stream.
 
-    Args:
-        gpu: From `gpu_events`.
-        runtime: `Trace.runtime`.
-        delay_ns: As `consecutive_kernel_delay_ns`.
-
-    Returns:
-        One row per interval: `device`, `stream`, `ts_ns` at which the next event begins, `gap_ns`,
-        `before_launch_ns`, `idle_category`.
+    One row per interval: `device`, `stream`, `ts_ns` at which the next event begins, `gap_ns`,
+    `before_launch_ns`, `idle_category`.
     """
     end = pl.col("ts_ns") + pl.col("dur_ns")
     timed = with_launch(gpu, runtime).with_columns(

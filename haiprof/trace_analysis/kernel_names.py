@@ -20,18 +20,7 @@ _TILE = re.compile(r"_\d+x\d+(?:x\d+)*")
 
 
 def name_normalizer(style: str, *, is_kernel: bool) -> Callable[[str], str]:
-    """The function that normalizes a name for a comparison.
-
-    Args:
-        style: `full` leaves names as they are. `short` drops template arguments, and from kernels
-            also parameters and the type that they return, as HTA's use_short_name. `generic` is
-            `short` without GPU generations (`volta_`, `sm80_`) and tile sizes (`_128x64`), with
-            NCCL's kernels by collective alone: one kernel then stands for many, on any GPU.
-        is_kernel: Whether the names are of kernels.
-
-    Raises:
-        ValueError: Another style.
-    """
+    """The function that normalizes a name for a comparison."""
     if style not in STYLES:
         raise ValueError(f"no names {style!r}: they are one of {', '.join(STYLES)}")
     if style == FULL:

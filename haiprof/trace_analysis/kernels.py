@@ -33,24 +33,9 @@ def kernels(
 ) -> pl.DataFrame:
     """Each kernel's count and time.
 
-    Args:
-        trace: One rank's.
-        steps: Only GPU events launched in these profiler steps.
-        num_kernels: At most so many kernels of each kind, the longest in sum.
-        duration_ratio: No more than the longest ones that make this share of their kind's time.
-        include_memory: Copies and sets too.
-
-    Returns:
-        One row per device, kind and name, the largest sum first: `device`, `kind`, `name`, `count`,
-        `sum_ns`, `min_ns`, `max_ns`, `mean_ns`, `std_ns` (null of one event), `kind_ratio` (share
-        of the kind's sum; null where that is 0), `name_count`. With a limit, what it leaves out
-        makes one row `others` per kind, last: its statistics are over all events in it, and
-        `name_count` says how many kernels they are of; elsewhere that is 1. Empty without GPU
-        events.
-
-        Source: the second frame of HTA get_gpu_kernel_breakdown. HTA's mean, min and max are the
-        sum, and its deviation 0, as soon as a limit takes effect (D2); its duration_ratio cuts at
-        a quantile of the running sum, not at a share of the time (D4).
+    Source: the second frame of HTA get_gpu_kernel_breakdown. HTA's mean, min and max are the
+    sum, and its deviation 0, as soon as a limit takes effect (D2); its duration_ratio cuts at
+    a quantile of the running sum, not at a share of the time (D4).
     """
     gpu = with_kind(gpu_events(trace, steps)).select(*_GROUP, "name", "dur_ns")
     if not include_memory:
@@ -63,13 +48,7 @@ def limit_kernels(
 ) -> pl.DataFrame:
     """GPU events by name; those with the least time as one row `others`.
 
-    Args:
-        gpu: `device`, `kind`, `name`, `dur_ns`.
-        num_kernels: As in `kernels`.
-        duration_ratio: As in `kernels`.
-
-    Returns:
-        As `kernels`.
+    As `kernels`.
     """
     by_name = gpu.group_by(*_GROUP, "name").agg("dur_ns", longest_ns=pl.col("dur_ns").sum())
     marked = _mark_kept_rows(by_name, num_kernels, duration_ratio).explode("dur_ns")
@@ -107,22 +86,7 @@ def _with_shares(found: pl.DataFrame) -> pl.DataFrame:
 
 
 def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
-    """The same kernel on every rank: which one is slow at it, and what that costs.
-
-    Args:
-        breakdown: `kernels` of all ranks without a limit, with a column `rank`.
-
-    Returns:
-        One row per kind and name, the largest excess first: `kind`, `name`, `rank_count` (ranks
-        that ran it), `count` and `sum_ns` over them, `mean_ns` (mean of the ranks' means),
-        `std_ns` (deviation of the ranks' means), `slowest_rank` and `fastest_rank` (by their mean)
-        with `slowest_mean_ns` and `fastest_mean_ns`, `others_median_ns` (median of the means of
-        the ranks other than the slowest), `distance_ratio` (how far the slowest is above that, as
-        a share of it), `excess_ns` (that distance times the slowest rank's count: what the rank
-        would save at the others' pace). What needs a second rank is null where one alone ran it.
-        A collective's kernel runs while it waits for the other ranks: the longest of them is on
-        the rank that came first, not on a slow one.
-    """
+    """The same kernel on every rank: which one is slow at it, and what that costs."""
     per_rank = breakdown.group_by("kind", "name", "rank").agg(
         pl.col("count", "sum_ns").sum(),
     ).with_columns(mean_ns=pl.col("sum_ns") / pl.col("count")).sort("rank")  # fmt: skip

@@ -16,14 +16,7 @@ _LIMIT = 1 << 31
 def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     """Kernels under their names with grid and block, as CUDA writes a launch.
 
-    Args:
-        gpu: From `Trace.gpu`.
-
-    Returns:
-        The same with names such as `gemm <<<8x4, 256>>>`: dimensions of 1 at the end are left out.
-        What has no recorded grid and block (copies, traces without them) keeps its name.
-
-        Source: PerfTracker (seed 001), where name, grid and block make a kernel.
+    Source: PerfTracker (seed 001), where name, grid and block make a kernel.
     """
     triple = ("name", "grid", "block")
     kinds = gpu.select(triple).unique()
@@ -34,11 +27,7 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
 
 
 def block_counts(gpu: pl.DataFrame) -> pl.Series:
-    """Blocks of each launch; null where its grid was not recorded.
-
-    Args:
-        gpu: From `Trace.gpu`.
-    """
+    """Blocks of each launch; null where its grid was not recorded."""
     grids = gpu["grid"].cast(pl.String)
     known = {text: _product(text) for text in grids.unique() if text is not None}
     return grids.replace_strict(known, default=None, return_dtype=pl.Int64)

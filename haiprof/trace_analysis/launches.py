@@ -17,15 +17,10 @@ LAUNCH_DELAY_CUTOFF_NS = 100_000
 def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
     """GPU events with the call that launched them, whatever the call's name.
 
-    Args:
-        gpu: Rows of `gpu_events`.
-        runtime: `Trace.runtime`.
-
-    Returns:
-        Every GPU event, by start, with `call`, `call_ts_ns`, `call_dur_ns` and the call's `pid`,
-        `tid`, `external_id`; null where the launch is not in the trace. Kernels of a CUDA graph
-        share one call. Of several calls with one correlation the outermost counts: a runtime call
-        around the driver's. A correlation of 0 is none.
+    Every GPU event, by start, with `call`, `call_ts_ns`, `call_dur_ns` and the call's `pid`,
+    `tid`, `external_id`; null where the launch is not in the trace. Kernels of a CUDA graph
+    share one call. Of several calls with one correlation the outermost counts: a runtime call
+    around the driver's. A correlation of 0 is none.
     """
     calls = runtime.filter(pl.col("correlation") > 0).select(
         "correlation",
@@ -42,11 +37,7 @@ def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
 
 
 def launched_events(trace: Trace, steps: Steps = None) -> pl.DataFrame:
-    """GPU events whose launch is in the trace, with the call: columns of `with_call`.
-
-    Raises:
-        MissingDataError: There are GPU events, and no launch call for any of them.
-    """
+    """GPU events whose launch is in the trace, with the call: columns of `with_call`."""
     found = with_call(gpu_events(trace, steps), trace.runtime).drop_nulls("call")
     if found.is_empty() and len(trace.gpu) and not _any_launch(trace):
         raise MissingDataError(
@@ -71,25 +62,10 @@ def launch_statistics(
 ) -> pl.DataFrame:
     """The cost of each launch, and the delay until its work began.
 
-    Args:
-        trace: One rank's.
-        steps: Only launches in these profiler steps.
-        runtime_cutoff_ns: A call longer than this is an outlier.
-        launch_delay_cutoff_ns: A delay longer than this is an outlier.
-        include_memory_events: Whether copies and sets count.
-
-    Returns:
-        One row per launch, by its start: `correlation`; `call`; `kernel`, the first that it
-        started; `kernel_count`; `device` and `stream` of the first; `ts_ns`; `cpu_duration_ns` of
-        the call; `gpu_duration_ns`, the sum over its kernels; `launch_delay_ns` from the call's
-        end to the first kernel's start, 0 where it began before the call returned; `is_short`
-        (the call took no longer than the cut-off, and longer than its kernels);
-        `is_runtime_outlier`; `is_launch_delay_outlier`.
-
-        Source: HTA get_cuda_kernel_launch_stats. HTA knows four calls; here a launch is whatever
-        call a GPU event names as its own: cuLaunchKernel(Ex), cooperative, graph and HIP launches
-        as well (D16). HTA counts a graph's kernels as a launch each (D17). The delay holds the
-        time in which earlier work kept the stream busy; see `queue_length`.
+    Source: HTA get_cuda_kernel_launch_stats. HTA knows four calls; here a launch is whatever
+    call a GPU event names as its own: cuLaunchKernel(Ex), cooperative, graph and HIP launches
+    as well (D16). HTA counts a graph's kernels as a launch each (D17). The delay holds the
+    time in which earlier work kept the stream busy; see `queue_length`.
     """
     found = launched_events(trace, steps)
     if not include_memory_events:
@@ -136,22 +112,7 @@ def launch_summary(
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
     include_memory_events: bool = True,
 ) -> pl.DataFrame:
-    """Launches by call: how many, how long, and how many are short or outliers.
-
-    Args:
-        trace: One rank's.
-        steps: As of `launch_statistics`.
-        runtime_cutoff_ns: As of `launch_statistics`.
-        launch_delay_cutoff_ns: As of `launch_statistics`.
-        include_memory_events: As of `launch_statistics`.
-
-    Returns:
-        One row per call, the most frequent first: `call`; `launch_count`; `kernel_count`;
-        `cpu_duration_ns`, `gpu_duration_ns` and `launch_delay_ns` as sums, the first and last also
-        as `..._median_ns` and `..._max_ns`; `short_count`; `runtime_outlier_count`;
-        `launch_delay_outlier_count`. GPU events without a launch in the trace (launched before it
-        began, as a rule) are a row with `call` null: their count and duration, all else null.
-    """
+    """Launches by call: how many, how long, and how many are short or outliers."""
     launches = launch_statistics(
         trace,
         steps=steps,

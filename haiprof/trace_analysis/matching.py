@@ -23,20 +23,13 @@ _GROUP = ("kind", "process_group", "group_ranks")
 def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     """Kernels of all ranks with the collective that each is part of.
 
-    Args:
-        kernels: `collective_kernels` of every rank with `rank` in front.
-
-    Returns:
-        The same with `collective` (numbers from 0 by first start; null where it is found on no
-        other rank), `matched_by` and `confidence`:
-
-        - `sequence` (1.0; 0.5 where sizes contradict): process group, its ranks, kind and number
-          within the group, which PyTorch records since 2.3.
-        - `order` (0.9): the n-th of its kind, group and communication stream in the same profiler
-          step, where every rank has as many, and nearly all of them overlap in time, as they
-          are or once the hosts' clocks are compared by the collectives' ends.
-        - `end` (0.7): ends at the same time, where order fails: windows that differ, or kernels
-          missing from a trace. Only where clocks agree.
+    - `sequence` (1.0; 0.5 where sizes contradict): process group, its ranks, kind and number
+    within the group, which PyTorch records since 2.3.
+    - `order` (0.9): the n-th of its kind, group and communication stream in the same profiler
+    step, where every rank has as many, and nearly all of them overlap in time, as they
+    are or once the hosts' clocks are compared by the collectives' ends.
+    - `end` (0.7): ends at the same time, where order fails: windows that differ, or kernels
+    missing from a trace. Only where clocks agree.
     """
     roles = _with_role(kernels.filter(pl.col("kind") != "other"))
     numbered = _add_key(roles.filter(_has_sequence()), [*_GROUP, "sequence"], BY_SEQUENCE)

@@ -31,24 +31,14 @@ _HINT = "export_memory_timeline writes such a file when its name ends in .raw.js
 def memory_by_category(path: str | Path) -> pl.DataFrame:
     """What each category of tensors holds over time.
 
-    Args:
-        path: What `prof.export_memory_timeline(path, device)` wrote, packed or not. `*.raw.json.gz`
-            is a list of [time in ns, action, change in bytes, category]; `*.json` and `*.json.gz`
-            are [times in us, sizes by category], whose first size is always 0. It holds one
-            device, and does not say which.
+    One row per time at which something changed: `ts_ns`; then, after all changes at that time,
+    `parameter_bytes`, `optimizer_state_bytes`, `input_bytes`, `temporary_bytes`,
+    `activation_bytes`, `gradient_bytes`, `autograd_detail_bytes`, `unknown_bytes`, and
+    `total_bytes`. What was there before profiling counts from the first time on.
 
-    Returns:
-        One row per time at which something changed: `ts_ns`; then, after all changes at that time,
-        `parameter_bytes`, `optimizer_state_bytes`, `input_bytes`, `temporary_bytes`,
-        `activation_bytes`, `gradient_bytes`, `autograd_detail_bytes`, `unknown_bytes`, and
-        `total_bytes`. What was there before profiling counts from the first time on.
-
-        Source: HTA MemoryAnalysis, torch's MemoryProfileTimeline. HTA keeps a row for every
-        change of time in the file's order and draws it; this is the frame, by time. Torch's
-        memory snapshots are another format: `trace_format.memory_snapshot`.
-
-    Raises:
-        TraceFormatError: It is not such a file.
+    Source: HTA MemoryAnalysis, torch's MemoryProfileTimeline. HTA keeps a row for every
+    change of time in the file's order and draws it; this is the frame, by time. Torch's
+    memory snapshots are another format: `trace_format.memory_snapshot`.
     """
     path = Path(path)
     rows = _json(path)

@@ -24,21 +24,14 @@ _DEVICE = ("device_type", "device")
 def memory_timeline(trace: Trace) -> pl.DataFrame:
     """What the allocators held after each event.
 
-    Args:
-        trace: One rank's, recorded with `profile_memory=True`.
+    One row per event, by device and time: `device_type` (`cpu`, `cuda`, ...); `device`, null
+    for the CPU; `ts_ns`; `change_bytes`, negative when freed; `since_start_bytes`, the sum of
+    the changes so far; `allocated_bytes` in tensors and `reserved_bytes` by the caching
+    allocator, as PyTorch said them. Both are null in traces of 2021, which hold changes
+    alone, and `reserved_bytes` is null for the CPU, which reserves nothing ahead.
 
-    Returns:
-        One row per event, by device and time: `device_type` (`cpu`, `cuda`, ...); `device`, null
-        for the CPU; `ts_ns`; `change_bytes`, negative when freed; `since_start_bytes`, the sum of
-        the changes so far; `allocated_bytes` in tensors and `reserved_bytes` by the caching
-        allocator, as PyTorch said them. Both are null in traces of 2021, which hold changes
-        alone, and `reserved_bytes` is null for the CPU, which reserves nothing ahead.
-
-        Source: torch.profiler's `[memory]` events (c10 `reportMemoryUsageToProfiler`). HTA drops
-        them when it reads a trace (D24).
-
-    Raises:
-        MissingDataError: No memory event was recorded.
+    Source: torch.profiler's `[memory]` events (c10 `reportMemoryUsageToProfiler`). HTA drops
+    them when it reads a trace (D24).
     """
     events = _events(trace)
     return events.select(
@@ -52,22 +45,7 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
 
 
 def memory_allocations(trace: Trace) -> pl.DataFrame:
-    """Blocks of memory with their lifetimes.
-
-    Args:
-        trace: One rank's, recorded with `profile_memory=True` by a PyTorch of 2022 or later.
-
-    Returns:
-        One row per block, by device and time: `device_type`; `device`; `address`; `size_bytes`;
-        `allocated_ns`, null if before the window; `freed_ns`, null if nobody saw it freed;
-        `lifetime_ns`, null unless both were seen; `operator`, the innermost one that was running
-        on the allocating thread, null outside all operators and before the window; `freed_by`, the
-        same of its end. A block that was allocated before the window and not freed in it left no
-        event, and is not here.
-
-    Raises:
-        MissingDataError: No memory event was recorded, or none says its address.
-    """
+    """Blocks of memory with their lifetimes."""
     found = _allocations(trace, _with_operators(_events(trace), _operators(trace)))
     return found.drop("order", "gone")
 
@@ -75,23 +53,8 @@ def memory_allocations(trace: Trace) -> pl.DataFrame:
 def memory_by_operator(trace: Trace) -> pl.DataFrame:
     """What each operator allocated, freed, and left behind.
 
-    Args:
-        trace: One rank's, recorded with `profile_memory=True`.
-
-    Returns:
-        One row per device and operator, largest own increase first: `device_type`; `device`;
-        `operator`, null for what happened outside all operators; `allocation_count` and
-        `allocated_bytes`, `free_count` and `freed_bytes` of events directly inside it (no
-        operator further inside was running); `self_increase_bytes`, the difference; with the
-        operators inside it as well, `increase_bytes`, where a recursion counts once; of what it
-        allocated directly, `kept_count` and `kept_bytes` that nobody freed in the window, null
-        where events have no address.
-
-        Source: "Size Increase" and "Self Size Increase" of TensorBoard's memory view
-        (torch-tb-profiler, memory view).
-
-    Raises:
-        MissingDataError: No memory event was recorded.
+    Source: "Size Increase" and "Self Size Increase" of TensorBoard's memory view
+    (torch-tb-profiler, memory view).
     """
     operators = _operators(trace)
     events = _with_operators(_events(trace), operators)
@@ -116,40 +79,12 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
 
 
 def memory_at_peak(trace: Trace) -> pl.DataFrame:
-    """What was alive when each device held most.
-
-    Args:
-        trace: One rank's, recorded with `profile_memory=True` by a PyTorch of 2022 or later.
-
-    Returns:
-        One row per device and operator, largest first: `device_type`; `device`; `ts_ns` of the
-        first event after which most was allocated; `peak_bytes` then; `origin`, `window` for
-        blocks allocated in the window and `before` for older ones; `operator` that allocated them,
-        null outside all operators and for older ones; `block_count`, null for older ones, of which
-        those that were not freed in the window left no event; `size_bytes`; `ratio` of the peak.
-        The sizes of a device add up to its peak exactly: what was there before is what the rest
-        of `peak_bytes` is.
-
-    Raises:
-        MissingDataError: No memory event was recorded, or none says addresses and totals.
-    """
+    """What was alive when each device held most."""
     return _at_peak(trace, _operators(trace))
 
 
 def memory_at_peak_by_module(trace: Trace) -> pl.DataFrame:
-    """What was alive when each device held most, by the module that allocated it.
-
-    Args:
-        trace: As for `memory_at_peak`, with modules, annotated ranges or call stacks.
-
-    Returns:
-        As `memory_at_peak`, with `module` in place of `operator`: the innermost part of
-        `haiprof.trace_analysis.modules` around the allocation on its thread. What autograd's
-        threads allocate is outside of all.
-
-    Raises:
-        MissingDataError: No memory event was recorded, none says addresses, or no module.
-    """
+    """What was alive when each device held most, by the module that allocated it."""
     return _at_peak(trace, part_tree(trace)).rename({"operator": "module"})
 
 

@@ -104,21 +104,7 @@ def merge_traces(
     reading: ReadProgress | None = None,
     writing: Progress | None = None,
 ) -> MergeReport:
-    """Writes one trace of all ranks.
-
-    Args:
-        sources: Trace files, folders with one file per rank, a run directory.
-        output: See `haiprof.trace_format.merge.packed_file.packed_file`.
-        options: See `MergeOptions`.
-        pool: Where traces are read for their collectives and steps; None decides by their size.
-        reading: Called with how many of them are read.
-        writing: Called with how much is written.
-
-    Raises:
-        TraceFormatError: A trace cannot be read, or two are of one rank.
-        UsageError: The output exists already.
-        HaiprofError: The output cannot be written.
-    """
+    """Writes one trace of all ranks."""
     paths, left_out = merge_files(sources, options.window)
     inputs = merge_inputs(paths, ranks=options.ranks)
     check_target(output, [each.path for each in inputs.values()], force=options.force)
@@ -207,18 +193,7 @@ def _base_ns(inputs: Mapping[int, TraceInput]) -> int:
 
 
 def step_range(trace: Trace, *, steps: tuple[int, int]) -> Range:
-    """When some steps began, and when they and what they launched ended; a question for a pool.
-
-    Args:
-        trace: One rank's.
-        steps: First step and the one after the last.
-
-    Returns:
-        In the trace's own time, ns.
-
-    Raises:
-        MissingDataError: None of the steps was recorded.
-    """
+    """When some steps began, and when they and what they launched ended; a question for a pool."""
     start_ns, end_ns = step_window(trace, steps)
     launched = gpu_events(trace, steps)
     ends = (launched["ts_ns"] + launched["dur_ns"]).to_list()

@@ -35,30 +35,8 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     A part is an nn.Module (recorded with `with_modules` or `with_stack`), or a record_function
     range; where no module was recorded, also a Python function `forward` of the call stacks.
 
-    Args:
-        trace: One rank's.
-        steps: Only calls begun and work launched in these profiler steps.
-
-    Returns:
-        One row per part and place in the tree, a part before those in it: `path` (names from the
-        outermost part, with `/`), `name`, `kind` (`module`, `annotation`, `function`), `depth`,
-        `call_count`; `host_ns` of its calls and `host_self_ns` without parts inside;
-        `backward_host_ns` of the autograd nodes whose forward operators ran in it;
-        `kernel_count` (forward and backward, its own); `device_self_ns` of GPU events launched in
-        it and in no part inside it, `device_ns` with those inside; `backward_device_self_ns` and
-        `backward_device_ns` likewise of GPU events launched by its autograd nodes. Durations of
-        events that ran at the same time count in full. `graph_kernel_count` and
-        `graph_device_self_ns` are what of its own, forward and backward, a CUDA graph launched:
-        those kernels count for the part that launched the graph, as its capture, which
-        would say in which part each was captured, is not in the trace, or cannot be told
-        from others. The row with `path` null is of GPU events launched in no part, so that
-        both self columns add up to all GPU time.
-
-        Source: autograd joins an operator with its node by a sequence number: the node's forward
-        operator is the last one begun before with that number (torch.autograd.profiler).
-
-    Raises:
-        MissingDataError: Neither modules nor ranges nor stacks were recorded.
+    Source: autograd joins an operator with its node by a sequence number: the node's forward
+    operator is the last one begun before with that number (torch.autograd.profiler).
     """
     tree = part_tree(trace)
     paths = _paths(tree)
@@ -88,11 +66,7 @@ def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def part_tree(trace: Trace) -> CallTree:
-    """Modules and annotated ranges with their nesting.
-
-    Raises:
-        MissingDataError: Neither modules nor ranges nor stacks were recorded.
-    """
+    """Modules and annotated ranges with their nesting."""
     tree = nest(_module_calls(trace))
     if tree.spans.is_empty():
         raise MissingDataError(

@@ -18,14 +18,9 @@ _GROUP = ("process_group", "group_ranks")
 def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
     """How long each rank was in communication of its other groups before a collective.
 
-    Args:
-        kernels: `rank`, `process_group`, `group_ranks`, `start_ns`, `end_ns`; all communication
-            kernels of the ranks, matched or not.
-
-    Returns:
-        The same with `elsewhere_ns`: from the end of the rank's last collective of the same group
-        (of the first: from its first collective of all) to the beginning of this one, the time in
-        kernels of other groups, waiting included. 0 where a rank has one group.
+    The same with `elsewhere_ns`: from the end of the rank's last collective of the same group
+    (of the first: from its first collective of all) to the beginning of this one, the time in
+    kernels of other groups, waiting included. 0 where a rank has one group.
     """
     texts = (pl.col(name).fill_null("") for name in _GROUP)
     group = pl.concat_str(*texts, separator="|").rank("dense").cast(pl.Int64)
@@ -51,23 +46,13 @@ def _elsewhere(own: pl.DataFrame) -> Ints:
 
 
 def with_passed_on(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """With `passed_on`: how much longer than the others' each rank's time elsewhere was.
-
-    Args:
-        arrivals: From `skew.collective_waits`, those whose times are known.
-    """
+    """With `passed_on`: how much longer than the others' each rank's time elsewhere was."""
     found = above_others(arrivals, "elsewhere_ns", "passed_on")
     return found.with_columns(pl.col("passed_on").clip(0))
 
 
 def above_others(arrivals: pl.DataFrame, column: str, name: str) -> pl.DataFrame:
-    """With a value of each rank less the median of the other ranks' in the same collective.
-
-    Args:
-        arrivals: `collective`, one row per rank in each.
-        column: The value, in whole ns.
-        name: Of the new column.
-    """
+    """With a value of each rank less the median of the other ranks' in the same collective."""
     values = pl.col(column).sort().over("collective", mapping_strategy="join")
     place = pl.col(column).rank("ordinal").over("collective").cast(pl.Int64) - 1
     others = pl.len().over("collective").cast(pl.Int64) - 1

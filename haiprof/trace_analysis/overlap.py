@@ -29,12 +29,7 @@ TYPES_SCHEMA = {
 def overlap(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """How much of the communication of each GPU computation hides.
 
-    Returns:
-        One row per device: `device`, `compute_ns` and `communication_ns` in which at least one
-        such kernel ran, `overlap_ns` in which both did, and `overlap_ratio`, the hidden share of
-        the communication; null without any. One row of nulls without GPU events.
-
-        Source: HTA get_comm_comp_overlap, in integer ns (D1) and per device (D12).
+    Source: HTA get_comm_comp_overlap, in integer ns (D1) and per device (D12).
     """
     rows = [
         (device, *_overlap(kinds[COMPUTATION], kinds[COMMUNICATION]))
@@ -52,14 +47,8 @@ def _overlap(compute: Intervals, talk: Intervals) -> tuple[int, int, int, float 
 def kernel_types(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """The busy time of each GPU by the kinds of event that ran at the same time.
 
-    Returns:
-        Seven rows per device, every combination of the three kinds: `device`; `kernel_type`, such
-        as `computation` (alone) or `computation overlapping communication` (both at once, nothing
-        else); `time_ns`; `time_ratio` of the busy time. The times of a device add up to its busy
-        time. Empty without GPU events.
-
-        Source: the first frame of HTA get_gpu_kernel_breakdown, which adds all ranks together,
-        cuts each piece to whole us (D3) and merges devices (D12).
+    Source: the first frame of HTA get_gpu_kernel_breakdown, which adds all ranks together,
+    cuts each piece to whole us (D3) and merges devices (D12).
     """
     rows = [
         (device, name, time_ns) for device, kinds in _times(trace, steps)

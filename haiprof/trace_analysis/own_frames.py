@@ -15,9 +15,6 @@ def without_own_frames(calls: pl.DataFrame) -> pl.DataFrame:
 
     What a wrapper of haiprof called belongs to the wrapper's caller, and the wrapper's own time
     with it. Threads that haiprof started are left out whole.
-
-    Args:
-        calls: `Trace.python`.
     """
     names = calls["name"].unique()
     own_names = names.filter(names.cast(pl.String).str.contains(_OWN))

@@ -68,11 +68,7 @@ class Serial:
 
 
 class LocalProcesses:
-    """Answers in processes of this machine.
-
-    Args:
-        count: How many; None takes one per core that this process may use.
-    """
+    """Answers in processes of this machine."""
 
     def __init__(self, count: int | None = None) -> None:
         self._count = count or len(os.sched_getaffinity(0))
@@ -84,11 +80,7 @@ class LocalProcesses:
         options: Mapping[str, Any],
         progress: Progress | None = None,
     ) -> list[_Result]:
-        """Several files at a time; each answer is the same as in one process.
-
-        Raises:
-            HaiprofError: A process was killed, for example as memory ran out.
-        """
+        """Several files at a time; each answer is the same as in one process."""
         workers = min(self._count, len(paths))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
             with _isolate_main(question):

@@ -44,26 +44,9 @@ class _Calls(NamedTuple):
 def python_stacks(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """Python calls by their call stack.
 
-    Args:
-        trace: One rank's, recorded with `with_stack=True`.
-        steps: Only what ran from the beginning of the first profiler step to the end of the one
-            before the second; calls that reach beyond are cut there.
-
-    Returns:
-        One row per thread and stack, longest own time first: `pid`; `tid`; `stack`, names from the
-        root to the leaf with `;` between; `name`, the leaf, without the addresses of objects;
-        `depth`, calls around it; `calls` that began in the window; `total_ns`; `self_ns`, without
-        the Python calls directly inside; `non_overlapped_ns` and `self_non_overlapped_ns`, the
-        parts of these in which nothing ran on any GPU of the rank; `non_overlapped_ratio` and
-        `self_non_overlapped_ratio`, their shares. Those four are null where no GPU event was
-        recorded: then nobody knows what ran there.
-
-        Source: self and total time as in cProfile and in TensorBoard's operator view. HTA has no
-        such question. Whose call a call is comes from `Python parent id`, or from the nesting of
-        times where ids are missing or contradict the times.
-
-    Raises:
-        MissingDataError: The trace has no Python functions, or none of the steps.
+    Source: self and total time as in cProfile and in TensorBoard's operator view. HTA has no
+    such question. Whose call a call is comes from `Python parent id`, or from the nesting of
+    times where ids are missing or contradict the times.
     """
     calls = _calls(trace, steps)
     found = calls.frame.group_by("stack").agg(
@@ -85,20 +68,7 @@ def python_stacks(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def python_functions(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
-    """Python calls by function, whoever called them.
-
-    Args:
-        trace: One rank's, recorded with `with_stack=True`.
-        steps: As for `python_stacks`.
-
-    Returns:
-        One row per thread and function, longest own time first, with the columns of
-        `python_stacks` but `stack` and `depth`. `total_ns` and `non_overlapped_ns` count the
-        outermost call of a recursion only, so that no time counts twice; the own times count all.
-
-    Raises:
-        MissingDataError: The trace has no Python functions, or none of the steps.
-    """
+    """Python calls by function, whoever called them."""
     calls = _calls(trace, steps)
     per_stack = pl.DataFrame({
         "stack": np.arange(len(calls.stacks.name)), "thread": calls.stacks.thread,
@@ -123,19 +93,7 @@ def python_functions(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
     """Stacks as text for a flame graph, a line each: `root;...;leaf 123`.
 
-    Args:
-        stacks: From `python_stacks`, with or without a column `rank`.
-        value: `self_ns`, or `self_non_overlapped_ns` for the time in which no GPU worked.
-
-    Returns:
-        Lines as flamegraph.pl, speedscope and inferno read them; each begins with the thread (and
-        the rank). What took no time has no line.
-
-        Source: https://github.com/brendangregg/FlameGraph, stackcollapse.
-
-    Raises:
-        ValueError: Another value.
-        MissingDataError: No GPU event was recorded, and `self_non_overlapped_ns` is asked for.
+    Source: https://github.com/brendangregg/FlameGraph, stackcollapse.
     """
     if value not in FOLDED_VALUES:
         raise ValueError(f"no flame graph of {value!r}: it is one of {', '.join(FOLDED_VALUES)}")

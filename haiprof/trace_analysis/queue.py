@@ -17,24 +17,16 @@ _STREAM = ("device", "stream")
 def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """The launch queue of each stream over time.
 
-    Args:
-        trace: One rank's.
-        steps: Only what was launched in these profiler steps; the queue begins empty.
+    A launch enters the queue when its call begins, and leaves it when the first of what it
+    started on that stream begins. A CUDA graph enters once for each stream that it has nodes
+    on, not once for each node: so it counts against the launches that a stream takes.
 
-    Returns:
-        One row per change, by stream and time: `device`; `stream`; `ts_ns`; `queue_length` from
-        then to the next change. Of several changes at one time the last holds.
+    Never negative: only launches whose call and GPU event are both in the trace count, an
+    entry at the time of a leaving comes before it, and a kernel whose recorded start lies
+    before its call (the clocks of CPU and GPU are matched to about 1 us) leaves at once.
 
-        A launch enters the queue when its call begins, and leaves it when the first of what it
-        started on that stream begins. A CUDA graph enters once for each stream that it has nodes
-        on, not once for each node: so it counts against the launches that a stream takes.
-
-        Never negative: only launches whose call and GPU event are both in the trace count, an
-        entry at the time of a leaving comes before it, and a kernel whose recorded start lies
-        before its call (the clocks of CPU and GPU are matched to about 1 us) leaves at once.
-
-        Source: HTA get_queue_length_time_series, which knows twelve names of calls, and no graph
-        or cooperative launches (D16, D17).
+    Source: HTA get_queue_length_time_series, which knows twelve names of calls, and no graph
+    or cooperative launches (D16, D17).
     """
     waiting = _entries(trace, steps)
     change = [
@@ -55,15 +47,8 @@ def _entries(trace: Trace, steps: Steps) -> pl.DataFrame:
 def queue_length_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """How long the launch queue of each stream was: over time, and over its changes.
 
-    Returns:
-        One row per stream: `device`; `stream`; `launch_count`; `span_ns` from the first entry to
-        the last leaving; `empty_ns` of it with an empty queue; `mean_length` over that time, null
-        where it is none; `max_length`; and over the values of `queue_length`, a row per change
-        whatever its duration: `change_count`, `change_mean`, `change_std`, `change_min`,
-        `change_q25`, `change_q50`, `change_q75`, `change_max`.
-
-        Source: the last eight are HTA's get_queue_length_summary. They weigh a length that held
-        for 1 us like one that held for a second: `mean_length` does not.
+    Source: the last eight are HTA's get_queue_length_summary. They weigh a length that held
+    for 1 us like one that held for a second: `mean_length` does not.
     """
     series = _with_duration(queue_length(trace, steps=steps))
     length, duration = pl.col("queue_length"), pl.col("dur_ns")
@@ -90,18 +75,8 @@ def full_queue(
 ) -> pl.DataFrame:
     """How long the launch queue of each stream was full: launch calls block meanwhile.
 
-    Args:
-        trace: One rank's.
-        steps: As of `queue_length`.
-        max_queue_length: From which on it is full.
-
-    Returns:
-        One row per stream, also where it was never full: `device`; `stream`; `full_ns`;
-        `trace_ns`, from the first to the last thing in the trace that operators, calls or the GPU
-        did; `full_ratio` of it.
-
-        Source: HTA get_time_spent_blocked_on_full_queue, which keeps only the last of a rank's
-        streams (D14) and says nothing of streams that were never full.
+    Source: HTA get_time_spent_blocked_on_full_queue, which keeps only the last of a rank's
+    streams (D14) and says nothing of streams that were never full.
     """
     series = _with_duration(queue_length(trace, steps=steps))
     trace_ns = _trace_ns(trace)

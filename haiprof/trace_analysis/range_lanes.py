@@ -29,13 +29,6 @@ def with_range_lanes(path: Path) -> Iterator[Path]:
     With Python stacks a range begins inside the call that opens it and ends after that call:
     neither contains the other, and Perfetto drops the range. In a lane of its own it is shown
     unchanged.
-
-    Args:
-        path: Any trace.
-
-    Returns:
-        A temporary file, gone afterwards; the trace itself where no Python functions were recorded,
-        or where it is merged or damaged.
     """
     try:
         trace = Trace(path)

@@ -139,22 +139,7 @@ def standard_report(
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> TraceReport:
-    """All tables of the report; each trace is opened once, by one task.
-
-    Args:
-        path: A trace, a folder with one file per rank, or a run directory.
-        steps: First profiler step and the one after the last; None takes all.
-        rank: Only this one; None takes all.
-        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
-        named: These files alone, as for `RankTraces`.
-        pool: Where ranks without cached answers are read; None takes local processes where the
-            files are large.
-        progress: Called with how many files are done.
-
-    Raises:
-        TraceFormatError: There is no trace, one cannot be read, or two are of one rank.
-        MissingDataError: There is no such rank, or none of these steps.
-    """
+    """All tables of the report; each trace is opened once, by one task."""
     asked = TraceQuestions(path, pool=pool, window=window, named=named)
     files = asked.paths()
     reduced = files[0].name.endswith(SUMMARY_SUFFIX)
@@ -194,20 +179,7 @@ def reduce_traces(
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Writes a summary of each trace, from which `standard_report` makes the same report.
-
-    Args:
-        path: As for `standard_report`; several nodes may each reduce their own.
-        folder: Where summaries are written, `NAME.summary` of each trace.
-        steps: As for `standard_report`.
-        window: As for `standard_report`.
-        pool: As for `standard_report`.
-        progress: Called with how many files are done.
-
-    Raises:
-        TraceFormatError: There is no trace, or one cannot be read.
-        UsageError: The folder cannot be written.
-    """
+    """Writes a summary of each trace, from which `standard_report` makes the same report."""
     files = window_files(path, window)
     visits = _visit_files(files, steps, pool or default_pool(files), progress)
     return [
@@ -273,15 +245,7 @@ def _answer(question: Question[Any], trace: Trace, **options: Any) -> object:  #
 
 
 class VisitedTraces(TraceQuestions):
-    """Traces whose questions were all answered in one visit to each file: none is opened again.
-
-    Args:
-        path: As for `standard_report`.
-        visits: The answers, by file.
-        steps: The steps that were asked for.
-        window: As for `standard_report`.
-        named: As for `standard_report`.
-    """
+    """Traces whose questions were all answered in one visit to each file: none is opened again."""
 
     def __init__(
         self,
@@ -305,11 +269,7 @@ class VisitedTraces(TraceQuestions):
         options: Mapping[str, Any],
         progress: Progress | None = None,
     ) -> list[_Result]:
-        """The answer of each file; a frame without rows for one that has none.
-
-        Raises:
-            MissingDataError: No file has one.
-        """
+        """The answer of each file; a frame without rows for one that has none."""
         self._check(question, options)
         found = {path: self._visits[path][question] for path in paths}
         lacking = {p: a for p, a in found.items() if isinstance(a, MissingDataError)}

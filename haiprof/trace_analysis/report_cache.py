@@ -53,13 +53,7 @@ class CacheEntry:
 
 
 def cache_entry(path: Path, question: str, options: Mapping[str, Any]) -> CacheEntry | None:
-    """Where the answers to a question are cached; None for a file that cannot be read.
-
-    Args:
-        path: The trace.
-        question: What was asked.
-        options: Of the question; plain values.
-    """
+    """Where the answers to a question are cached; None for a file that cannot be read."""
     try:
         content = content_key(path)
         parts = [code_version(), content, str(path), rank_in_run(path), question, dict(options)]
@@ -88,12 +82,7 @@ def read_answers(entry: CacheEntry) -> dict[str, Answer] | None:
 
 
 def store_answers(entry: CacheEntry, answers: Mapping[str, Answer]) -> None:
-    """Writes answers to the cache, if that is possible and the trace has not changed.
-
-    Args:
-        entry: Made before the answers were worked out.
-        answers: By name.
-    """
+    """Writes answers to the cache, if that is possible and the trace has not changed."""
     data = pack_answers(answers)
     if len(data) > _SIZE_LIMIT_BYTES or content_key(entry.path) != entry.content:
         return
@@ -102,12 +91,7 @@ def store_answers(entry: CacheEntry, answers: Mapping[str, Answer]) -> None:
 
 
 def pack_answers(answers: Mapping[str, Answer], *, plain: bool = False) -> bytes:
-    """A checksum, a line of JSON with the sizes, and the answers one after the other.
-
-    Args:
-        answers: By name.
-        plain: Frames are not compressed, for whoever compresses the whole.
-    """
+    """A checksum, a line of JSON with the sizes, and the answers one after the other."""
     data = {name: _encode(answer, plain=plain) for name, answer in answers.items()}
     index = [[name, kind, len(part)] for name, (kind, part) in data.items()]
     body = json.dumps(index).encode() + b"\n" + b"".join(part for _, part in data.values())
@@ -125,11 +109,7 @@ def _encode(answer: Answer, *, plain: bool) -> tuple[str, bytes]:
 
 
 def unpack_answers(data: bytes, path: Path) -> dict[str, Answer]:
-    """Reads what `pack_answers` wrote about the trace at `path`.
-
-    Raises:
-        Exception: One of `UNFIT`: the data is damaged.
-    """
+    """Reads what `pack_answers` wrote about the trace at `path`."""
     body = data[8:]
     if int(data[:8], 16) != zlib.crc32(body):
         raise ValueError(f"{path}: damaged answers")

@@ -27,22 +27,9 @@ def kernel_sequences(
 ) -> pl.DataFrame:
     """The most frequent sequences of kernels under an operator.
 
-    Args:
-        trace: One rank's.
-        operator: Part of the name of an operator or a record_function range. Of matching ones
-            inside one another the outermost counts.
-        steps: Only what was launched in these profiler steps.
-        min_pattern_length: Calls with fewer kernels are left out.
-        top_k: How many sequences are wanted.
-
-    Returns:
-        The most frequent ones first: `pattern`, the operator and the kernels in the order of their
-        start, joined by `|`; `count` of calls; `kernel_count` of one; `gpu_duration_ns`, the sum
-        over all kernels of all calls; `cpu_duration_ns`, of all calls.
-
-        Source: HTA get_frequent_cuda_kernel_sequences: whole sequences of calls are counted, no
-        parts of them. HTA looks only at matching operators of the least depth in the trace, and
-        so misses those that stand deeper elsewhere.
+    Source: HTA get_frequent_cuda_kernel_sequences: whole sequences of calls are counted, no
+    parts of them. HTA looks only at matching operators of the least depth in the trace, and
+    so misses those that stand deeper elsewhere.
     """
     calls = _calls(with_operator(trace, steps, annotations=True), operator)
     long_enough = calls.filter(pl.col("kernels").list.len() >= min_pattern_length)
@@ -64,15 +51,8 @@ def kernel_sequences(
 def operator_sequences(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """What each operator launches itself, and how long that takes to be launched and to begin.
 
-    Returns:
-        One row per operator and sequence of kernels, the most frequent first: `operator`;
-        `kernel_sequence`, joined by ` -> ` in the order of their launch; `count` of calls;
-        `operator_delay_mean_ns` from the operator's start to its first launch call's;
-        `runtime_delay_mean_ns` from that call's start to its kernel's start, 0 where the stamps
-        say that it began before.
-
-        Source: HTA get_aten_op_kernels_and_delay, for all operators and not only those of ATen;
-        HTA adds the rows of earlier ranks to those of later ones (D15).
+    Source: HTA get_aten_op_kernels_and_delay, for all operators and not only those of ATen;
+    HTA adds the rows of earlier ranks to those of later ones (D15).
     """
     owned = with_operator(trace, steps)
     known = (owned.row >= 0) & ~owned.by_id.to_numpy()
@@ -109,9 +89,8 @@ def operator_sequences(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     """A row per outermost matching call with kernels.
 
-    Returns:
-        `operator`, `operator_row`, `kernels` in the order of their start, `gpu_duration_ns`,
-        `cpu_duration_ns`.
+    `operator`, `operator_row`, `kernels` in the order of their start, `gpu_duration_ns`,
+    `cpu_duration_ns`.
     """
     spans = owned.tree.spans
     matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()

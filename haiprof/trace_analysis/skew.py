@@ -23,17 +23,13 @@ WAITS = ("wait_ns", "transfer_ns")
 def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
     """What each rank did in each collective.
 
-    Args:
-        kernels: From `matching.match_collectives`, on one clock.
-
-    Returns:
-        The same, matched ones only, with `group_size` (recorded; else the world's size where all
-        ranks take part; else null), `rank_count` of those traced; `late_ns`, start less the first
-        start; `wait_ns` until the last rank has started; `transfer_ns` from then to its own end;
-        `elsewhere_ns` in collectives of other groups before it (`other_groups`);
-        `arrived_last` (nobody where two tie); `missing`, the reason why the last three are null:
-        a rank of the group without trace (the last one may be it), a kind that a rank may leave
-        before others enter, or times that contradict each other.
+    The same, matched ones only, with `group_size` (recorded; else the world's size where all
+    ranks take part; else null), `rank_count` of those traced; `late_ns`, start less the first
+    start; `wait_ns` until the last rank has started; `transfer_ns` from then to its own end;
+    `elsewhere_ns` in collectives of other groups before it (`other_groups`);
+    `arrived_last` (nobody where two tie); `missing`, the reason why the last three are null:
+    a rank of the group without trace (the last one may be it), a kind that a rank may leave
+    before others enter, or times that contradict each other.
     """
     inside = with_time_elsewhere(kernels).filter(pl.col("collective").is_not_null())
     count = pl.col("rank").n_unique().over("collective").cast(pl.Int64)
@@ -77,23 +73,12 @@ def _why_not() -> pl.Expr:
 def collectives(waits: pl.DataFrame) -> pl.DataFrame:
     """One row per collective: skew, transfer, bytes and bandwidth.
 
-    Args:
-        waits: From `collective_waits`.
-
-    Returns:
-        `collective`, `step`, `kind`, `process_group`, `part`, `sequence`, `dtype`, `group_size`,
-        `rank_count`, `matched_by`, `confidence`; `start_ns` of the first rank; `start_skew_ns`,
-        last start less first; `last_rank`; `behind_second_ns`, last start less the one before;
-        `transfer_ns` from the last start to the last end; `bytes`;
-        `algorithm_bandwidth_bytes_per_s` = bytes / transfer and `bus_bandwidth_bytes_per_s`;
-        `missing`, why times are null. Bytes are null where sizes were not recorded.
-
-        Source: nccl-tests doc/PERFORMANCE.md. Bytes: of one rank's buffer (all-reduce, broadcast,
-        reduce), of all ranks' parts together (all-gather, reduce-scatter, gather, scatter), of what
-        a rank sends (all-to-all; the mean over ranks where they differ, which nccl-tests has not).
-        Bus bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter,
-        all-to-all, gather and scatter, 1 for broadcast and reduce. The time is the transfer's,
-        since nccl-tests' ranks start together.
+    Source: nccl-tests doc/PERFORMANCE.md. Bytes: of one rank's buffer (all-reduce, broadcast,
+    reduce), of all ranks' parts together (all-gather, reduce-scatter, gather, scatter), of what
+    a rank sends (all-to-all; the mean over ranks where they differ, which nccl-tests has not).
+    Bus bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter,
+    all-to-all, gather and scatter, 1 for broadcast and reduce. The time is the transfer's,
+    since nccl-tests' ranks start together.
     """
     starts = pl.col("start_ns").sort()
     rows = (
@@ -128,17 +113,7 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
 
 
 def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
-    """What each rank's collectives moved, as its own trace tells it.
-
-    Args:
-        kernels: From `collectives.collective_kernels`, with a column `rank`.
-
-    Returns:
-        One row per rank, group, kind and type: `rank`, `process_group`, `part`, `kind`, `dtype`,
-        `group_size`, `collective_count`; `sized_count`, of which sizes are known; `time_ns` of all;
-        of the sized ones `bytes` and both bandwidths as `collectives` defines them, over the whole
-        time of the kernels: waiting for other ranks is in it, so bandwidths are lower bounds.
-    """
+    """What each rank's collectives moved, as its own trace tells it."""
     keys = ("rank", "process_group", "part", "kind", "dtype", "group_size")
     length = pl.col("end_ns") - pl.col("start_ns")
     sized = pl.col("own_bytes").is_not_null()
@@ -183,17 +158,7 @@ def _own_bytes() -> pl.Expr:
 
 
 def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
-    """Bandwidth by process group and kind.
-
-    Args:
-        rows: From `collectives`.
-
-    Returns:
-        `process_group`, `part`, `kind`, `group_size`, `collective_count`; `timed_count`, of
-        which bytes and transfer are known; of those `bytes`, `transfer_ns` and both
-        bandwidths, which are all their bytes over all their transfer time (the bus factor depends
-        on kind and size only).
-    """
+    """Bandwidth by process group and kind."""
     timed = pl.col("algorithm_bandwidth_bytes_per_s").is_not_null()
     grouped = rows.group_by("process_group", "part", "kind", "group_size").agg(
         pl.len().cast(pl.Int64).alias("collective_count"),

@@ -45,11 +45,7 @@ class SlurmOptions:
 
     @classmethod
     def parse_options(cls, text: str) -> SlurmOptions:
-        """Options of `slurm:jobs=4,partition=cpu`.
-
-        Raises:
-            UsageError: One is not known, or not a number where it should be one.
-        """
+        """Options of `slurm:jobs=4,partition=cpu`."""
         found: dict[str, Any] = {}
         for part in filter(None, text.removeprefix("slurm").removeprefix(":").split(",")):
             name, _, value = part.partition("=")
@@ -67,10 +63,6 @@ class SlurmCluster(DaskPool):
 
     Traces and haiprof's Python must have the same paths on the nodes. Workers and scheduler speak
     TLS with keys made for this one cluster, as a scheduler executes whatever it receives.
-
-    Args:
-        options: What is asked of Slurm. What it does not say is as Dask's own configuration
-            (`jobqueue.slurm`) has it.
     """
 
     def __init__(self, options: SlurmOptions | None = None) -> None:
@@ -120,11 +112,7 @@ class SlurmCluster(DaskPool):
             yield client
 
     def _check(self) -> None:
-        """Asks Slurm whether it would take the job.
-
-        Raises:
-            UsageError: It would not, or there is no Slurm.
-        """
+        """Asks Slurm whether it would take the job."""
         script = self.job_script()
         try:
             done = subprocess.run(
@@ -149,11 +137,7 @@ class SlurmCluster(DaskPool):
 
 
 def _own_folder() -> MadeFolder:
-    """A new folder for keys, where home folders are: the nodes see it, nobody else may.
-
-    Raises:
-        HaiprofError: There is no such folder, or it is not this user's alone.
-    """
+    """A new folder for keys, where home folders are: the nodes see it, nobody else may."""
     try:
         home = user_folder()
         caches = home / "haiprof" / "dask"

@@ -27,15 +27,6 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
     """The answer to one question.
 
     Only the tables that it names are read.
-
-    Args:
-        tables: From `sql_tables`.
-        sql: One read-only statement; polars' dialect (`polars.SQLContext`): joins, `group by`,
-            window functions, common table expressions. `1/2` is 0.5.
-
-    Raises:
-        UsageError: It cannot be understood, names a table or column that is not there, would
-            read a file, or does anything but read.
     """
     sql = check_sql(sql)
     words = _words(sql)
@@ -57,12 +48,7 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
 
 
 def names_traces(tables: Mapping[str, SqlTable], sql: str) -> bool:
-    """Whether a question names a table that is made of traces.
-
-    Args:
-        tables: From `sql_tables`.
-        sql: As for `ask`.
-    """
+    """Whether a question names a table that is made of traces."""
     return any(not is_of_run(name) for name in _sources(sql) & tables.keys())
 
 

@@ -77,15 +77,7 @@ class _Token:
 
 
 def check_sql(sql: str) -> str:
-    """Checks a query and rewrites it for polars.
-
-    Args:
-        sql: One statement.
-
-    Raises:
-        UsageError: It is not read-only, or names something that may read a file; the message says
-            what.
-    """
+    """Checks a query and rewrites it for polars."""
     tokens = list(_tokens(sql))
     bare = [token for token in tokens if token.kind != "blank"]
     words = [token.word for token in bare if token.text != "("]

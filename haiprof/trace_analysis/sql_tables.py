@@ -217,19 +217,7 @@ def sql_tables(
     pool: Pool | None = None,
     analysis: TraceQuestions | None = None,
 ) -> dict[str, SqlTable]:
-    """The tables of traces, of a run, or of a run with traces.
-
-    Args:
-        path: A trace, a folder with one per rank, a run directory, or a log directory whose
-            newest run is taken.
-        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
-        pool: Where traces are read that are not in the cache.
-        analysis: The same traces, where they are asked for something else, too.
-
-    Raises:
-        TraceFormatError: No such file, or two traces of one rank.
-        RunNotFoundError: A folder with neither traces nor runs in it.
-    """
+    """The tables of traces, of a run, or of a run with traces."""
     path = Path(path)
     if not path.exists():
         raise TraceFormatError(f"{path}: no such file or folder")
@@ -325,14 +313,7 @@ def _table(
 
 
 def describe_run_table(name: str) -> tuple[str, tuple[SqlColumn, ...]]:
-    """What a frame of a run holds, and each of its columns.
-
-    Args:
-        name: `steps`, `phases`, `counters`, `ranks`, `windows` or `reactions`.
-
-    Raises:
-        UsageError: There is no frame of that name; the message lists them.
-    """
+    """What a frame of a run holds, and each of its columns."""
     if name not in _RUN_TABLES:
         raise UsageError(f"{name}: no frame of a run", hint=f"there are {', '.join(_RUN_TABLES)}")
     meaning, schema, meanings = _RUN_TABLES[name]

@@ -36,24 +36,9 @@ _NAMED = ["name", "ts_ns", "dur_ns"]
 def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame:
     """The time of each profiler step by cause.
 
-    Args:
-        trace: One rank's.
-        gpu_tail: A step lasts until the last GPU event that it launched has ended, and the next
-            begins no earlier, as in TensorBoard; else a step is what its mark spans.
-
-    Returns:
-        One row per step: `step`, `start_ns` on the trace's clock, `wall_ns`, and its parts, which
-        add up to `wall_ns`: `kernel_ns` in which a computing kernel ran; of the rest
-        `memcpy_ns`, `memset_ns`; `communication_ns`: kernels of NCCL and its like, and collectives
-        on the CPU (gloo, MPI); `runtime_ns`: calls of the CUDA or HIP runtime and driver;
-        `dataloader_ns`: waits for torch's DataLoader; `cpu_exec_ns`: operators and annotations;
-        `other_ns`. What the profiler did not record is null: GPU parts without GPU events,
-        `runtime_ns` without such calls, CPU parts without operators. Without profiler steps there
-        is one row for all of the trace, its `step` null. Empty where nothing was recorded.
-
-        Source: torch_tb_profiler 0.4, overall_parser.py and event_parser.py. It leaves out the
-        last steps where it holds them to be incomplete, and counts any kernel under a collective's
-        operator as communication, where this one goes by the kernel.
+    Source: torch_tb_profiler 0.4, overall_parser.py and event_parser.py. It leaves out the
+    last steps where it holds them to be incomplete, and counts any kernel under a collective's
+    operator as communication, where this one goes by the kernel.
     """
     roles = _roles(trace)
     steps = _with_gpu_tails(trace) if gpu_tail else _step_marks(trace)

@@ -10,22 +10,9 @@ from haiprof.trace_analysis.other_groups import with_passed_on
 def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     """Who arrives last.
 
-    Args:
-        waits: From `skew.collective_waits`; collectives whose times are not known do not count.
-        by_step: One row per rank and profiler step in place of one per rank.
-
-    Returns:
-        `rank` (and `step`), by `held_up_ns` falling: `collective_count` with known times;
-        `last_count` and `last_ratio`, those where it alone arrived last; `held_up_ns`, how much it
-        then came behind the second last, in sum, less what it was longer than the others in
-        collectives of its other groups before: what the others lost to this rank alone;
-        `waited_ns`, its own waiting for later ranks; `collective_ns`, time in collective kernels,
-        which is shortest on the slow rank; `step_count`, and `held_up_ns_per_step` and
-        `waited_ns_per_step`, null without profiler steps.
-
-        The order is that of arrival at each collective, of every kind that all must enter. HTA's
-        get_potential_stragglers drops a rank's kernels below 1 % of the step first, which are
-        those of the rank that came last, and compares what is left (docs/hta-differences.md).
+    The order is that of arrival at each collective, of every kind that all must enter. HTA's
+    get_potential_stragglers drops a rank's kernels below 1 % of the step first, which are
+    those of the rank that came last, and compares what is left (docs/hta-differences.md).
     """
     known = waits.filter(pl.col("missing").is_null())
     starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")

@@ -34,11 +34,7 @@ class Summary:
 
 
 def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str, Answer]) -> Path:
-    """Writes a trace's answers under its name, replacing an existing file.
-
-    Raises:
-        UsageError: The folder cannot be written.
-    """
+    """Writes a trace's answers under its name, replacing an existing file."""
     head = json.dumps({"haiprof_summary": VERSION, "steps": steps}).encode() + b"\n"
     target = folder / f"{trace.name}{SUMMARY_SUFFIX}"
     try:
@@ -50,15 +46,7 @@ def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str,
 
 
 def read_summary(path: Path, questions: Collection[str]) -> Summary:
-    """The answers in a file.
-
-    Args:
-        path: Of the summary.
-        questions: Whose answers must be there.
-
-    Raises:
-        TraceFormatError: It is not a summary, damaged, or of another version of haiprof.
-    """
+    """The answers in a file."""
     try:
         data = path.read_bytes()
         at = data.index(b"\n") + 1
@@ -90,17 +78,7 @@ class _OfSteps(Protocol):
 def common_steps(
     summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace-report"
 ) -> Steps:
-    """The steps that all summaries share.
-
-    Args:
-        summaries: Of one command.
-        asked: The steps that are asked for; None takes theirs.
-        command: The command whose `--reduce` wrote them.
-
-    Raises:
-        HaiprofError: They have different steps.
-        MissingDataError: Other steps were asked for.
-    """
+    """The steps that all summaries share."""
     first = summaries[0]
     for other in summaries:
         if other.steps != first.steps:

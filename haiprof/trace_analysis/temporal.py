@@ -24,20 +24,9 @@ TEMPORAL_SCHEMA = {
 def temporal_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """Idle, computing and other time of each GPU of a trace.
 
-    Args:
-        trace: One rank's.
-        steps: Only GPU events launched in the profiler steps from the first to before the second.
-
-    Returns:
-        One row per device, that is one per rank where a process drives one GPU: `device`;
-        `span_ns` from the first start to the last end of its events; `idle_ns` in which nothing
-        ran; `compute_ns` in which a computing kernel ran; `non_compute_ns`, the rest: copies and
-        communication that no computation hid. A trace without GPU events has one row of nulls:
-        nothing was recorded, which is not the same as an idle GPU.
-
-        Source: HTA get_temporal_breakdown. HTA rounds ns to us (D1), counts waits as work (D11),
-        lays all devices of a process into one timeline (D12), takes kernels with `Sync`, `dma` or
-        `Memset` in their name for no computation (D13), and leaves the last step out (D20).
+    Source: HTA get_temporal_breakdown. HTA rounds ns to us (D1), counts waits as work (D11),
+    lays all devices of a process into one timeline (D12), takes kernels with `Sync`, `dma` or
+    `Memset` in their name for no computation (D13), and leaves the last step out (D20).
     """
     gpu = with_kind(gpu_events(trace, steps))
     rows = [_device(key[0], events) for key, events in gpu.group_by("device", maintain_order=True)]
@@ -64,17 +53,9 @@ def union_of(events: pl.DataFrame) -> Intervals:
 def gpu_events(trace: Trace, steps: Steps) -> pl.DataFrame:
     """`Trace.gpu`, or those events of it that were launched in some profiler steps.
 
-    Args:
-        trace: One rank's.
-        steps: First step and the one after the last; None takes all events.
-
-    Returns:
-        Those whose launch call began between the beginning of the first and the end of the last
-        of the steps; an event without a launch in the trace counts by its own beginning. Where
-        the arguments name no device or stream, `pid` and `tid` do.
-
-    Raises:
-        MissingDataError: None of the steps was recorded.
+    Those whose launch call began between the beginning of the first and the end of the last
+    of the steps; an event without a launch in the trace counts by its own beginning. Where
+    the arguments name no device or stream, `pid` and `tid` do.
     """
     gpu = trace.gpu.with_columns(
         device=pl.coalesce("device", "pid"), stream=pl.coalesce("stream", "tid")
@@ -88,15 +69,7 @@ def gpu_events(trace: Trace, steps: Steps) -> pl.DataFrame:
 
 
 def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
-    """When some profiler steps began and ended, in ns.
-
-    Args:
-        trace: One rank's.
-        steps: First step and the one after the last.
-
-    Raises:
-        MissingDataError: None of them was recorded.
-    """
+    """When some profiler steps began and ended, in ns."""
     marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
     starts, ends = marks["start_ns"].to_list(), marks["end_ns"].to_list()
     if not starts:
@@ -105,12 +78,7 @@ def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
 
 
 def traced_window(trace: Trace, steps: Steps = None) -> tuple[int, int, int | None]:
-    """When the profiler steps of a trace began and ended, in ns, and how many there are.
-
-    Args:
-        trace: One rank's.
-        steps: Only these; None takes all, and of a trace without steps all that was recorded.
-    """
+    """When the profiler steps of a trace began and ended, in ns, and how many there are."""
     marks = trace.steps
     if steps is not None:
         marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
@@ -142,13 +110,8 @@ def _no_such_step(trace: Trace, steps: tuple[int, int]) -> MissingDataError:
 def with_launch(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
     """GPU events with the time of their launch.
 
-    Args:
-        gpu: Rows of `Trace.gpu`.
-        runtime: `Trace.runtime`.
-
-    Returns:
-        The same rows in the same order, with `launch_ns`, the beginning of the call that launched
-        each; null where it is not in the trace. All kernels of a CUDA graph have one launch.
+    The same rows in the same order, with `launch_ns`, the beginning of the call that launched
+    each; null where it is not in the trace. All kernels of a CUDA graph have one launch.
     """
     calls = runtime.select("correlation", launch_ns="ts_ns").filter(pl.col("correlation") > 0)
     first = calls.group_by("correlation").agg(pl.col("launch_ns").min())

@@ -25,19 +25,7 @@ CHECK_SCHEMA = {
 def check_frame(
     files: Mapping[int, TraceFile], offsets: pl.DataFrame | None = None
 ) -> pl.DataFrame:
-    """What was found in each trace, and of all of them together.
-
-    Args:
-        files: By rank.
-        offsets: From `clocks.clock_offsets`; None looks at no clocks.
-
-    Returns:
-        One row per trace and finding, faults first: `rank`, null of what concerns all of them;
-        `file`; `check`, its name; `is_fault`, false where it is so by design; `count` of events or
-        ranks; `text`, what was seen; `effect`, what was corrected or left out, or what the
-        answers cannot say; `answers`, tables of the report and commands that rest on
-        it, with commas between them.
-    """
+    """What was found in each trace, and of all of them together."""
     of_all = [*rank_findings(files), *([] if offsets is None else _corrected_clocks(offsets))]
     rows = [_row(None, None, finding) for finding in of_all]
     rows += [
@@ -52,13 +40,7 @@ def check_frame(
 def fault_lines(
     checks: pl.DataFrame, answers: Iterable[str], *, effect: str | None = None
 ) -> list[str]:
-    """What must be said above an answer, a line per kind of fault.
-
-    Args:
-        checks: From `check_frame`.
-        answers: Tables or commands of which any rests on a fault that is said.
-        effect: What becomes of it; None: what becomes of it in answers.
-    """
+    """What must be said above an answer, a line per kind of fault."""
     lines = []
     for key, rows in _faults(checks, answers).group_by("check", maintain_order=True):
         ranks = rows["rank"].drop_nulls().to_list()
@@ -70,12 +52,7 @@ def fault_lines(
 
 
 def fault_names(checks: pl.DataFrame, answers: Iterable[str]) -> str:
-    """The kinds of fault that an answer rests on, for one line; empty where there is none.
-
-    Args:
-        checks: From `check_frame`.
-        answers: Tables or commands.
-    """
+    """The kinds of fault that an answer rests on, for one line; empty where there is none."""
     faults = _faults(checks, answers)
     return ", ".join(name.replace("_", " ") for name in faults["check"].unique(maintain_order=True))
 
@@ -93,11 +70,7 @@ def _row(rank: int | None, file: str | None, finding: Finding) -> dict[str, obje
 
 
 def rank_findings(files: Mapping[int, TraceFile]) -> list[Finding]:
-    """What is odd about the traces of several ranks together.
-
-    Args:
-        files: By rank.
-    """
+    """What is odd about the traces of several ranks together."""
     return [*_missing_ranks(files), *_different_steps(files), *_different_times(files)]
 
 

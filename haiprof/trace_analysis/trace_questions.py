@@ -11,12 +11,6 @@ from haiprof.trace_analysis.questions.host import HostQuestions
 class TraceQuestions(TimeQuestions, RankQuestions, HostQuestions, CauseQuestions):
     """The traces of one window of a job, a file per rank; each is read at the first question.
 
-    Args:
-        path: A trace, a folder with one file per rank, or a run directory.
-        pool: Where traces are read; None takes local processes where the files are large.
-        window: Of a run directory with several trace windows: which, by start, from 0; None takes
-            the last whole one.
-
     `steps` is always the first profiler step and the one after the last; None takes all.
 
     Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are

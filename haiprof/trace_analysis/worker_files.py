@@ -30,17 +30,7 @@ class Worker:
 
 
 def files_by_window(source: str | Path) -> list[list[Worker]]:
-    """The traces of a file, a folder or a run, by window.
-
-    Args:
-        source: As for `trace_files`. What haiprof did not record is one window.
-
-    Returns:
-        By start; of each window by rank. Merged traces and what cannot be read are left out.
-
-    Raises:
-        TraceFormatError: No trace is left.
-    """
+    """The traces of a file, a folder or a run, by window."""
     files = trace_files(source)
     found: list[list[Worker]] = []
     error = TraceFormatError(f"{source}: no trace in it")

@@ -30,16 +30,7 @@ _NO_RANK = 1 << 31
 
 
 def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
-    """The rank of the process that recorded a trace; None where it is not known.
-
-    Args:
-        path: The trace.
-        metadata: Its top-level entries other than events. `distributedInfo` takes precedence over
-            the file's name, and that over the process id in the name, looked up in the manifest.
-
-    Raises:
-        TraceFormatError: It is a merged trace, of all ranks.
-    """
+    """The rank of the process that recorded a trace; None where it is not known."""
     if MERGED_KEY in metadata:
         raise TraceFormatError(
             f"{path}: it holds several ranks (haiprof merge), for a viewer",

@@ -39,17 +39,7 @@ Source = str | Path | Iterable[str | Path] | Mapping[int, str | Path]
 
 
 def trace_files(source: str | Path) -> list[Path]:
-    """The trace files that a path means, by name; of a run those of all windows.
-
-    Args:
-        source: A file; a folder with one file per rank, or with their summaries (else with what
-            `haiprof functions --reduce` made of them) alone, in which
-            execution traces and a merged trace may stand, too; a run directory with its `traces`,
-            in which raw ones count that nobody will compress any more.
-
-    Raises:
-        TraceFormatError: There is nothing, or no trace in it.
-    """
+    """The trace files that a path means, by name; of a run those of all windows."""
     path = Path(source)
     if path.is_file():
         return [path]
@@ -79,11 +69,7 @@ def trace_files(source: str | Path) -> list[Path]:
 
 
 def merged_files(folder: Path) -> list[Path]:
-    """What `haiprof merge` wrote into a folder: by its default name, or by what a file holds.
-
-    Args:
-        folder: One that need not exist.
-    """
+    """What `haiprof merge` wrote into a folder: by its default name, or by what a file holds."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -99,16 +85,7 @@ def merged_files(folder: Path) -> list[Path]:
 
 
 def window_files(source: str | Path, window: int | None = None) -> list[Path]:
-    """The trace files of one window, one per rank.
-
-    Args:
-        source: As for `trace_files`.
-        window: As for `run_windows.one_window`: by start, from 0; None takes the last whole one.
-
-    Raises:
-        TraceFormatError: There is nothing, or no trace in it.
-        MissingDataError: There is no such window.
-    """
+    """The trace files of one window, one per rank."""
     return one_window(trace_files(source), window)
 
 
@@ -168,11 +145,7 @@ _Found = TypeVar("_Found", bound=_OfRank)
 
 
 def by_rank(traces: Iterable[_Found]) -> dict[int, _Found]:
-    """Traces by rank; one without a rank gets the lowest free number.
-
-    Raises:
-        TraceFormatError: Two files say that they are the same rank; both are named.
-    """
+    """Traces by rank; one without a rank gets the lowest free number."""
     found: dict[int, _Found] = {}
     silent: list[_Found] = []
     for trace in traces:

@@ -79,11 +79,7 @@ class Flight:
 
 
 def read_flight(path: Path) -> Flight:
-    """Reads a dump that a rank of a recorded run wrote.
-
-    Raises:
-        TraceFormatError: It cannot be read, is not whole, or is something else.
-    """
+    """Reads a dump that a rank of a recorded run wrote."""
     try:
         content = read_text(path, limit_bytes=SIZE_LIMIT_BYTES)
         dump = msgspec.json.decode(content, type=_Dump)
@@ -97,14 +93,7 @@ def read_flight(path: Path) -> Flight:
 
 
 def read_torch_dump(path: Path) -> pl.DataFrame:
-    """Reads a dump as PyTorch's own watchdog writes it: a pickle of plain values, or JSON.
-
-    Returns:
-        Columns of FLIGHT_SCHEMA.
-
-    Raises:
-        TraceFormatError: It cannot be read, is too large, or is something else.
-    """
+    """Reads a dump as PyTorch's own watchdog writes it: a pickle of plain values, or JSON."""
     try:
         if path.stat().st_size > TORCH_DUMP_LIMIT_BYTES:
             raise OverflowError("it is larger than 64 MB")

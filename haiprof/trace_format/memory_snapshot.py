@@ -70,9 +70,6 @@ def read_memory_snapshot(path: Path) -> MemorySnapshot:
     """Reads a snapshot.
 
     Source: torch/cuda/memory.py, `_snapshot`, which describes the form.
-
-    Raises:
-        TraceFormatError: It cannot be read, is too large, or holds something else.
     """
     try:
         found = read_plain_pickle(read_text(path, limit_bytes=SIZE_LIMIT_BYTES))
@@ -87,11 +84,7 @@ def read_memory_snapshot(path: Path) -> MemorySnapshot:
 
 
 class _Parser:
-    """One file's content, which may hold anything.
-
-    Args:
-        path: For errors.
-    """
+    """One file's content, which may hold anything."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,13 +164,9 @@ class _Parser:
 def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Memory in use by the line of the job's own code that allocated it.
 
-    Args:
-        snapshot: As it was read.
-
-    Returns:
-        One row per device and line, most first: `device`; `line` (`train.py:88 in step`), null for
-        blocks that were allocated before a history was recorded; `file` of that line;
-        `block_count`; `size_bytes`.
+    One row per device and line, most first: `device`; `line` (`train.py:88 in step`), null for
+    blocks that were allocated before a history was recorded; `file` of that line;
+    `block_count`; `size_bytes`.
     """
     own = [own_frame(stack) for stack in snapshot.stacks]
     names = pl.DataFrame(

@@ -67,9 +67,6 @@ def read_plain_pickle(content: bytes) -> Any:  # noqa: ANN401 - whatever the fil
     """The value that a pickle holds. The same list may stand in it many times, and in itself.
 
     What plain_pickle.c has followed to its end Python's compiled reader may read.
-
-    Raises:
-        TraceFormatError: It is damaged, or holds anything but plain values.
     """
     try:
         if _compiled is not None and _compiled.is_plain(content):

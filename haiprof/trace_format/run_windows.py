@@ -27,16 +27,7 @@ class _Found:
 
 
 def one_window(files: Iterable[Path], window: int | None = None) -> list[Path]:
-    """The files of one window, one per rank; all files where haiprof did not record them.
-
-    Args:
-        files: Traces, of one folder.
-        window: Which, by start, from 0 (-1 is the last); None takes the last of those that most
-            ranks have: a newer one may be in the middle of being written.
-
-    Raises:
-        MissingDataError: There is no such window.
-    """
+    """The files of one window, one per rank; all files where haiprof did not record them."""
     paths = list(files)
     found = _add_keys([(path, stem) for path in paths if (stem := parse_stem(path.name))])
     if not found:
@@ -105,12 +96,7 @@ def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
-    """Raw traces that will not be compressed any more, as the job ended before.
-
-    Args:
-        folder: `traces` of a run.
-        finished: Names of the files that are finished.
-    """
+    """Raw traces that will not be compressed any more, as the job ended before."""
     names = set(finished)
     parts: list[Part] = readable_parts(RunPaths(folder.parent))
     return [part.raw for part in parts if part.trace.name not in names]

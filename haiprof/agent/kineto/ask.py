@@ -18,15 +18,7 @@ class NoAgentError(HaiprofError):
 
 
 def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a question and waits for the answer.
-
-    Args:
-        address: Of the agent.
-        question: See `PendingRequests.answer`.
-
-    Raises:
-        NoAgentError: Nobody listens there, or a daemon that is not haiprof's (dynolog).
-    """
+    """Sends a question and waits for the answer."""
     shown = shown_address(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours:
         ours.bind("")  # the kernel finds an abstract address for the answer

@@ -40,10 +40,6 @@ class KinetoAgent:
     A process waits 0.1 s for an answer, so this thread does nothing else. libkineto terminates its
     process on an answer from a path that does not begin with its configured folder: such a process
     gets no answer.
-
-    Args:
-        address: A path, or an abstract address with its null bytes.
-        failed: Called once if the thread ends by an error.
     """
 
     def __init__(self, address: str, failed: Callable[[str], None] = lambda _: None) -> None:
@@ -57,11 +53,7 @@ class KinetoAgent:
         self._ending = threading.Event()
 
     def bind(self) -> None:
-        """Takes the address; messages wait until `start`.
-
-        Raises:
-            OSError: It is in use, or the file system supports no sockets.
-        """
+        """Takes the address; messages wait until `start`."""
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

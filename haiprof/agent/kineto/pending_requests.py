@@ -41,12 +41,7 @@ class Pending:
 
 
 class PendingRequests:
-    """Clients and requests, by process id and by request id.
-
-    Args:
-        mono_ns: The clock for silence.
-        wall_ns: The clock for expiry.
-    """
+    """Clients and requests, by process id and by request id."""
 
     def __init__(
         self,

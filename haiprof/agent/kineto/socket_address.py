@@ -24,9 +24,6 @@ class PrivateFolder:
     The job gets a path through the launcher's open descriptor: that is short enough for any socket,
     and it vanishes with the launcher, however that ended. A socket without a listener would delay
     `import torch` by ten seconds.
-
-    Args:
-        made: The folder; it is removed at the end.
     """
 
     made: MadeFolder
@@ -34,11 +31,7 @@ class PrivateFolder:
 
     @classmethod
     def create(cls, wanted: Path) -> PrivateFolder:
-        """Makes the wanted folder, or a temporary one where its file system supports no sockets.
-
-        Raises:
-            OSError: Neither can be made.
-        """
+        """Makes the wanted folder, or a temporary one where its file system supports no sockets."""
         try:
             make_private(wanted.parent, below=wanted.parent.parent)
             made = cls(MadeFolder.make(wanted, below=wanted.parent))

@@ -19,11 +19,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_address(environ: Mapping[str, str], folder: Path | None) -> str:
-    """Where to listen: the folder, else KINETO_IPC_SOCKET_DIR, else Kineto's abstract address.
-
-    Raises:
-        UsageError: The folder is not there, is not private, or its path is too long.
-    """
+    """Where to listen: the folder, else KINETO_IPC_SOCKET_DIR, else Kineto's abstract address."""
     own = {ENV_KINETO_FOLDER: str(folder.absolute())} if folder else {}
     address = address_for({**environ, **own, ENV_KINETO_DAEMON: "1"}) or ABSTRACT
     if address.startswith("\0"):
@@ -42,18 +38,7 @@ def own_address(environ: Mapping[str, str], folder: Path | None) -> str:
 
 
 def listen(address: str, ready: Callable[[str], None]) -> int:
-    """Answers until it is asked to end.
-
-    Args:
-        address: From `own_address`.
-        ready: Called once processes can ask.
-
-    Returns:
-        How many datagrams it ignored: malformed ones, and those of other users.
-
-    Raises:
-        UsageError: The address is in use, or cannot be bound.
-    """
+    """Answers until it is asked to end."""
     if is_alive(address):
         raise UsageError(
             f"{shown_address(address)}: another process listens there already",

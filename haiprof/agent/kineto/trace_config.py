@@ -39,14 +39,7 @@ class KinetoWindow:
     """Switches: `stacks`, `shapes`, `memory`, `flops`, `modules`, `sync`."""
 
     def text(self, log_file: str) -> str:
-        """As Kineto reads it.
-
-        Args:
-            log_file: Ends in .json; the process writes `<log_file without .json>_<pid>.json`.
-
-        Raises:
-            UsageError: Kineto cannot read such a path.
-        """
+        """As Kineto reads it."""
         if any(character in log_file for character in _UNREADABLE):
             raise UsageError(
                 f"{log_file!r}: Kineto cannot take a path with a line break or a '#' in it"

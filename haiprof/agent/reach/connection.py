@@ -37,13 +37,7 @@ class Events:
 
 
 class Connection(asyncio.Protocol):
-    """What is read before the proof has a fixed length, so that a stranger cannot fill the memory.
-
-    Args:
-        address: Where it comes from.
-        key: Of the token.
-        events: The callbacks.
-    """
+    """What is read before the proof has a fixed length, so no stranger can fill the memory."""
 
     def __init__(self, address: str, key: bytes, events: Events) -> None:
         self.address = address
@@ -113,11 +107,7 @@ class Connection(asyncio.Protocol):
     # -- what comes in -------------------------------------------------------------------------
 
     def _take(self) -> bool:
-        """Takes one piece of the buffer; False if it is not whole yet.
-
-        Raises:
-            ValueError: Data that no agent with the token sends.
-        """
+        """Takes one piece of the buffer; False if it is not whole yet."""
         if self._incoming is not None:
             return self._take_message(self._incoming)
         if self._handshake is not None:

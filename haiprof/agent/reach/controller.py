@@ -40,11 +40,6 @@ class Controller:
 
     Unauthenticated connections are few, short, and read a fixed length. Where there are too many,
     the oldest one of the busiest address is closed: an agent proves itself within a round trip.
-
-    Args:
-        host: Interface to listen on.
-        port: Port; 0 takes any.
-        key: Of the token that agents must hold.
     """
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
@@ -67,11 +62,7 @@ class Controller:
         self._thread = threading.Thread(target=self._run, name="haiprof-controller", daemon=True)
 
     def start(self) -> None:
-        """Listens.
-
-        Raises:
-            OSError: The address cannot be bound.
-        """
+        """Listens."""
         host, port = self.address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:

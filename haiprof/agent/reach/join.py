@@ -18,14 +18,6 @@ def join(address: str, token_file: Path) -> Controller | Uplink:
     """Listens at the address, or connects to the launcher that does.
 
     The command line is the same on every node: the one with that address listens.
-
-    Args:
-        address: `HOST:PORT`.
-        token_file: Holds the token; the controller writes it where there is none.
-
-    Raises:
-        UsageError: The token cannot be read or written.
-        OSError: The address is this node's, but listening fails.
     """
     where = parse_address(address)
     if _is_ours(*where):
@@ -39,11 +31,7 @@ def join(address: str, token_file: Path) -> Controller | Uplink:
 
 
 def _is_ours(host: str, port: int) -> bool:
-    """Whether this launcher can listen there: another node's address, or one in use, it cannot.
-
-    Raises:
-        OSError: For another reason.
-    """
+    """Whether this launcher can listen there: another node's address, or one in use, it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,11 +14,7 @@ FRAME_LIMIT_BYTES = 2 * MESSAGE_LIMIT_BYTES
 
 
 class Budget:
-    """A token bucket: so many per second, and as many at once after a quiet second.
-
-    Args:
-        per_s: How many.
-    """
+    """A token bucket: so many per second, and as many at once after a quiet second."""
 
     def __init__(self, per_s: int) -> None:
         self._per_s = per_s

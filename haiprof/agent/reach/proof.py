@@ -30,11 +30,7 @@ _NUMBER = struct.Struct("!Q")
 
 
 class Signer:
-    """Signs the messages of one direction of one connection, or checks them, in their order.
-
-    Args:
-        key: Of this direction and connection alone.
-    """
+    """Signs the messages of one direction of one connection, or checks them, in their order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -21,11 +21,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def make_token(path: Path) -> bytes:
-    """The key in a token file; the file is written where there is none.
-
-    Raises:
-        UsageError: It cannot be written, or is not a token file (`read_token`).
-    """
+    """The key in a token file; the file is written where there is none."""
     try:
         descriptor = create_file(path, below=path.parent, mode=0o600)
     except FileExistsError:
@@ -39,12 +35,7 @@ def make_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The key in a token file of this user's (or root's) that nobody else may read or write.
-
-    Raises:
-        UsageError: It cannot be read, another user could have written it, or it is not a token
-            file: another secret of mode 600 must not become the job's key by mistake.
-    """
+    """The key in a token file of this user's (or root's) that nobody else may read or write."""
     try:
         descriptor = os.open(path, _READ)
     except OSError as error:

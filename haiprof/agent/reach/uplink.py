@@ -51,12 +51,7 @@ class _Line:
 
 
 class Uplink:
-    """Connects, and reconnects when the controller comes back.
-
-    Args:
-        address: The controller's host and port.
-        key: Of the token that it must hold.
-    """
+    """Connects, and reconnects when the controller comes back."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
         self.requests: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
@@ -145,12 +140,7 @@ class Uplink:
 
 
 def _prove(connection: socket.socket, key: bytes) -> _Line:
-    """Checks the controller's proof, then sends this end's.
-
-    Raises:
-        NotProvenError: It is not a controller, or holds another token.
-        OSError: The connection has ended, or it took too long.
-    """
+    """Checks the controller's proof, then sends this end's."""
     nonce = new_nonce()
     connection.sendall(MAGIC + nonce)
     answer = _read(connection, ANSWER_BYTES, until_s=time.monotonic() + PROOF_S)
@@ -167,11 +157,7 @@ def _prove(connection: socket.socket, key: bytes) -> _Line:
 
 
 def _read(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytes:
-    """Reads exactly so many bytes.
-
-    Raises:
-        OSError: It broke, or they have not come by `until_s` of the monotonic clock.
-    """
+    """Reads exactly so many bytes."""
     data = bytearray()
     while len(data) < count:
         if until_s is not None:

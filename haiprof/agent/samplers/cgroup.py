@@ -51,11 +51,7 @@ class CgroupSampler(TableSampler):
         return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Sequence[Entity]:
-        """The launcher's cgroup and the limited ones above it.
-
-        Raises:
-            Unavailable: None of its controllers is visible.
-        """
+        """The launcher's cgroup and the limited ones above it."""
         self._locate()
         found = [self._cgroups[name] for name in _LIMITS]
         if all(isinstance(cgroup, Unavailable) for cgroup in found):

@@ -60,13 +60,7 @@ Page = Mapping[str, Mapping[str, float | None]]
 
 
 class DcgmSampler(TableSampler):
-    """One record per GPU and collection of the exporter.
-
-    Args:
-        url: The exporter's page; None is the default, used only without GPM.
-        nvml: A module like pynvml; None imports nvidia-ml-py's.
-        clock: CLOCK_MONOTONIC in ns.
-    """
+    """One record per GPU and collection of the exporter."""
 
     name = "dcgm"
     recorder = "gpu"
@@ -186,11 +180,7 @@ class DcgmSampler(TableSampler):
 
 
 def reach(url: str) -> None:
-    """Tries a connection, for a moment only.
-
-    Raises:
-        Unavailable: Nothing answers, or the address is invalid.
-    """
+    """Tries a connection, for a moment only."""
     host, port, _ = _address(url)
     try:
         socket.create_connection((host, port), CONNECT_S).close()
@@ -205,9 +195,6 @@ def fetch(url: str) -> str:
 
     Requested in HTTP 1.0 without Python's own client: no proxy and no redirect is followed, nothing
     is imported into the launcher, and the time limit covers the whole answer.
-
-    Raises:
-        Unavailable: It does not arrive within `READ_S`, or is too large.
     """
     host, port, path = _address(url)
     request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
@@ -250,11 +237,7 @@ def _too_much(url: str) -> Unavailable:
 
 
 def _address(url: str) -> tuple[str, int, str]:
-    """Host, port and path.
-
-    Raises:
-        Unavailable: It is not an http address.
-    """
+    """Host, port and path."""
     match = _ADDRESS.match(url)
     if match is None:
         raise Unavailable(

@@ -37,9 +37,6 @@ class DiskTotals:
     Left out: partitions (in their disk already), devices stacked on others (device mapper, RAID,
     the head of an NVMe multipath: its paths are counted), and those in memory (loop, ram, zram).
 
-    Args:
-        root: Where /sys is; without it, names tell.
-
     Source: Linux Documentation/admin-guide/iostats.rst.
     """
 

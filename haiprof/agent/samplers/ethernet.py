@@ -107,11 +107,6 @@ class EthernetSampler(TableSampler):
 
     A driver may collect hundreds of statistics from the device per call: hence the slow interval,
     and no call at all where none of them is recorded.
-
-    Args:
-        root: Where /sys is.
-        clock: CLOCK_MONOTONIC in ns.
-        ioctl: As fcntl.ioctl.
     """
 
     name = "ethernet"
@@ -213,11 +208,7 @@ class EthernetSampler(TableSampler):
 
 
 class _Statistics:
-    """The statistics of one interface that fill columns.
-
-    Raises:
-        OSError: The driver cannot be asked.
-    """
+    """The statistics of one interface that fill columns."""
 
     def __init__(self, ethtool: Ethtool, interface: str) -> None:
         self._ethtool = ethtool
@@ -226,13 +217,7 @@ class _Statistics:
         self.columns = tuple(self._places)
 
     def read(self) -> Sequence[Value]:
-        """One value per column.
-
-        Raises:
-            OSError: The interface is gone.
-            Unavailable: The driver's list has changed (more channels, say); it is read again for
-                the next time.
-        """
+        """One value per column."""
         values = self._ethtool.values(self._interface, self._count)
         if len(values) != self._count:
             self._learn()

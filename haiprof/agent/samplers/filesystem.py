@@ -102,11 +102,7 @@ class FilesystemSampler(TableSampler):
         self._mountstats.close()
 
     def _look(self) -> list[_FoundMount]:
-        """The mounts that there are now.
-
-        Raises:
-            OSError: The list cannot be read.
-        """
+        """The mounts that there are now."""
         self._looks += 1
         mounts = network_mounts(self._mountinfo.read().decode(errors="replace"))
         self._nfs = {}

@@ -70,12 +70,6 @@ class Gpm:
 
     Traffic is reported as a rate; it is summed up from 0 at the first sample and after every gap,
     so that a gap reads as a counter reset.
-
-    Args:
-        device: The GPU.
-        columns: Names in `RATIOS` and `TRAFFIC`.
-        clock: CLOCK_MONOTONIC in ns.
-        pause: Waits so many seconds.
     """
 
     def __init__(
@@ -97,22 +91,14 @@ class Gpm:
         self._totals = dict.fromkeys(columns, 0.0)
 
     def open(self) -> None:
-        """Allocates the buffers of all reads, and takes a sample.
-
-        Raises:
-            Unavailable: This GPU, driver or user has no such metrics.
-        """
+        """Allocates the buffers of all reads, and takes a sample."""
         for _ in range(2):
             self._samples.append(self._device.nvml.call("nvmlGpmSampleAlloc"))
         self._request = _request([(RATIOS | TRAFFIC)[name] for name in self.columns])
         self._take(self._clock())
 
     def read(self) -> list[Value | Unavailable]:
-        """One value per column; one that is not known yet is missing, without a reason.
-
-        Raises:
-            Unavailable: No sample, or no metrics from two.
-        """
+        """One value per column; one that is not known yet is missing, without a reason."""
         now, before = self._soon_enough(), self._taken_ns
         if before is None or (not self._has_interval and now - before < MIN_APART_NS):
             self._has_interval = False
@@ -184,11 +170,7 @@ class Gpm:
 
 
 def open_gpm(device: Device, columns: Sequence[str], *, root: Path, clock: Clock) -> Gpm:
-    """Metrics of one GPU, ready to be read.
-
-    Raises:
-        Unavailable: Why this GPU, driver or user has none.
-    """
+    """Metrics of one GPU, ready to be read."""
     if device.has_mig:
         reason = "MIG is on: GPM measures each GPU instance, and haiprof reads whole GPUs only"
         raise Unavailable(reason, status="unsupported", lasting=True)

@@ -12,9 +12,6 @@ class SummedCounters:
 
     It starts at the devices' own sum and grows by the growth of each of them between two reads: a
     device that comes or goes, or whose counter wraps, makes no step in the sum.
-
-    Args:
-        bits: Width of each counter.
     """
 
     def __init__(self, bits: Sequence[int]) -> None:
@@ -23,12 +20,7 @@ class SummedCounters:
         self._totals: list[int] | None = None
 
     def add(self, counts: Mapping[bytes, Sequence[int]]) -> tuple[int, ...]:
-        """The sums, after the counters of each device as they are now.
-
-        Raises:
-            Unavailable: A device was reset, so that its growth is not known. The sums continue with
-                the next call.
-        """
+        """The sums, after the counters of each device as they are now."""
         last, self._last = self._last, counts
         if self._totals is None:
             columns = zip(*counts.values(), strict=True)

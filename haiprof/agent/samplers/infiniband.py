@@ -34,11 +34,6 @@ class _PortSampler(TableSampler):
     On mlx5 each file read is a query to the adapter's firmware: only what is recorded is read. A
     port whose device was registered again (driver reload, hot-plug) is another one: it gets a new
     `port_index` under the same name, and no rate spans both.
-
-    Args:
-        root: Where /sys is.
-        clock: CLOCK_MONOTONIC in ns.
-        pread: As os.pread.
     """
 
     recorder = "infiniband"

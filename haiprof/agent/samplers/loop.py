@@ -28,18 +28,7 @@ _COST_SPREAD = 0.05  # of the run from line to line: some hundred lines in weeks
 
 
 class SamplingLoop:
-    """Samples this node until it is stopped; `run` is the body of a thread and never raises.
-
-    Args:
-        run: Where records and events go, and where ranks report in.
-        host: This node's name, as ranks report it.
-        options: Which recorders run, and how often.
-        root: Where /proc and /sys are.
-        nvml: A module like pynvml; None imports that.
-        clock: CLOCK_MONOTONIC in ns.
-        boot_clock: CLOCK_BOOTTIME in ns.
-        samplers: In place of those that the options name.
-    """
+    """Samples this node until it is stopped; `run` is the body of a thread and never raises."""
 
     def __init__(
         self,

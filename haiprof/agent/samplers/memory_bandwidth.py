@@ -42,11 +42,7 @@ class MemoryBandwidthSampler(TableSampler):
         return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Iterable[Entity]:
-        """The sockets, from the first source that gives a total.
-
-        Raises:
-            Unavailable: None gives one; with the reasons of all.
-        """
+        """The sockets, from the first source that gives a total."""
         try:
             return resctrl_entities(self._root)
         except Unavailable as why:

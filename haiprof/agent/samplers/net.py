@@ -37,9 +37,6 @@ class NetworkTotals:
     others carry. Where the default route leads out through hardware, nothing else counts: other
     ends of containers are routed to it (Calico, Cilium). In a container it leads through the
     container's end, which has none. RDMA traffic is not in these counters.
-
-    Args:
-        root: Where /proc and /sys are; without /sys, all but lo count.
     """
 
     def __init__(self, root: Path) -> None:
@@ -100,10 +97,6 @@ def _default_interfaces(routes: Path) -> set[str]:
 
 class ProtocolNumbers:
     """Parses /proc/net/snmp or netstat: pairs of a line of names and one of numbers.
-
-    Args:
-        protocol: What both lines begin with, such as `Tcp`.
-        fields: The wanted names.
 
     Source: Linux Documentation/networking/snmp_counter.rst.
     """

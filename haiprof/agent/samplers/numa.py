@@ -39,11 +39,7 @@ class NumaSampler(TableSampler):
         return cls(root=node.root, clock=node.clock)
 
     def find(self) -> Iterable[Entity]:
-        """The NUMA nodes in /sys.
-
-        Raises:
-            Unavailable: The kernel shows none.
-        """
+        """The NUMA nodes in /sys."""
         try:
             found = [int(m[1]) for each in self._nodes.iterdir() if (m := _NODE.match(each.name))]
         except OSError:

@@ -73,11 +73,7 @@ Version = tuple[int, ...]
 
 
 class Nvml:
-    """NVML while it is in use: one nvmlInit, and one nvmlShutdown at the end.
-
-    Args:
-        module: A module like pynvml; None imports nvidia-ml-py's.
-    """
+    """NVML while it is in use: one nvmlInit, and one nvmlShutdown at the end."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
         self._module: Any = module
@@ -86,11 +82,7 @@ class Nvml:
         """The running driver's version; empty where unknown."""
 
     def open(self) -> None:
-        """Loads the library and starts it.
-
-        Raises:
-            Unavailable: There is no driver, or it does not answer.
-        """
+        """Loads the library and starts it."""
         if self._module is None:
             self._module = _binding()
         self.call("nvmlInit")
@@ -120,11 +112,7 @@ class Nvml:
         return Nvml(self._module)
 
     def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
-        """What a function of the binding returns.
-
-        Raises:
-            Unavailable: Why it gives nothing.
-        """
+        """What a function of the binding returns."""
         found = getattr(self._module, function, None)
         if found is None:
             raise Unavailable(
@@ -153,27 +141,14 @@ class Refusal(Unavailable):
 
 
 def refusal(code: int, what: str, words: str = "") -> Refusal:
-    """An NVML return code as a reason.
-
-    Args:
-        code: The nvmlReturn_t.
-        what: The function or field that was asked.
-        words: NVML's own words for the code.
-    """
+    """An NVML return code as a reason."""
     if code == LIBRARY_NOT_FOUND:
         return Refusal(code, NO_LIBRARY)
     return Refusal(code, f"{what}: {words or _WORDS.get(code, f'NVML error {code}')}")
 
 
 class Device:
-    """One GPU.
-
-    Args:
-        nvml: Open.
-        index: NVML's, in the order of PCI bus ids.
-        handle: NVML's.
-        lost: Called once when the GPU has fallen off the bus or needs a reset.
-    """
+    """One GPU."""
 
     def __init__(
         self, nvml: Nvml, index: int, handle: object, lost: Callable[[Device, str], None]
@@ -190,12 +165,7 @@ class Device:
         return f"gpu {self.index}"
 
     def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
-        """A function that takes the device first.
-
-        Raises:
-            Unavailable: Why it gives nothing.
-            EntityGone: The GPU is lost; it is not read any more.
-        """
+        """A function that takes the device first."""
         if self.is_lost:
             raise EntityGone
         try:
@@ -205,11 +175,7 @@ class Device:
             raise
 
     def check(self, code: int, reason: str) -> None:
-        """Ends the use of a GPU whose return code says that it is lost.
-
-        Raises:
-            EntityGone: It is.
-        """
+        """Ends the use of a GPU whose return code says that it is lost."""
         if code in _LOST:
             self.is_lost = True
             self._tell(self, reason)

@@ -109,12 +109,7 @@ HEALTH_FIELDS = (
 
 
 class FieldReader:
-    """Reads fields of one GPU in one call, each with its own return code.
-
-    Args:
-        device: The GPU.
-        fields: With known ids.
-    """
+    """Reads fields of one GPU in one call, each with its own return code."""
 
     def __init__(self, device: Device, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)

@@ -32,15 +32,6 @@ class PlacementSampler(RankSampler):
     pages in memory by node), `gpu_uuid`, `gpu_bus_id`, `gpu_node`, `gpu_cpus` (CPUs near to the
     GPU) and `nics` (`name`, `node`, and `near_gpu`: whether it shares the nearest PCIe switch
     with the GPU). What is not known is null. Affinity and CPU are the main thread's.
-
-    Args:
-        run: Whose ranks.
-        host: This host as the ranks name it.
-        pid: One more process to look at, that did not report in.
-        root: Where /proc and /sys are.
-        clock: CLOCK_MONOTONIC in ns.
-        reports: Shared with the node's other samplers; its own unless given.
-        ask: As `pages.move_pages`.
     """
 
     name = "placement"

@@ -31,11 +31,6 @@ class RankReports:
 
     The run directory may be on a file system that hundreds of nodes share: the list is asked for
     once for all samplers, and each report is read once.
-
-    Args:
-        ranks: The folder of rank folders.
-        clock: CLOCK_MONOTONIC in ns.
-        fresh_ns: For how long a list counts as up to date.
     """
 
     def __init__(self, ranks: Path, *, clock: Clock, fresh_ns: int = 0) -> None:
@@ -68,11 +63,7 @@ class RankReports:
         return folder in self._contents or self._path(folder).exists()
 
     def content(self, folder: str) -> Mapping[str, Any]:
-        """The report.
-
-        Raises:
-            RunFormatError: It is not one.
-        """
+        """The report."""
         if folder not in self._contents:
             self._contents[folder] = read_json(self._path(folder))
         return self._contents[folder]

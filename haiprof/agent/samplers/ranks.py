@@ -22,14 +22,6 @@ class RankSampler(TableSampler):
 
     A restarted rank and a reused pid have another key, so that no rate spans both. The first
     reading of a rank has to raise `EntityGone` when the process has ended.
-
-    Args:
-        run: Whose ranks.
-        host: This host as the ranks name it.
-        pid: One more process to look at, that did not report in.
-        root: Where /proc and /sys are.
-        clock: CLOCK_MONOTONIC in ns.
-        reports: Shared with the node's other samplers; its own unless given.
     """
 
     recorder = "process"

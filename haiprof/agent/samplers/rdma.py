@@ -120,11 +120,7 @@ class Port:
 
 
 def find_ports(root: Path) -> list[Port]:
-    """Every port of every RDMA device, in order of name.
-
-    Raises:
-        Unavailable: There is none.
-    """
+    """Every port of every RDMA device, in order of name."""
     base = root / "sys/class/infiniband"
     try:
         devices = sorted(os.listdir(base))
@@ -189,14 +185,7 @@ def choose_source(port: Port, sources: Sequence[Source]) -> Source | None:
 
 
 class Attribute:
-    """One counter file of sysfs.
-
-    Args:
-        path: The file.
-        unit: What one count stands for.
-        keep: Stays open between reads: for what is read each second.
-        pread: As os.pread.
-    """
+    """One counter file of sysfs."""
 
     def __init__(self, path: Path, unit: int, *, keep: bool, pread: Pread = os.pread) -> None:
         self.path = path
@@ -211,10 +200,6 @@ class Attribute:
         A file that stays open and fails is not opened again at once: its device may be another one
         by now, whose count must not continue this one's. The caller checks that before the next
         read.
-
-        Raises:
-            OSError: It is not there, or the device did not answer.
-            Unavailable: It states in words that there is none.
         """
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

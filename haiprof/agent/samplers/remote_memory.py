@@ -39,19 +39,7 @@ _FILTERED = Unavailable(
 
 
 class RemoteMemorySampler(RankSampler):
-    """One record per rank process: what its threads and children did since it was first seen.
-
-    Args:
-        run: Whose ranks.
-        host: This host as the ranks name it.
-        pid: One more process to look at, that did not report in.
-        root: Where /proc and /sys are.
-        clock: CLOCK_MONOTONIC in ns.
-        reports: Shared with the node's other samplers; its own unless given.
-        kernel: The system calls for perf events.
-        events: What fills each counter; those of this CPU unless given.
-        spare: How many more files may be opened.
-    """
+    """One record per rank process: what its threads and children did since it was first seen."""
 
     name = "remote_memory"
     recorder = "perf"
@@ -77,11 +65,7 @@ class RemoteMemorySampler(RankSampler):
         self._spare = spare or spare_files
 
     def find(self) -> Iterable[Entity]:
-        """Tries each event on haiprof's own thread; ranks come with `refresh`.
-
-        Raises:
-            Unavailable: None can be counted.
-        """
+        """Tries each event on haiprof's own thread; ranks come with `refresh`."""
         for column, event in self._events.items():
             if isinstance(event, Event):
                 try:
@@ -125,16 +109,7 @@ class RemoteMemorySampler(RankSampler):
 
 
 class RankCounters:
-    """The counters of one process: one per event and thread, inherited by what starts later.
-
-    Args:
-        process: Whose.
-        events: What fills each column, or why nothing does.
-        root: Where /proc is.
-        kernel: The system calls.
-        spare: How many more files may be opened.
-        virtual: Whether this is a virtual machine, whose host may filter events.
-    """
+    """The counters of one process: one per event and thread, inherited by what starts later."""
 
     def __init__(
         self,
@@ -156,12 +131,7 @@ class RankCounters:
         self._sums: dict[str, ScaledSum | Unavailable] = {}
 
     def read(self) -> Sequence[Value | Unavailable]:
-        """One value per event, then the share of the time in which they counted.
-
-        Raises:
-            EntityGone: The process has ended.
-            Unavailable: Its threads cannot be counted now.
-        """
+        """One value per event, then the share of the time in which they counted."""
         if read_start_ticks(self._root, self._process.pid) != self._process.start_ticks:
             raise EntityGone
         if not self._sums:

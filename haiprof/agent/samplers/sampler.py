@@ -87,11 +87,7 @@ class Sampler(Protocol):
     """A sample that takes longer makes the loop sample less often."""
 
     def open(self) -> list[Missing]:
-        """Finds the source.
-
-        Returns:
-            What cannot be measured; with `ALL_METRICS` in it there will be no samples at all.
-        """
+        """Finds the source."""
 
     def header(self) -> Mapping[str, object]:
         """What the record file's header says about the source; after `open`."""

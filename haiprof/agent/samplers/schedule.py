@@ -7,13 +7,7 @@ _RECOVER_AFTER = 30  # quick reads in a row after which the interval is halved a
 
 
 class Pace:
-    """The schedule of one sampler.
-
-    Args:
-        interval_ns: Between two samples.
-        limit_ns: A read that takes longer doubles the interval, up to 16 times.
-        now_ns: When the first sample was taken.
-    """
+    """The schedule of one sampler."""
 
     def __init__(self, interval_ns: int, limit_ns: int, now_ns: int) -> None:
         self._interval_ns = interval_ns

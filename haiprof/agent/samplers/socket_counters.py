@@ -51,11 +51,7 @@ class Uncore:
         self._shares = {socket: Share() for socket in set(self._sockets.values())}
 
     def entities(self) -> list[Entity]:
-        """One per socket; a column that cannot be counted says why.
-
-        Raises:
-            Unavailable: No column of DRAM traffic can be counted.
-        """
+        """One per socket; a column that cannot be counted says why."""
         cpu = read_cpu(self._root)
         try:
             metrics = metrics_of(cpu, self._root)

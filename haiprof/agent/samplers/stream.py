@@ -23,14 +23,7 @@ Report = Callable[[Mapping[str, object]], None]
 
 
 class Stream:
-    """Carries the records of one sampler to its file.
-
-    Args:
-        sampler: Not opened yet.
-        interval_ns: Between two samples.
-        clock: CLOCK_MONOTONIC in ns.
-        report: Where events go.
-    """
+    """Carries the records of one sampler to its file."""
 
     def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
         self.sampler = sampler
@@ -55,11 +48,7 @@ class Stream:
         return self._writer.dropped_bytes if self._writer is not None else 0
 
     def start(self, node: NodePaths, anchor: ClockAnchor, header: Mapping[str, object]) -> bool:
-        """Opens the sampler and its file, and takes the first sample.
-
-        Returns:
-            Whether there is anything to sample.
-        """
+        """Opens the sampler and its file, and takes the first sample."""
         try:
             missing = self.sampler.open()
             self._report_missing(missing)
@@ -100,11 +89,7 @@ class Stream:
             self._writer.close()
 
     def _take(self) -> int:
-        """Writes one sample.
-
-        Returns:
-            What it took in ns; a sampler that fails counts as slow, so that it is asked less often.
-        """
+        """Writes one sample."""
         self._last_ns, began = self._clock(), time.thread_time_ns()
         try:
             data = self.sampler.sample()

@@ -25,16 +25,7 @@ class SamplerKind(Protocol):
 
 
 def survey(node: Node, kinds: Iterable[SamplerKind] = SAMPLERS) -> list[CounterState]:
-    """Opens every sampler, reads each of its sources once, and closes it.
-
-    Args:
-        node: The surroundings; its run need not exist, its `pid` stands in for a rank.
-        kinds: The samplers' classes.
-
-    Returns:
-        Every column of every entity. A sampler that finds nothing gives each column of its table
-        once, with the reason; so does one that fails.
-    """
+    """Opens every sampler, reads each of its sources once, and closes it."""
     return [state for kind in kinds for state in _of_kind(kind, node)]
 
 

@@ -58,11 +58,7 @@ class TableSampler:
     # -- for subclasses - ----------------------------------------------------------------
 
     def find(self) -> Iterable[Entity]:
-        """The entities at the start.
-
-        Raises:
-            Unavailable: Nothing of this source is here.
-        """
+        """The entities at the start."""
         raise NotImplementedError
 
     def refresh(self) -> None:

@@ -111,13 +111,7 @@ def find_tools(
     scripts: Path | None = None,
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Tool, ...]:
-    """Looks up every launcher and tool; starts none.
-
-    Args:
-        path: Folders as in PATH; None takes that.
-        scripts: Where this interpreter's own scripts are; None takes its folder.
-        known: Path by name of those that somebody found elsewhere.
-    """
+    """Looks up every launcher and tool; starts none."""
     folder = scripts or Path(sys.executable).parent
     folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
     return tuple(
@@ -164,12 +158,7 @@ def _version(package: str) -> str | None:
 def find_permissions(
     root: Path = Path("/"), load: Callable[[str], object] = ctypes.CDLL
 ) -> tuple[Permission, ...]:
-    """The permissions of this process; tries nothing that would affect another process.
-
-    Args:
-        root: Where /proc is.
-        load: Loads a shared library.
-    """
+    """The permissions of this process; tries nothing that would affect another process."""
     caps = _Capabilities(root)
     return (
         _ptrace(root, caps),

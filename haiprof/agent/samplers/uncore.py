@@ -114,11 +114,7 @@ _GRACE = tuple(
 
 
 def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
-    """The events of a CPU model.
-
-    Raises:
-        Unavailable: None are known for it.
-    """
+    """The events of a CPU model."""
     if cpu.vendor == "GenuineIntel" and cpu.family == 6:
         return _INTEL.get(cpu.model, _UNKNOWN_INTEL)
     if cpu.vendor == "AuthenticAMD":
@@ -157,11 +153,7 @@ class Pmu:
     """The events that the kernel describes, with `name.scale` and `name.unit`."""
 
     def event(self, terms: str) -> Event:
-        """An event such as `event=0x04,umask=0x03`.
-
-        Raises:
-            ValueError: A term has no bits, or its value does not fit.
-        """
+        """An event such as `event=0x04,umask=0x03`."""
         configs = {"config": 0, "config1": 0, "config2": 0}
         for term in terms.split(","):
             name, _, value = term.partition("=")
@@ -181,12 +173,7 @@ def find_pmus(root: Path, pattern: str) -> list[Pmu]:
 
 
 def unit_events(metric: Metric, pmu: Pmu) -> Iterable[tuple[Event, Fraction]]:
-    """The events of a metric on one PMU, with the bytes per count of each.
-
-    Raises:
-        Unavailable: The kernel describes none, and none are known for this model.
-        ValueError: They do not fit the PMU.
-    """
+    """The events of a metric on one PMU, with the bytes per count of each."""
     for names in metric.named:
         found = [(name, _scale(pmu, name, metric)) for name in names if name in pmu.events]
         if len(found) == len(names) and all(scale is not None for _, scale in found):

@@ -70,12 +70,6 @@ def find_unreported(
     labelled as a rank in their environment. Not listed are: processes that could load the hook
     (they have not trained yet), what runs below one that reported in (DataLoader workers) or below
     a listed one (its forks), and launchers of ranks that reported in or are labelled.
-
-    Args:
-        root_pid: The job's first process.
-        reported_pids: Those with a rank.json.
-        boot_dir: The folder that the launcher put in front of PYTHONPATH.
-        root: Where /proc is, and the files that PYTHONPATH names.
     """
     tree = ProcessTree(root)
     tree.refresh()

@@ -23,11 +23,6 @@ class XidWatch:
 
     The thread has its own handle of the library and closes it itself, so that `stop` never waits
     for the driver.
-
-    Args:
-        nvml: Open; the watch opens it once more for itself.
-        devices: The GPUs.
-        clock: CLOCK_MONOTONIC in ns.
     """
 
     def __init__(self, nvml: Nvml, devices: Sequence[Device], *, clock: Clock) -> None:

@@ -6,16 +6,7 @@ from math import exp, lgamma, log
 
 
 def at_least_p_value(hits: int, trials: int, chance: float) -> float:
-    """How likely so many hits or more are, where each trial hits with that chance.
-
-    Args:
-        hits: Of the trials.
-        trials: Independent of each other.
-        chance: In [0, 1].
-
-    Returns:
-        The upper tail of the binomial distribution: Clopper and Pearson 1934.
-    """
+    """How likely so many hits or more are, where each trial hits with that chance."""
     if hits <= 0 or chance >= 1.0:
         return 1.0
     if chance <= 0.0:

@@ -50,11 +50,6 @@ class Resampled:
 def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -> Resampled:
     """Circular block bootstrap of a median, and of means and middle means beside it.
 
-    Args:
-        series: Shape (n,), in order of time, at least two.
-        columns: Shape (n, k): values at the same times.
-        replicates: At most so many.
-
     Source: Politis and Romano 1992 (circular blocks); the length by `block_length`. A middle mean
     is over the middle half of the values by the series: columns that add up to the series have
     middle means that add up to its own, which medians do not.
@@ -90,9 +85,6 @@ def segment_spread(series: Floats) -> tuple[float, int]:
     A machine is faster in some seconds than in others, and between two runs as between two parts of
     one: the medians of eight segments differ by more than the straying of single values gives, and
     by as much or more do the medians of whole runs.
-
-    Args:
-        series: Shape (n,), in order of time, at least two.
 
     Source: the variance component between groups of a one-way random-effects model (Searle, Casella
     and McCulloch, Variance Components, 1992, section 3.5), which Kalibera and Jones 2013 use for

@@ -35,9 +35,6 @@ class Rise:
 def rise(values: Floats) -> Rise:
     """Measures a rise.
 
-    Args:
-        values: At least 30, in order.
-
     Source:
         Two levels against a line by their sums of squares, the change point at the least one: Page,
         1957; robust to single outliers because blocks are medians.

@@ -27,16 +27,8 @@ class Comparison(NamedTuple):
 def compare_samples(first: Floats, second: Floats) -> Comparison:
     """Tests two samples for a difference, by the two-sided Mann-Whitney U test.
 
-    Args:
-        first: Shape (n,), at least one.
-        second: Shape (m,), at least one.
-
-    Returns:
-        p by the exact distribution of rank sums given the ties, up to 40 measurements together;
-        beyond, by the normal approximation with corrections for ties and continuity.
-
-        Source: Mann and Whitney 1947; ties: Lehmann, Nonparametrics, 1975, section 1.4; the
-        probability is Vargha and Delaney's A, 2000.
+    Source: Mann and Whitney 1947; ties: Lehmann, Nonparametrics, 1975, section 1.4; the
+    probability is Vargha and Delaney's A, 2000.
     """
     ranks = _double_ranks(np.concatenate([first, second]))
     count, both = len(second), len(ranks)
@@ -56,14 +48,7 @@ def compare_samples(first: Floats, second: Floats) -> Comparison:
 def larger_p_value(first: Floats, second: Floats) -> float:
     """Returns the one-sided p of the second sample not being larger than the first.
 
-    Args:
-        first: Shape (n,), at least one.
-        second: Shape (m,), at least one.
-
-    Returns:
-        p in [0, 1] by the normal approximation with ties and continuity corrected.
-
-        Source: as for `compare_samples`.
+    Source: as for `compare_samples`.
     """
     ranks = _double_ranks(np.concatenate([first, second]))
     count, both = len(second), len(ranks)
@@ -75,14 +60,7 @@ def larger_p_value(first: Floats, second: Floats) -> float:
 
 
 def adjust_p_values(p_values: list[float | None]) -> list[float | None]:
-    """p-values of many questions asked at once, so that a share of false finds is bounded.
-
-    Args:
-        p_values: None where there is none.
-
-    Returns:
-        In the same order. Source: Benjamini and Hochberg 1995.
-    """
+    """p-values of many questions asked at once, so that a share of false finds is bounded."""
     known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     found: list[float | None] = [None] * len(p_values)
     least = 1.0

@@ -12,12 +12,6 @@ from haiprof.base.arrays import Floats
 def growth_p_value(values: Floats) -> float:
     """One-sided p of a series not growing.
 
-    Args:
-        values: At equal distances in time, at least two.
-
-    Returns:
-        p in [0, 1] by the normal approximation with ties and continuity corrected.
-
     Source:
         Mann, Nonparametric Tests Against Trend, 1945; Kendall, Rank Correlation Methods, 1975.
     """

@@ -37,11 +37,6 @@ def otlp_requests(series: Iterable[RawSeries], run: RunIdentity, *, lines: bool)
 
     Resources are the nodes, and the rank processes on them. A counter that went back begins anew:
     its points from there on have a later `startTimeUnixNano`.
-
-    Args:
-        series: `raw_counters`.
-        run: What resources say of the run.
-        lines: One request per line, as the collector's file exporter writes them.
     """
     between = "]}\n" + '{"resourceMetrics":[' if lines else ","
     yield '{"resourceMetrics":['

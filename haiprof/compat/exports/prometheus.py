@@ -14,12 +14,7 @@ from haiprof.run_format.prometheus_names import Family, Sample, families, series
 
 
 def last_values(series: Iterable[RawSeries], *, run: str) -> list[Family]:
-    """The samples that Prometheus would have scraped last.
-
-    Args:
-        series: `raw_counters`.
-        run: The run's name, a label of every sample.
-    """
+    """The samples that Prometheus would have scraped last."""
     samples = []
     for each in series:
         meaning = instrument(each.source, each.column.name)

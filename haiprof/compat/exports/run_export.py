@@ -47,19 +47,7 @@ class Exported:
 def write_export(
     analyzer: RunFrames, export: Export, path: Path | None, *, force: bool, stdout: BinaryIO
 ) -> Exported:
-    """Writes one export.
-
-    Args:
-        analyzer: The run.
-        export: What of it, and how.
-        path: Where to; None is standard output.
-        force: Whether an existing file may be replaced.
-        stdout: Standard output.
-
-    Raises:
-        UsageError: The file exists already, or cannot be written.
-        HaiprofError: The run cannot be read.
-    """
+    """Writes one export."""
     write, exported = _prepare(analyzer, export)
     if path is None:
         print_text(write, stdout)

@@ -14,19 +14,7 @@ from haiprof.compat.exports.tabular import write_csv
 
 
 def write_tables(tables: Mapping[str, pl.DataFrame], folder: Path, *, force: bool) -> list[Path]:
-    """Writes one file per table, named after it.
-
-    Args:
-        tables: By name.
-        folder: Created if missing.
-        force: Whether existing files may be replaced.
-
-    Returns:
-        The files.
-
-    Raises:
-        UsageError: One exists already, or cannot be written.
-    """
+    """Writes one file per table, named after it."""
     try:
         make_named_folder(folder)
     except OSError as error:

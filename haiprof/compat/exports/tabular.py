@@ -25,12 +25,7 @@ def write_csv(frame: pl.DataFrame, file: BinaryIO) -> None:
 
 
 def print_text(write: Callable[[BinaryIO], None], stdout: BinaryIO) -> None:
-    """Writes text to a pipe or file byte for byte, to a terminal without what would steer that.
-
-    Args:
-        write: Writes UTF-8 into the file that it gets.
-        stdout: The process's output.
-    """
+    """Writes text to a pipe or file byte for byte, to a terminal without what would steer that."""
     if stdout.isatty():
         shown = io.BytesIO()
         write(shown)

@@ -18,12 +18,7 @@ _ROOM: list[ThreadPoolExecutor] = []
 
 
 class Parsing:
-    """Replaces the plugin's `Process`, which would start one per trace, all at once.
-
-    Args:
-        target: The plugin's method; `args` are the worker, the span and the file's name.
-        args: Its arguments.
-    """
+    """Replaces the plugin's `Process`, which would start one per trace, all at once."""
 
     def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self._target, self._args = target, args

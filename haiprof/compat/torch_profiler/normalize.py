@@ -58,21 +58,7 @@ class Normal:
 
 
 def normalise_trace(trace: dict[str, Any]) -> Normal:
-    """Normalizes a trace so that torch-tb-profiler computes correct numbers.
-
-    Args:
-        trace: As `json.loads` returns it with `parse_float=Exact`. Its events are changed.
-
-    Returns:
-        Its events with the categories of 2021. Stamps begin at 0 and are multiples of 1/1024 us,
-        within 0.5 ns of those in the file: sums of such are exact, so that spans which hold each
-        other still do (the plugin drops a span that ends 0.1 ns after its parent). A launch has
-        the external id of the innermost operator around it, or of the innermost annotation where
-        there is none; before torch 2.1 Kineto wrote the correlation there. A collective's kernel
-        has the id of its annotation. Operators have their Python stack. record_function ranges
-        are of category Python, so that they are work on the CPU but no operators; dataloaders are
-        operators again. What the plugin has no use for is left out.
-    """
+    """Normalizes a trace so that torch-tb-profiler computes correct numbers."""
     events = [event for event in map(_event, _list(trace.get("traceEvents"))) if event]
     origin_ns = min((event["ts"] for event in events), default=0)
     for event in events:

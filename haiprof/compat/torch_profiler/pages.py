@@ -30,15 +30,7 @@ _VIEWER_POLICY = (
 
 
 class Pages:
-    """TensorBoard as the browser sees it.
-
-    Args:
-        app: TensorBoard's own application.
-        host: Where it listens: only this host, and a loopback name for a loopback address, may
-            stand in a request; a page of elsewhere cannot read traces through a name of its own.
-        static: The plugin's folder of pages; None where it is not installed.
-        access: Its token is wanted; None where the server itself knows who asks.
-    """
+    """TensorBoard as the browser sees it."""
 
     def __init__(
         self, app: App, *, host: str, static: Path | None, access: Access | None = None

@@ -36,11 +36,6 @@ class Tracer:
 
     Everything runs on the training thread. An error of ours ends the windows with a line in
     events.jsonl; the job and the rest of the hook go on.
-
-    Args:
-        config: `trace` of the boot config.
-        recorder: Takes the events lines.
-        state: The wrappers' state.
     """
 
     def __init__(self, config: Mapping[str, Any], *, recorder: Recorder, state: Any) -> None:
@@ -92,11 +87,7 @@ class Tracer:
             self._windows = PlannedWindows(plan, context)
 
     def attach(self, *, late: bool = False) -> None:
-        """Begins to follow the steps.
-
-        Args:
-            late: The job runs already, and may have entered a profiler of its own.
-        """
+        """Begins to follow the steps."""
         self._guard.install(late=late)
         for own in (SteadySteps.follow, SteadySteps._optimizer_ends):
             _skip_frame(own, below=True)
@@ -330,11 +321,7 @@ class Tracer:
         self._yield_asked = self._steady.interrupted = False
 
     def _fail(self, error: Exception) -> None:
-        """Ends all windows; the job goes on.
-
-        Raises:
-            Exception: A signal handler of the job raised it while our lines ran.
-        """
+        """Ends all windows; the job goes on."""
         if is_foreign(error):
             raise error
         self._windows.fail(f"{type(error).__name__}: {error}")
@@ -356,14 +343,7 @@ class Tracer:
 def attach(
     config: Mapping[str, Any], *, recorder: Recorder, state: State, late: bool = False
 ) -> Tracer:
-    """Plans the windows that the launcher asked for; torch is loaded by now.
-
-    Args:
-        config: `trace` of the boot config: the options of the windows.
-        recorder: Takes the events lines; stays until the windows are over.
-        state: The wrappers' state, which tells of spans.
-        late: The job trains already: a request while it runs.
-    """
+    """Plans the windows that the launcher asked for; torch is loaded by now."""
     tracer = Tracer(config, recorder=recorder, state=state)
     tracer.attach(late=late)
     return tracer

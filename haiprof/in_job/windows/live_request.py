@@ -21,17 +21,6 @@ def plan_request(
 
     All ranks take the same steps: those from `first` on, which lies so far ahead that every rank
     has heard of it; without it, the rank that first knows how far it is settles it for all.
-
-    Args:
-        request_id: Whom to answer.
-        arguments: As `trace` of the boot config (`count` or `time_s`, switches, `limit_bytes`),
-            with `window` (its number), `first` (step), `ahead_s` (until every rank has heard of
-            it), `valid_s`.
-        recorder: The rank's.
-        state: What its wrappers share.
-
-    Returns:
-        `refused` with the reason; or None.
     """
     if recorder.closed:
         return _refusal("its recording has ended, and with it haiprof's hooks (haiprof attach)")

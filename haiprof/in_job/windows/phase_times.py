@@ -29,15 +29,7 @@ class PhaseTimes:
         self._tid: int | None = None
 
     def begin(self, kind: int, end: Callable[[], None]) -> Callable[[], None]:
-        """A span begins.
-
-        Args:
-            kind: As in `schema`; only forward and backward passes are noted.
-            end: What else is to be done at its end.
-
-        Returns:
-            To be called at its end.
-        """
+        """A span begins."""
         spans = self._spans
         if kind not in _NAMES or len(spans) >= LIMIT:
             return end
@@ -52,11 +44,7 @@ class PhaseTimes:
         return end_pass
 
     def as_json(self, clock: ClockAnchor) -> dict[str, Any]:
-        """For the sidecar.
-
-        Args:
-            clock: When the window began.
-        """
+        """For the sidecar."""
         offset_ns = clock.wall_ns - clock.mono_ns
         ranges = (
             PhaseRange(name=_NAMES[kind], start_wall_ns=start + offset_ns, duration_ns=end - start)

@@ -44,13 +44,7 @@ class ProfilerOptions:
 
 
 class Session:
-    """A profiler that lives for one window.
-
-    Args:
-        what: What is recorded.
-        guard: Is told which calls are ours.
-        execution_trace: Where the execution trace of the same window goes; null for none.
-    """
+    """A profiler that lives for one window."""
 
     def __init__(
         self, what: ProfilerOptions, guard: Guard, execution_trace: Path | None = None
@@ -114,11 +108,7 @@ class Session:
             mark.__exit__(None, None, None)
 
     def stop(self, metadata: Mapping[str, Any] | None = None) -> None:
-        """Ends the recording.
-
-        Args:
-            metadata: JSON values by name, for the top level of the trace.
-        """
+        """Ends the recording."""
         began = _now()
         self.unmark()
         foreign = python_profiler() if self.what.stacks else None

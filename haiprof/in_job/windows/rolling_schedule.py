@@ -18,9 +18,6 @@ class RollingSchedule:
     """Series of windows: length and period of one are settled when it begins, by the first rank.
 
     Where in a period a window lies changes, so that no rhythm of the job hides.
-
-    Args:
-        agreement: For what all ranks must do alike.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -40,13 +37,7 @@ class RollingSchedule:
         return self._kept
 
     def next_first(self, number: int, *, pace: Callable[[], tuple[int, int]], usual_ns: int) -> int:
-        """First step of the next window, not before `number`.
-
-        Args:
-            number: The step that begins now.
-            pace: Length and period of a series, in steps, as this rank would have them.
-            usual_ns: What a step takes.
-        """
+        """First step of the next window, not before `number`."""
         while True:
             if self._place >= self._count:
                 self._settle(number, pace(), usual_ns)
@@ -62,12 +53,7 @@ class RollingSchedule:
         self._place += 1
 
     def is_kept(self, first: int, *, slow: bool) -> bool:
-        """Whether the window that begins with this step is the next one that all ranks keep.
-
-        Args:
-            first: Its first step.
-            slow: Whether this rank saw a slow step in it: then it is proposed.
-        """
+        """Whether the window that begins with this step is the next one that all ranks keep."""
         while True:
             name = f"kept-{self._kept}"
             found = self._agreement.settle(name, first) if slow else self._agreement.find(name)

@@ -44,11 +44,6 @@ class KeepSlow:
     longer profiled steps take than others, against the budget. Ranks record the same steps and keep
     the same windows: one in which no step was slow here is held until the others have had time to
     say that one was.
-
-    Args:
-        config: `trace` of the boot config.
-        context: What every window needs.
-        schedule: Where windows lie.
     """
 
     def __init__(

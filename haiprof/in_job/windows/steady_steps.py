@@ -22,13 +22,6 @@ class SteadySteps:
     Such a step moves the counter by the same amount each time, so that many of them are one
     addition. It is made, and the counter told the spans of the step under way, as soon as
     something else comes. Steps are taken whose spans hold no others; what ends a loader is not.
-
-    Args:
-        counter: Counts; is behind while `follows`.
-        listener: Told of the edges of steps meanwhile.
-        otherwise: What to do at the start of a span that was not expected.
-        ended: What to do at the end of an optimizer step in which something came unexpectedly.
-        failed: Takes an error of ours.
     """
 
     def __init__(

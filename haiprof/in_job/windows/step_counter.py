@@ -68,11 +68,6 @@ class StepCounter:
     the past alone. With a loader a step begins with the first fetch after an optimizer step, else
     behind the optimizer that ended the step before. A fetch for an evaluation begins no step: its
     loader has served no training, and the model has left the mode in which it trains.
-
-    Args:
-        listener: Told of each edge; one edge may be told twice.
-        is_grad_enabled: torch's own.
-        sure: Whether no optimizer will step: the first backward pass is a step then.
     """
 
     def __init__(
@@ -111,12 +106,7 @@ class StepCounter:
         return self._cycles().count
 
     def begin(self, kind: int, target: Any) -> None:
-        """A span begins; `ends[kind]`, or else `pop`, must be called when it ends.
-
-        Args:
-            kind: As in `schema`.
-            target: Loader, iterator, module or optimizer.
-        """
+        """A span begins; `ends[kind]`, or else `pop`, must be called when it ends."""
         if self.trained_ns is None and kind in (BACKWARD, OPTIMIZER):
             self.trained_ns = _now()
         if self.stack:
@@ -157,13 +147,7 @@ class StepCounter:
         self._by_optimizer.advance(gain, steps)
 
     def repeat(self, kind: int, target: int, *, ended: bool) -> None:
-        """A span of such a step, whose edges the listener knows.
-
-        Args:
-            kind: As in `schema`: a batch for the training, forward, backward or optimizer.
-            target: The optimizer's id.
-            ended: Whether it is over.
-        """
+        """A span of such a step, whose edges the listener knows."""
         listener, self._listener = self._listener, _NoListener()
         try:
             if kind == DATA:

@@ -50,10 +50,6 @@ class Agreement:
     """Numbers that all ranks of the job take, from the run directory: who comes first decides.
 
     No rank waits for another; a rank alone decides for itself.
-
-    Args:
-        folder: `traces/.parts` of the run.
-        about: What the numbers are about: the request's id; empty for the launcher's options.
     """
 
     def __init__(self, folder: Path, *, about: str = "") -> None:
@@ -108,11 +104,6 @@ class Meeting:
 
     How often its optimizers have stepped is the same on every rank between two steps; how many of
     them make up a step is not known, and is learned from there on.
-
-    Args:
-        config: `trace` of the boot config.
-        agreement: For requests that name no first step.
-        joined: How often they had stepped when this rank began to follow the steps.
     """
 
     def __init__(self, config: Mapping[str, Any], agreement: Agreement, *, joined: int) -> None:
@@ -124,23 +115,14 @@ class Meeting:
         self._ahead = 2 + (ahead_ns // pace_ns if pace_ns > 0 else STEPS_BEFORE)
 
     def agree_on_count(self, count: int) -> int:
-        """How often they will have stepped there; a rank that joined later than that is too late.
-
-        Args:
-            count: How often optimizers have stepped by now.
-        """
+        """How often they will have stepped there; a rank that joins later is too late."""
         if self._place is None:
             self._place = self._agreement.settle("meeting", count + self._ahead)
         return self._place
 
 
 class Plan:
-    """The windows of a run, one after the other.
-
-    Args:
-        config: `trace` of the boot config.
-        agreement: For what is known only while the job runs.
-    """
+    """The windows of a run, one after the other."""
 
     def __init__(self, config: Mapping[str, Any], agreement: Agreement) -> None:
         self._agreement = agreement
@@ -180,13 +162,7 @@ class Plan:
     def current(
         self, *, number: int, trained_ns: int | None, times: UsualTime
     ) -> PlannedWindow | None:
-        """The window that comes next or runs; None before it is known and after the last.
-
-        Args:
-            number: The step that begins now.
-            trained_ns: Start of the training, monotonic; null before it.
-            times: Knows the usual time of a step.
-        """
+        """The window that comes next or runs; None before it is known and after the last."""
         if self.over:
             return None
         if self._wanted is None and trained_ns is not None:

@@ -21,11 +21,7 @@ class _Clock(Protocol):
 
 
 class StepTimes:
-    """The steps' times from one start to the next, ns.
-
-    Args:
-        counter: Knows when the training began.
-    """
+    """The steps' times from one start to the next, ns."""
 
     def __init__(self, counter: _Clock) -> None:
         self.counter = counter

@@ -44,9 +44,6 @@ class Guard:
 
     `torch.autograd.profiler.profile` is what all of torch.profiler's, Lightning's and Accelerate's
     end in; `emit_nvtx` and `emit_itt` take the same place in torch.
-
-    Args:
-        make_way: Ends our window, saved; called before a profiler of the job is entered.
     """
 
     def __init__(self, make_way: Callable[[], None]) -> None:

@@ -23,12 +23,7 @@ _HOST_LIMIT = 80
 
 
 class WindowFiles:
-    """The files of one window: drafts until all of them are whole.
-
-    Args:
-        run: The run directory.
-        clock: Now; drafts are named by it.
-    """
+    """The files of one window: drafts until all of them are whole."""
 
     def __init__(self, run: RunPaths, clock: ClockAnchor) -> None:
         self._root, self._folder = run.root, run.trace_parts
@@ -55,11 +50,7 @@ class WindowFiles:
         return self._folder / f".{self._draft}{ET_RAW_SUFFIX}"
 
     def finish(self, details: Mapping[str, Any], *, execution_trace: bool) -> dict[str, Any]:
-        """Gives the files their names and writes the sidecar; what that says.
-
-        Raises:
-            OSError: The disk is full, the run directory gone, or RLIMIT_FSIZE reached.
-        """
+        """Gives the files their names and writes the sidecar; what that says."""
         raw_bytes = self.raw_draft.stat().st_size
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if raw_bytes >= limit != resource.RLIM_INFINITY:  # torch does not say that it was cut

@@ -58,11 +58,7 @@ FORMS = {
 
 
 def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
-    """Checks that an engine supports all options of a job.
-
-    Raises:
-        UsageError: It cannot; the message names the option.
-    """
+    """Checks that an engine supports all options of a job."""
     for field, flag in _FLAGS.items():
         if getattr(spec, field) and field not in takes:
             able = [n for n, fields in ENGINES.items() if field in fields]
@@ -73,11 +69,7 @@ def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
 
 
 def emit(spec: JobSpec, form: str) -> str:
-    """A job in an engine's own language.
-
-    Raises:
-        UsageError: No such form, or one that cannot do what is asked for.
-    """
+    """A job in an engine's own language."""
     if form not in FORMS:
         raise UsageError(f"--emit {form}: no such form", hint=f"one of {', '.join(FORMS)}")
     check_torchrun(spec)

@@ -17,17 +17,7 @@ def follow(
     *,
     poll_s: float,
 ) -> int:
-    """Copies a job's log while it grows.
-
-    Args:
-        log: The job's log; it need not be there yet.
-        status: The job's exit status, None while it runs.
-        out: Where the log's bytes go; None waits in silence.
-        poll_s: Between two looks.
-
-    Returns:
-        The job's exit status.
-    """
+    """Copies a job's log while it grows."""
     offset = 0
     while True:
         ended = status()  # before the log is read, so that the last lines are in it

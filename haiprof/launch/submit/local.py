@@ -42,17 +42,7 @@ class LocalJob:
 
 
 def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> LocalJob:
-    """Starts a job, and waits until it runs.
-
-    Args:
-        spec: The job.
-        environ: This process's environment, which the job gets too.
-        log_dir: Where its run directory and its log are put.
-
-    Raises:
-        UsageError: It asks for several nodes, its script does not exist, or there is no place.
-        HaiprofError: It ended at once; its first words are in the message.
-    """
+    """Starts a job, and waits until it runs."""
     if spec.nodes > 1:
         raise UsageError(
             f"--nodes {spec.nodes}: this is one machine",
@@ -73,11 +63,7 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
 
 
 def check_script(spec: JobSpec) -> None:
-    """Whether the script is there.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Whether the script is there."""
     if not spec.module and spec.is_python and not Path(spec.program).is_file():
         raise UsageError(f"{spec.program}: no such file", hint="haiprof submit SCRIPT.py")
 

@@ -28,15 +28,7 @@ def node_words(
     torchrun: str = "torchrun",
     run_id: str | None = None,
 ) -> list[str]:
-    """What each node runs.
-
-    Args:
-        spec: The job.
-        rendezvous: torchrun's options on how the nodes find each other; one node needs none.
-        haiprof: The command haiprof.
-        torchrun: The command torchrun.
-        run_id: What the launchers of this job have in common where Slurm does not tell them.
-    """
+    """What each node runs."""
     words = [*haiprof, *haiprof_words(spec), *([] if run_id is None else [run_id])]
     meeting = list(rendezvous) if spec.nodes > 1 else ["--standalone"]
     return [*words, "--", torchrun, *rank_words(spec), *meeting, *script_words(spec)]

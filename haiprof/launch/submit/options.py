@@ -25,23 +25,7 @@ def resolve_options(
     program: str,
     pyproject: Path = Path("pyproject.toml"),
 ) -> tuple[dict[str, str], Path]:
-    """What the job's command line says, so that nothing has to travel beside it.
-
-    Args:
-        dotted: `profile.NAME=VALUE`, as the published tool takes them.
-        given: Further options by name; None where left out. They win.
-        environ: Whose HAIPROF_* count; `dotted` and `given` win over them.
-        program: The job is called after it where nothing names it.
-        pyproject: Its [tool.haiprof] counts least, and is read again where the job runs: of it only
-            the log directory and the name are passed on.
-
-    Returns:
-        The options' texts by name, among them the job's name and its log directory, and the
-        folder of this machine that runs are recorded into.
-
-    Raises:
-        UsageError: One that is not known or does not fit.
-    """
+    """What the job's command line says, so that nothing has to travel beside it."""
     texts = _of_environment(environ)
     for word in dotted:
         parse_dotted(word)

@@ -41,14 +41,7 @@ class NodeTask:
     torchrun: str
 
     def __call__(self) -> int:
-        """Runs haiprof on this node.
-
-        Returns:
-            0.
-
-        Raises:
-            SystemExit: With the job's exit status, which so becomes Slurm's.
-        """
+        """Runs haiprof on this node."""
         if not self._requeues:
             # submitit asks Slurm for it 90 s before the limit, to requeue what can be.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -101,11 +94,7 @@ class SlurmJob:
     """Its run directory as `run_directories` will name it; of one node only the log directory."""
 
     def status(self) -> int | None:
-        """Its exit status; None while it waits or runs.
-
-        Raises:
-            HaiprofError: Slurm does not know the job any more.
-        """
+        """Its exit status; None while it waits or runs."""
         words = ["scontrol", "--oneliner", "show", "job", self.id]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         fields = dict(_FIELD.findall(done.stdout))
@@ -121,16 +110,7 @@ class SlurmJob:
 
 
 def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
-    """Submits a job.
-
-    Args:
-        spec: The job; its run directory goes where its option log-dir says.
-        log_dir: Its output goes below `slurm/` of it. Must be seen by all nodes.
-
-    Raises:
-        UsageError: Slurm would not take it, or is not here.
-        MissingExtraError: submitit is not installed.
-    """
+    """Submits a job."""
     check_script(spec)
     check_torchrun(spec)
     for name in _OWN_DIRECTIVES:
@@ -162,11 +142,7 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
 
 
 def check_torchrun(spec: JobSpec) -> None:
-    """Whether torchrun can start the program on each node.
-
-    Raises:
-        UsageError: It is no Python program.
-    """
+    """Whether torchrun can start the program on each node."""
     if not spec.is_python:
         raise UsageError(
             f"{spec.program}: torchrun starts Python scripts and modules",
@@ -179,9 +155,6 @@ def _make_private(folder: Path) -> None:
 
     The nodes execute what lies there (pickle), so that nobody else may write into it either. Not by
     umask: sbatch hands that on to the job.
-
-    Raises:
-        UsageError: It cannot be made, or is another user's.
     """
     try:
         make_named_folder(folder.parent)

@@ -92,11 +92,7 @@ class JobSpec:
 
 
 def parse_time_limit(text: str) -> int:
-    """Seconds of a limit as Slurm takes it: MINUTES, [HOURS:]MINUTES:SECONDS, DAYS-HOURS[:...].
-
-    Raises:
-        UsageError: Another form.
-    """
+    """Seconds of a limit as Slurm takes it: MINUTES, [HOURS:]MINUTES:SECONDS, DAYS-HOURS[:...]."""
     days, clock = _DAYS.match(text), _CLOCK.match(text)
     if text.isascii() and text.isdecimal():
         seconds = int(text) * 60
@@ -116,11 +112,7 @@ def parse_time_limit(text: str) -> int:
 
 
 def parse_environment(words: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `--env NAME=VALUE`; `--env NAME` takes the value that it has here.
-
-    Raises:
-        UsageError: No name, or one that is not set here.
-    """
+    """Variables of `--env NAME=VALUE`; `--env NAME` takes the value that it has here."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")

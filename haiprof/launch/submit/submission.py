@@ -45,13 +45,7 @@ class SubmittedJob:
 def submit_job(
     spec: JobSpec, on: str, environ: Mapping[str, str], *, log_dir: Path
 ) -> SubmittedJob:
-    """Gives a job to an engine.
-
-    Raises:
-        UsageError: There is no such engine, it cannot do what is asked for, or it refuses.
-        MissingExtraError: What speaks to it is not installed.
-        HaiprofError: The job ended at once.
-    """
+    """Gives a job to an engine."""
     if on not in ENGINES:
         hint = (
             f"--emit {on} prints what it takes" if on in FORMS else f"one of {', '.join(ENGINES)}"

@@ -29,20 +29,7 @@ class KinetoJob:
 def kineto_job(
     name: str, log_dirs: Iterable[Path], *, backend: str, progress: Callable[[str], None]
 ) -> KinetoJob | None:
-    """The job, if it is to be traced that way; None if haiprof's hook traces it.
-
-    Args:
-        name: As `live.find.find_job` takes it, or the id of a process started with
-            KINETO_USE_DAEMON.
-        log_dirs: See `live.find.running_jobs`.
-        backend: One of `BACKENDS`; `auto` chooses Kineto where the hook does not use the profiler.
-        progress: Called with what is being waited for.
-
-    Raises:
-        RunNotFoundError: No such job runs.
-        UsageError: No such backend; several jobs fit.
-        MissingDataError: Its processes have not asked the agent.
-    """
+    """The job, if it is to be traced that way; None if haiprof's hook traces it."""
     if backend not in BACKENDS:
         raise UsageError(f"no backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
     if backend == "hook":

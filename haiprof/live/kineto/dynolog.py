@@ -27,11 +27,7 @@ class DynologError(HaiprofError):
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """`host:port`; a missing port is dynolog's own.
-
-    Raises:
-        UsageError: It has another form.
-    """
+    """`host:port`; a missing port is dynolog's own."""
     host, colon, port = text.rpartition(":")
     if not colon:
         host, port = text, DEFAULT_ENDPOINT.rpartition(":")[2]
@@ -41,11 +37,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def call(endpoint: tuple[str, int], request: Mapping[str, Any]) -> dict[str, Any]:
-    """One request and its answer.
-
-    Raises:
-        DynologError: The message names the daemon and the failure.
-    """
+    """One request and its answer."""
     shown = f"dynolog at {endpoint[0]}:{endpoint[1]}"
     data = json.dumps(request).encode()
     try:
@@ -74,20 +66,7 @@ def call(endpoint: tuple[str, int], request: Mapping[str, Any]) -> dict[str, Any
 def trigger(
     endpoint: tuple[str, int], config: str, *, job: int, pids: Sequence[int]
 ) -> tuple[set[int], set[int]]:
-    """Asks the daemon to have processes traced.
-
-    Args:
-        endpoint: Host and port.
-        config: Kineto's configuration.
-        job: SLURM_JOB_ID of the processes, else 0.
-        pids: Which; an empty sequence asks all of the job.
-
-    Returns:
-        The processes that it knows, and those among them that it will trace.
-
-    Raises:
-        DynologError: It cannot be reached, or its answer is unknown.
-    """
+    """Asks the daemon to have processes traced."""
     request = {
         "fn": "setKinetOnDemandRequest",  # as dynolog spells it
         "config": config,

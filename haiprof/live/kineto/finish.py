@@ -65,13 +65,7 @@ class Request:
 
 
 def finish_trace(process: KinetoProcess, path: Path, request: Request) -> ProcessTrace:
-    """Completes one trace and removes the raw one.
-
-    Raises:
-        HaiprofError: It is damaged.
-        EmptyTraceError: Nothing of the training is in it.
-        OSError: No room for it, or no right to write there.
-    """
+    """Completes one trace and removes the raw one."""
     raw = read_raw(path)
     if request.needs_steps and not raw.optimizer_ends_wall_ns:
         raise EmptyTraceError(f"{path}: no optimizer stepped in it")

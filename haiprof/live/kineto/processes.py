@@ -80,18 +80,7 @@ def of_run(run: RunPaths) -> list[KinetoProcess]:
 def of_process(
     pid: int, progress: Callable[[str], None], *, by_agent: bool = True
 ) -> list[KinetoProcess]:
-    """The ranks of the job that a process belongs to, without its launchers and helpers.
-
-    Args:
-        pid: Of one of the ranks, or of their launcher.
-        progress: Called with what is being waited for.
-        by_agent: Whether to wait until haiprof's own agent knows them.
-
-    Raises:
-        UsageError: It is not this user's, or was started without KINETO_USE_DAEMON.
-        MissingDataError: No process of the job has loaded torch, or none has asked the agent.
-        NoAgentError: No agent listens.
-    """
+    """The ranks of the job that a process belongs to, without its launchers and helpers."""
     environ, address = _check_process(pid)
     limit, told = time.monotonic() + APPEAR_S, False
     while True:

@@ -103,19 +103,6 @@ def trace_processes(
 
     Ranks begin at the same iteration: at the next multiple of a number. Where one rank got the
     request before that iteration and another after it, it is repeated with a larger number.
-
-    Args:
-        processes: The ranks of one job on this node.
-        trace_request: Which steps or seconds, and what is recorded of them.
-        run: The run that the job records into, if any.
-        output: Where traces go; None is the run's own folder.
-        progress: Called with what is being waited for.
-
-    Raises:
-        MissingDataError: There is no such process.
-        UsageError: There is no folder for them.
-        NoAgentError: Nobody listens for the protocol.
-        DynologError: The daemon cannot be driven.
     """
     if not processes:
         raise MissingDataError(

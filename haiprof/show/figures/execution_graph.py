@@ -36,12 +36,7 @@ _LEGEND = (
 
 
 def check_ending(path: Path) -> None:
-    """Checks the file's ending before anything is read.
-
-    Raises:
-        UsageError: No graph is written into such a file.
-        MissingExtraError: Graphviz is needed and not installed.
-    """
+    """Checks the file's ending before anything is read."""
     if path.suffix not in ENDINGS:
         raise UsageError(f"{path}: a graph ends in {', '.join(ENDINGS)}")
     if path.suffix in _BY_GRAPHVIZ and shutil.which("dot") is None:
@@ -52,12 +47,7 @@ def check_ending(path: Path) -> None:
 
 
 def write_graph(path: Path, graph: GraphDrawing) -> None:
-    """Writes a graph in the format of the file's ending, completely or not at all.
-
-    Raises:
-        UsageError: It cannot be written there.
-        HaiprofError: Graphviz failed.
-    """
+    """Writes a graph in the format of the file's ending, completely or not at all."""
     writers: dict[str, Callable[[GraphDrawing], str]] = {".graphml": graphml, ".dot": dot}
     writer = writers.get(path.suffix)
     content = writer(graph).encode() if writer else _render(graph, path)

@@ -24,12 +24,7 @@ Row = list[tuple[PanelSpec, list[go.Scatter]]]
 
 
 def source_rows(counters: pl.DataFrame, start_ns: int) -> list[Row]:
-    """The rows of `PANEL_ROWS` with values, without their empty panels.
-
-    Args:
-        counters: `Analyzer.counters()`.
-        start_ns: Unix time at which the time axis begins.
-    """
+    """The rows of `PANEL_ROWS` with values, without their empty panels."""
     rows = []
     for row in PANEL_ROWS:
         mine = counters.filter(pl.col("source").is_in(row.sources))
@@ -48,15 +43,7 @@ def panel_grid(
     title: str,
     missing: Mapping[str, str],
 ) -> go.Figure:
-    """A figure with its titles, axes and counters; the head's panels are left to the caller.
-
-    Args:
-        head: Titles of the panels in the first row, which share its width equally.
-        rows: From `source_rows`.
-        head_px: Height of the first row.
-        title: First line of the figure; more lines after `<br>`.
-        missing: Reason by source that has no sample.
-    """
+    """A figure with its titles, axes and counters; the head's panels are left to the caller."""
     heights = [head_px, *(ROW_PX for _ in rows)]
     absent = by_reason(missing)
     below = _LINE_PX * len(absent)
@@ -100,13 +87,7 @@ def _add_panel(
 
 
 def same_time_axis(figure: go.Figure, axis: str, *, head: Sequence[str]) -> None:
-    """Zooms all panels over time together.
-
-    Args:
-        figure: From `panel_grid`.
-        axis: The axis that the others follow, such as `x2`.
-        head: Axes of the head that are not over time.
-    """
+    """Zooms all panels over time together."""
     for each in figure.select_xaxes():
         name = each.plotly_name.replace("axis", "")
         if name not in (*head, axis):

@@ -11,16 +11,7 @@ CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False}
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> Path:
-    """Writes a file.
-
-    Args:
-        path: The file.
-        text: All of it.
-        below: The run directory that it is part of; None of a file that the user named.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Writes a file."""
     try:
         with named_file(path) if below is None else whole_file(path, below=below) as file:
             file.write(text.encode())

@@ -19,15 +19,7 @@ def by_reason(missing: Mapping[str, str]) -> list[tuple[str, str]]:
 def entity_label(
     host: object, rank: object, gpu: object, entity: object, *, many_hosts: bool = False
 ) -> str:
-    """The label of a counter: the rank if known, else GPU or entity, else the host.
-
-    Args:
-        host: The node.
-        rank: Of a process, or of a GPU that one rank uses.
-        gpu: NVML index.
-        entity: Its name in the node.
-        many_hosts: Whether the host must be part of the label.
-    """
+    """The label of a counter: the rank if known, else GPU or entity, else the host."""
     if rank is not None:
         return f"rank {rank}"
     name = f"GPU {gpu}" if gpu is not None else entity

@@ -13,12 +13,7 @@ _FEW_RANKS, _WIDTH = 16, 0.8
 
 
 def late_ranks_figure(late: pl.DataFrame, *, title: str) -> go.Figure:
-    """One bar per rank: its lateness per step in the group in which it is latest.
-
-    Args:
-        late: `Analyzer.lateness()`.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """One bar per rank: its lateness per step in the group in which it is latest."""
     known = late.filter(pl.col("late_ns_per_step").is_finite())
     worst = known.sort("late_ns_per_step", descending=True).unique(
         "rank", keep="first", maintain_order=True

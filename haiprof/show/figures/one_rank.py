@@ -28,13 +28,6 @@ def one_rank_figure(
 
     Of more than about 5000 steps the slowest and fastest of each stretch are drawn, all their
     phases together, so that a stack always is one real step.
-
-    Args:
-        steps: `Analyzer.steps()` of one rank.
-        counters: `Analyzer.counters()` of that rank and its host.
-        missing: Reason by source that has no sample.
-        title: First line of the figure; more lines after `<br>`.
-        start_ns: Unix time at which the time axis begins.
     """
     rows = source_rows(counters, start_ns)
     head = ["Phases of each step (ms)"]

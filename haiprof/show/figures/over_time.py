@@ -34,11 +34,6 @@ def over_time_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
 
     Of up to eight ranks each has its line; of more the median, the middle 90 % and the slowest one
     of each stretch. The phases are means over all ranks.
-
-    Args:
-        grid: From `haiprof.run_analysis.rank_grid`.
-        title: First line of the figure; more lines after `<br>`.
-        start_ns: Unix time at which the time axis begins.
     """
     unit, unit_ns = time_unit(grid.typical_ns["step"])
     edges = np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1)

@@ -32,14 +32,6 @@ def overview_figure(
     Series longer than about 5000 points are thinned; the highest and lowest point of each stretch
     stay. A pause of a series is a gap in its line. Sources that are missing as a whole are named
     below the panels, each with the reason.
-
-    Args:
-        steps: `Analyzer.steps()`.
-        counters: `Analyzer.counters()`.
-        splits: Name and split in ns of each rank.
-        missing: Reason by source that has no sample.
-        title: First line of the figure; more lines after `<br>`.
-        start_ns: Unix time at which the time axis begins.
     """
     head = ["Middle step by phase (ms)", "Step time (ms)"]
     rows = source_rows(counters, start_ns)

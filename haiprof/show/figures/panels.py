@@ -19,13 +19,7 @@ HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 
 
 def counter_traces(panel: PanelSpec, counters: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
-    """The lines of one panel; empty where nothing of it was measured.
-
-    Args:
-        panel: What it shows.
-        counters: `Analyzer.counters()`.
-        start_ns: Unix time at which the time axis begins.
-    """
+    """The lines of one panel; empty where nothing of it was measured."""
     found = []
     for spec in panel.counters:
         mine = counters.filter(

@@ -25,11 +25,6 @@ def rank_map_figure(grid: RankGrid, *, title: str, start_ns: int) -> go.Figure:
 
     The colour is what the step or phase takes above its median over all ranks, as a share of the
     median step: 100 % in the row of a rank is a step that takes twice the median.
-
-    Args:
-        grid: From `haiprof.run_analysis.rank_grid`.
-        title: First line of the figure; more lines after `<br>`.
-        start_ns: Unix time at which the time axis begins.
     """
     edges = (np.linspace(grid.start_ns, grid.end_ns, grid.column_count + 1) - start_ns) / NS_PER_S
     figure = go.Figure(

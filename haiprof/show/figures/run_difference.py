@@ -37,12 +37,6 @@ def run_difference_figure(
 
     The longest 1 % of the steps of either run may lie beyond the axis: otherwise one stall would
     squeeze all others into one bar.
-
-    Args:
-        before_ns: Steps of the baseline.
-        after_ns: Steps of the new run.
-        parts: In the order in which they stand, from above.
-        title: First line of the figure; more lines after `<br>`.
     """
     rows = 2 if parts else 1
     lower = _ROW_PX * len(parts)

@@ -30,11 +30,7 @@ _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 
 
 def overview_picture(data: RunData) -> go.Figure:
-    """The whole job as one interactive figure.
-
-    Raises:
-        HaiprofError: The run cannot be read at all.
-    """
+    """The whole job as one interactive figure."""
     summary = overview_summary(data)
     counted = select_judged_steps(data.steps())
     return overview_figure(
@@ -48,11 +44,7 @@ def overview_picture(data: RunData) -> go.Figure:
 
 
 def one_rank_picture(data: RunData, rank: int) -> go.Figure:
-    """One rank over time as one interactive figure.
-
-    Raises:
-        MissingDataError: The run has no such rank.
-    """
+    """One rank over time as one interactive figure."""
     summary = one_rank_summary(data, rank)
     counted = select_judged_steps(rank_steps(data.steps(), rank, summary.attempt))
     samples = rank_counters(data.counters(), rank, summary.about["host"])
@@ -85,12 +77,7 @@ def late_ranks_picture(data: RunFrames) -> go.Figure | None:
 
 
 def comparison_picture(found: Comparison, *, title: str | None = None) -> go.Figure | None:
-    """Two runs' steps and the difference of each part; None where neither has a step.
-
-    Args:
-        found: The comparison.
-        title: In place of the claim and what it is about.
-    """
+    """Two runs' steps and the difference of each part; None where neither has a step."""
     before, after = found.before.step_ns, found.after.step_ns
     if not len(before) and not len(after):
         return None

@@ -40,15 +40,7 @@ def time_unit(ns: float | None) -> tuple[str, float]:
 
 
 def figure_layout(title: str, *, height: int) -> dict[str, Any]:
-    """Layout that every figure shares.
-
-    Args:
-        title: First line, bold; further lines after `<br>` are smaller.
-        height: Pixels.
-
-    Returns:
-        Keyword arguments of `plotly.graph_objects.Figure.update_layout`.
-    """
+    """Layout that every figure shares."""
     return {
         "title": {
             "text": title,

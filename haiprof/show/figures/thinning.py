@@ -20,15 +20,7 @@ _GAP_INTERVALS = 5.0
 def thin_points(
     values: npt.NDArray[np.float64], *, limit: int = POINT_LIMIT
 ) -> npt.NDArray[np.intp]:
-    """Which points to draw: all of a short series, else the extremes of equal stretches.
-
-    Args:
-        values: In order of time.
-        limit: At most this many points are kept.
-
-    Returns:
-        Indices in order; the first, the last, the minimum and the maximum are among them.
-    """
+    """Which points to draw: all of a short series, else the extremes of equal stretches."""
     count = len(values)
     if count <= limit:
         return np.arange(count)
@@ -50,10 +42,6 @@ def gap_starts(
 ) -> npt.NDArray[np.intp]:
     """Where a line must break: indices before a pause much longer than the usual interval.
 
-    Args:
-        starts: Times in order, any unit, before thinning.
-        ends: How long each value lasts, for steps; a slow step is no pause.
-
     Samples that come more slowly from some time on, as on a node without a free core, are no
     pauses: a pause is much longer than those beside it, too.
     """
@@ -71,17 +59,7 @@ def gap_starts(
 def with_gaps(
     kept: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp], columns: Columns, ends: Floats
 ) -> Columns:
-    """The chosen points of each column, and at each break a point without values.
-
-    Args:
-        kept: Indices to draw, in order.
-        breaks: Indices after which the line breaks.
-        columns: The times first, then values on them.
-        ends: Until when each value lasts; the empty point stands there.
-
-    Returns:
-        The same columns, shorter.
-    """
+    """The chosen points of each column, and at each break a point without values."""
     after = np.searchsorted(kept, breaks, side="right")
     inner = (after > 0) & (after < len(kept))
     places, first = np.unique(after[inner], return_index=True)

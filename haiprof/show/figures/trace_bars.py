@@ -59,64 +59,34 @@ COLLECTIVES: tuple[Part, ...] = (
 
 
 def temporal_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
-    """Computing, other work and idle time of each rank's GPU.
-
-    Args:
-        found: `TraceAnalysis.temporal_breakdown()`.
-        share: Of the span, in place of times.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """Computing, other work and idle time of each rank's GPU."""
     return part_bars(found, TEMPORAL, ("rank", "device"), share=share,
                      title=title or "<b>GPU time by rank</b>")  # fmt: skip
 
 
 def idle_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
-    """What each stream waited for.
-
-    Args:
-        found: `TraceAnalysis.idle_time_breakdown()`.
-        share: Of the stream's idle time, in place of times.
-        title: First line of the figure.
-    """
+    """What each stream waited for."""
     wide = _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"])
     return part_bars(wide, IDLE, ("rank", "device", "stream"), share=share,
                      title=title or "<b>Idle time of streams, by cause</b>")  # fmt: skip
 
 
 def kernel_type_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
-    """Busy GPU time by the kinds that ran at once.
-
-    Args:
-        found: `TraceAnalysis.kernel_type_breakdown()`.
-        share: Of the busy time, in place of times.
-        title: First line of the figure.
-    """
+    """Busy GPU time by the kinds that ran at once."""
     wide = _by_category(found, "kernel_type", "time_ns", ["rank", "device"])
     return part_bars(wide, KINDS, ("rank", "device"), share=share,
                      title=title or "<b>Busy GPU time by kind of kernel</b>")  # fmt: skip
 
 
 def overlap_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
-    """Communication of each rank: hidden behind computing, or exposed.
-
-    Args:
-        found: `TraceAnalysis.overlap()`.
-        share: Of the communication, in place of times.
-        title: First line of the figure.
-    """
+    """Communication of each rank: hidden behind computing, or exposed."""
     exposed = found.with_columns(exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns"))
     return part_bars(exposed, OVERLAP, ("rank", "device"), share=share,
                      title=title or "<b>Communication: hidden and exposed</b>")  # fmt: skip
 
 
 def collective_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
-    """Time that each rank spends in collectives: transferring, or waiting for the last rank.
-
-    Args:
-        found: `TraceAnalysis.collective_waits()`.
-        share: Of the time in collectives, in place of times.
-        title: First line of the figure.
-    """
+    """Time that each rank spends in collectives: transferring, or waiting for the last rank."""
     known = pl.col("wait_ns").is_not_null() & pl.col("transfer_ns").is_not_null()
     length = pl.col("end_ns") - pl.col("start_ns")
     sums = found.group_by("rank").agg(
@@ -131,15 +101,7 @@ def collective_figure(found: pl.DataFrame, *, share: bool = False, title: str = 
 def part_bars(
     found: pl.DataFrame, parts: Sequence[Part], keys: Sequence[str], *, share: bool, title: str
 ) -> go.Figure:
-    """A bar per row, in stacked parts; parts that nowhere happened are left out.
-
-    Args:
-        found: The keys, and a column in ns per part.
-        parts: In the order in which they are stacked.
-        keys: Columns that name a row: `rank`, `device`, `stream`.
-        share: Each part as a share of its row.
-        title: First line of the figure.
-    """
+    """A bar per row, in stacked parts; parts that nowhere happened are left out."""
     names = row_names(found, keys)
     seen = [part for part in parts if part[0] in found.columns and (found[part[0]].sum() or 0) > 0]
     whole = found.select(pl.sum_horizontal(*(name for name, _, _ in seen))).to_series() if seen \
@@ -163,13 +125,7 @@ def part_bars(
 
 
 def layout_rows(figure: go.Figure, names: Sequence[str], *, title: str) -> None:
-    """The layout of a figure with a bar per named row, the first on top.
-
-    Args:
-        figure: Gets the layout.
-        names: Of its rows.
-        title: First line of the figure.
-    """
+    """The layout of a figure with a bar per named row, the first on top."""
     height = min(_MOST_PX, max(_LEAST_PX, _ROW_PX * len(names) + _FRAME_PX))
     figure.update_layout(**figure_layout(title, height=height))
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=list(names),
@@ -177,12 +133,7 @@ def layout_rows(figure: go.Figure, names: Sequence[str], *, title: str) -> None:
 
 
 def row_names(found: pl.DataFrame, keys: Sequence[str]) -> list[str]:
-    """A name per row: `rank 3`, `rank 3 · GPU 1 · stream 7`; a GPU only where a rank has several.
-
-    Args:
-        found: Has the keys.
-        keys: `rank`, `device`, `stream`.
-    """
+    """A name per row: `rank 3`, `rank 3 · GPU 1 · stream 7`; a GPU only if a rank has several."""
     several = "device" in keys and not (
         found.select("rank", "device").unique()["rank"].is_unique().all()
     )

@@ -15,12 +15,7 @@ _HEIGHT_PX = 340
 
 
 def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """What the critical path consists of, the longest cause on top.
-
-    Args:
-        found: `CriticalPath.summary()`.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """What the critical path consists of, the longest cause on top."""
     ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
     return _time_bars(
         [name.replace("_", " ") for name in ordered["bound_by"]],
@@ -33,12 +28,7 @@ def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
 
 
 def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """The step as it is, and as each change would make it.
-
-    Args:
-        found: `TraceAnalysis.what_if()`.
-        title: First line of the figure.
-    """
+    """The step as it is, and as each change would make it."""
     now_ns = [found["reproduced_step_ns"][0]] if found.height else []
     figure = _time_bars(
         ["as it is", *found["change"]][: len(now_ns) + found.height],
@@ -84,12 +74,7 @@ def _time_bars(
 
 
 def arrival_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """How late each rank begins its collectives, per step, with its interval where there is one.
-
-    Args:
-        found: `TraceAnalysis.arrival_lateness()`.
-        title: First line of the figure.
-    """
+    """How late each rank begins its collectives, per step, with its interval where there is one."""
     ordered = found.sort("rank")
     late = (ordered["late_ns"] / NS_PER_MS).cast(pl.Float64)
     above, below = (

@@ -25,12 +25,7 @@ _HEIGHT_PX, _NAME_LENGTH = 340, 48
 
 
 def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """The kernels with the most time, stacked for each rank; all others are one part.
-
-    Args:
-        found: `TraceAnalysis.kernel_breakdown()`.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """The kernels with the most time, stacked for each rank; all others are one part."""
     labels = {name: kernel_label(name) for name in found["name"].unique()}
     found = found.with_columns(pl.col("name").replace_strict(labels))
     named = found.filter(pl.col("name") != OTHERS)
@@ -60,12 +55,7 @@ def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
 
 
 def one_kernel_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """One kernel on every rank: its mean duration, with the shortest and the longest call.
-
-    Args:
-        found: The kernel's rows of `TraceAnalysis.kernel_breakdown()`.
-        title: First line of the figure.
-    """
+    """One kernel on every rank: its mean duration, with the shortest and the longest call."""
     ordered = found.sort("rank", "device")
     mean, low, high = (ordered[name] / NS_PER_US for name in ("mean_ns", "min_ns", "max_ns"))
     worst = mean.max()

@@ -25,14 +25,7 @@ def launch_figure(
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
     title: str = "",
 ) -> go.Figure:
-    """Three distributions over all ranks, on logarithmic axes of time.
-
-    Args:
-        found: `TraceAnalysis.launch_statistics()` with the same cut-offs.
-        runtime_cutoff_ns: A call longer than this is an outlier.
-        launch_delay_cutoff_ns: A delay longer than this is an outlier.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """Three distributions over all ranks, on logarithmic axes of time."""
     short = found.filter("is_short")
     panels = (
         (found["cpu_duration_ns"], BLUE, runtime_cutoff_ns,

@@ -18,12 +18,7 @@ _HEIGHT_PX = 380
 
 
 def queue_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """The length of each stream's launch queue over time.
-
-    Args:
-        found: `TraceAnalysis.queue_length()`.
-        title: First line of the figure; more lines after `<br>`.
-    """
+    """The length of each stream's launch queue over time."""
     return _over_time(
         found.with_columns(value=pl.col("queue_length").cast(pl.Float64)),
         ("rank", "device", "stream"),
@@ -34,12 +29,7 @@ def queue_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
 
 
 def bandwidth_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """The bandwidth of each kind of copy over time.
-
-    Args:
-        found: `TraceAnalysis.memory_bandwidth()`.
-        title: First line of the figure.
-    """
+    """The bandwidth of each kind of copy over time."""
     return _over_time(
         found.with_columns(value=pl.col("bandwidth_bytes_per_s") / BYTES_PER_GIB),
         ("rank", "device", "copy_kind"),
@@ -50,12 +40,7 @@ def bandwidth_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
 
 
 def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
-    """Memory in tensors over time, and what the caching allocator holds.
-
-    Args:
-        found: `TraceAnalysis.memory_timeline()`.
-        title: First line of the figure.
-    """
+    """Memory in tensors over time, and what the caching allocator holds."""
     names = {"allocated_bytes": "in tensors", "reserved_bytes": "reserved"}
     if found["allocated_bytes"].is_null().all():
         names = {"since_start_bytes": "since the trace began"}

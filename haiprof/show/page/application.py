@@ -44,14 +44,7 @@ _SCRIPT, _JSON = "text/javascript", "application/json"
 
 
 class PageApp:
-    """A WSGI application.
-
-    Args:
-        page: The run.
-        access: Who may ask.
-        open_trace: Starts Perfetto on a trace and returns its address; None if that is not
-            installed, or the browser is on another machine.
-    """
+    """A WSGI application."""
 
     def __init__(
         self, page: CachedPage, access: Access, open_trace: Callable[[Path], str] | None = None

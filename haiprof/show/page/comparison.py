@@ -45,18 +45,7 @@ class ComparisonSection:
 def comparison_section(
     analyzer: RunFrames, baseline: str, *, read_traces: bool
 ) -> ComparisonSection:
-    """Compares the page's run with another.
-
-    Args:
-        analyzer: Of the page's run.
-        baseline: A run directory, a log directory, or `last-good`.
-        read_traces: Whether traces are compared, too.
-
-    Raises:
-        RunNotFoundError: There is no such run.
-        RunFormatError: It cannot be read.
-        UsageError: It is the same run.
-    """
+    """Compares the page's run with another."""
     after = compared_run_of(analyzer)
     try:
         chosen = baseline_named(baseline, after)

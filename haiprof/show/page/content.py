@@ -71,18 +71,7 @@ class PageContent:
 def page_content(
     analyzer: RunFrames, *, read_traces: bool = True, baseline: str | None = None
 ) -> PageContent:
-    """Reads a run for its page, also one that still runs.
-
-    Args:
-        analyzer: Of the run.
-        read_traces: Whether its traces are read; large ones take long.
-        baseline: The run it is compared with: a directory, or `last-good`.
-
-    Raises:
-        RunNotFoundError: There is no run, or no baseline.
-        UsageError: The baseline is the run itself.
-        RunFormatError: It is of another version, or nothing in it can be read.
-    """
+    """Reads a run for its page, also one that still runs."""
     verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0)
     steps, late = analyzer.steps(), analyzer.lateness()

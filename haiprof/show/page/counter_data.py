@@ -45,16 +45,9 @@ def counter_data(
 ) -> dict[str, Any]:
     """The panels that have something to show.
 
-    Args:
-        counters: `Analyzer.counters()`.
-        start_ns: Unix time at which the time axis begins.
-        rows: The panels.
-        each: Whether of many owners of a counter each has its line, too.
-
-    Returns:
-        `panels` (`row`, `title`, `unit`, `top`); `lines`, each with the number of its `panel`, its
-        `name`, whose it is (`rank`, `host`), its `color` and `dash`, whether it is drawn with `all`
-        or alone (`own`), and its `count` of points; and for all lines `time` (s) and `value`.
+    `panels` (`row`, `title`, `unit`, `top`); `lines`, each with the number of its `panel`, its
+    `name`, whose it is (`rank`, `host`), its `color` and `dash`, whether it is drawn with `all`
+    or alone (`own`), and its `count` of points; and for all lines `time` (s) and `value`.
     """
     panels: list[dict[str, Any]] = []
     lines: list[_Line] = []

@@ -101,15 +101,7 @@ def memory_part(
     traced: bool,
     start_ns: int,
 ) -> MemoryPart:
-    """Reads what a run recorded of memory.
-
-    Args:
-        analyzer: The run.
-        samples: Its counters while the steps ran that count.
-        missing: Reason by source that has no sample, as in `OverviewSummary`.
-        traced: Whether a traced window tells what memory held.
-        start_ns: Unix time at which the time axis of figures begins.
-    """
+    """Reads what a run recorded of memory."""
     levels = gpu_memory_series(analyzer.files)
     peaks = _peaks(analyzer, samples)
     failed = [each for _, _, each in failed_allocations(analyzer.run)]

@@ -25,8 +25,7 @@ def half_floats(values: Floats) -> dict[str, Any]:
     Half floats keep 11 bits, 0.05 %, over a range of 10^8 below the largest value. A picture shows
     less; what is stated as a number elsewhere on the page is exact.
 
-    Returns:
-        `scale` and `f2`, base64 of little-endian half floats; NaN is what is missing.
+    `scale` and `f2`, base64 of little-endian half floats; NaN is what is missing.
     """
     finite = np.abs(values[np.isfinite(values)])
     top = float(finite.max()) if finite.size else 0.0
@@ -42,8 +41,7 @@ def single_floats(values: Floats) -> dict[str, Any]:
 def on_axis(values: Floats, *, low: float, high: float) -> dict[str, Any]:
     """Positions on an axis to 1/65535 of its length, which no screen resolves.
 
-    Returns:
-        `low`, `step` and `u2`, base64 of little-endian integers.
+    `low`, `step` and `u2`, base64 of little-endian integers.
     """
     step = (high - low) / _PLACES or 1.0
     codes = np.clip(np.round((values - low) / step), 0, _PLACES)
@@ -51,11 +49,7 @@ def on_axis(values: Floats, *, low: float, high: float) -> dict[str, Any]:
 
 
 def json_for_script(content: object) -> str:
-    """JSON that can stand inside a script element: no text in it can end that element.
-
-    Raises:
-        ValueError: A number in it is not finite.
-    """
+    """JSON that can stand inside a script element: no text in it can end that element."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.translate(_MARKUP)
 

@@ -32,13 +32,7 @@ class _Read:
 
 
 class CachedPage:
-    """Reads the run at the first request, and again when it has grown.
-
-    Args:
-        run: The run.
-        read_traces: Whether its traces are read.
-        baseline: The run it is compared with: a directory, or `last-good`.
-    """
+    """Reads the run at the first request, and again when it has grown."""
 
     def __init__(self, run: RunPaths, *, read_traces: bool, baseline: str | None = None) -> None:
         self._run, self._read_traces, self._baseline = run, read_traces, baseline
@@ -46,11 +40,7 @@ class CachedPage:
         self._held: _Read | None = None
 
     def newest(self) -> PageContent:
-        """The run as it is now, or as it was at most two seconds ago.
-
-        Raises:
-            HaiprofError: The run cannot be read.
-        """
+        """The run as it is now, or as it was at most two seconds ago."""
         with self._lock:
             if self._held is None or self._is_old(self._held):
                 now, analyzer = time.time_ns(), RunFrames(self._run.root)

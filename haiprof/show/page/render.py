@@ -74,30 +74,14 @@ def write_report(
     below: Path | None = None,
     only: Collection[str] | None = None,
 ) -> Path:
-    """Writes the page as one file that opens anywhere; returns its path.
-
-    Args:
-        content: Of the page.
-        path: The file.
-        below: The run directory that it is part of; None of a file that the user named.
-        only: Ids of the sections to show; None shows all.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Writes the page as one file that opens anywhere; returns its path."""
     return write_text(path, report_html(content, only=only), below=below)
 
 
 def report_html(
     content: PageContent, *, only: Collection[str] | None = None, rank: int | None = None
 ) -> str:
-    """The page with plotly, its own script and all numbers inside; it needs no network.
-
-    Args:
-        content: Of the page.
-        only: Ids of the sections to show; None shows all.
-        rank: Which rank is shown first; None takes the lowest.
-    """
+    """The page with plotly, its own script and all numbers inside; it needs no network."""
     return _render(content, only=only, rank=rank, **_inside(content.data, with_plotly=True))
 
 
@@ -118,13 +102,7 @@ def trace_html(
     data: Mapping[str, Any],
     **parts: Any,  # noqa: ANN401
 ) -> str:
-    """The pictures and tables of traces as a page that needs no network.
-
-    Args:
-        header: Has a `name` and `facts`.
-        data: Of the figures.
-        parts: What the template shows: faults, pictures, tables, missing, notes.
-    """
+    """The pictures and tables of traces as a page that needs no network."""
     return _template("trace.html").render(
         header=header,
         sections=[("pictures", "Pictures"), ("tables", "Tables")],
@@ -135,38 +113,20 @@ def trace_html(
 
 
 def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = None) -> Path:
-    """Writes the flame graph of a run alone; returns its path.
-
-    Args:
-        analyzer: The run.
-        path: The file.
-        baseline: Another run beside it: a directory, or `last-good`.
-
-    Raises:
-        UsageError: The file cannot be written.
-        RunNotFoundError: There is no such run.
-    """
+    """Writes the flame graph of a run alone; returns its path."""
     flames = run_flames(analyzer, other_run(analyzer, baseline) if baseline else None)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     return write_text(path, lines_html(flames, header))
 
 
 def write_overview_page(analyzer: RunFrames, path: Path) -> Path:
-    """Writes the sections of the page about the whole job; returns the path.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Writes the sections of the page about the whole job; returns the path."""
     content = page_content(analyzer, read_traces=False)
     return write_report(content, path, only=_OVERVIEW)
 
 
 def write_rank_page(analyzer: RunFrames, rank: int, path: Path) -> Path:
-    """Writes the sections of the page that begin with one rank; returns the path.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Writes the sections of the page that begin with one rank; returns the path."""
     content = page_content(analyzer, read_traces=False)
     return write_text(path, report_html(content, only=_RANK, rank=rank))
 
@@ -188,12 +148,7 @@ def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
 
 
 def served_html(content: PageContent, link: Link) -> str:
-    """The page whose parts the server has beside it.
-
-    Args:
-        content: The run.
-        link: Address at which a trace opens in Perfetto; empty for none.
-    """
+    """The page whose parts the server has beside it."""
     return _render(content, live=True, link=link)
 
 

@@ -68,12 +68,7 @@ def node_table(summary: OverviewSummary) -> PageTable:
 
 
 def phase_table(steps: pl.DataFrame, split: Mapping[str, float | None]) -> PageTable:
-    """Each phase over the steps given: of all ranks, warm and not traced.
-
-    Args:
-        steps: Those steps.
-        split: Of the usual step, as in the verdict: shares are of that everywhere.
-    """
+    """Each phase over the steps given: of all ranks, warm and not traced."""
     whole = sum(ns or 0.0 for ns in split.values())
     rows = []
     for phase in PHASES:

@@ -45,21 +45,7 @@ def serve_page(
     baseline: str | None,
     ready: Callable[[Serving], None],
 ) -> None:
-    """Serves the page until SIGINT or SIGTERM.
-
-    Args:
-        run: The run; it may still grow.
-        host: Address to listen on.
-        port: The first that is tried.
-        read_traces: Whether the run's traces are read.
-        baseline: The run it is compared with: a directory, or `last-good`.
-        ready: Called once the address answers.
-
-    Raises:
-        MissingExtraError: werkzeug is not installed.
-        UsageError: Nothing can be listened on there.
-        HaiprofError: The run cannot be read.
-    """
+    """Serves the page until SIGINT or SIGTERM."""
     if find_spec("werkzeug") is None:
         raise MissingExtraError(
             "the web server werkzeug is not installed",
@@ -83,22 +69,14 @@ def serve_page(
 
 
 class Viewers:
-    """Perfetto, one server for each trace that was opened.
-
-    Args:
-        stack: Ends them.
-    """
+    """Perfetto, one server for each trace that was opened."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self._lock = stack, threading.Lock()
         self._addresses: dict[Path, str] = {}
 
     def address_of(self, trace: Path) -> str:
-        """Starts a viewer of a trace and returns its address.
-
-        Raises:
-            HaiprofError: It cannot be read.
-        """
+        """Starts a viewer of a trace and returns its address."""
         with self._lock:
             if trace not in self._addresses:
                 shown = self._stack.enter_context(with_range_lanes(trace))

@@ -43,12 +43,7 @@ class SlowStepPart:
 
 
 def slow_step_part(analyzer: RunFrames, counted: pl.DataFrame) -> SlowStepPart | None:
-    """The slowest of the steps that count; None where there is none.
-
-    Args:
-        analyzer: Of the run.
-        counted: Steps that count: warm and not traced.
-    """
+    """The slowest of the steps that count; None where there is none."""
     if counted.is_empty():
         return None
     order = ["step_ns", "rank", "step"]

@@ -34,11 +34,7 @@ def map_data(grid: RankGrid, start_ns: int) -> dict[str, Any]:
 
 
 def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
-    """When steps were traced, on any rank: stretches that do not touch.
-
-    Args:
-        steps: `Analyzer.steps()`.
-    """
+    """When steps were traced, on any rank: stretches that do not touch."""
     traced = steps.filter(pl.col("traced")).sort("start_ns")
     found: list[TimeRange] = []
     for start, length in traced.select("start_ns", "step_ns").iter_rows():
@@ -53,13 +49,8 @@ def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
 def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     """Real steps of each rank, the slowest and fastest of each stretch where they are many.
 
-    Args:
-        steps: `Analyzer.steps()`.
-        start_ns: Unix time at which the time axis begins.
-
-    Returns:
-        `ranks`; `counts`, points of each; and for all of them together `time` (s), `step`, and
-        `phases` (ms). A point without values is a pause.
+    `ranks`; `counts`, points of each; and for all of them together `time` (s), `step`, and
+    `phases` (ms). A point without values is a pause.
     """
     ranks = steps["rank"].unique().sort().to_list()
     limit = max(_LEAST_POINTS, min(_MOST_POINTS, _POINT_LIMIT // max(1, len(ranks))))

@@ -30,15 +30,7 @@ class PageTable:
 def page_table(
     title: str, found: pl.DataFrame, columns: Columns, *, limit: int, note: str = ""
 ) -> PageTable:
-    """The first rows of a frame.
-
-    Args:
-        title: Stands above it; empty for none.
-        found: Any frame.
-        columns: What is shown of it.
-        limit: How many rows.
-        note: Stands below it.
-    """
+    """The first rows of a frame."""
     return PageTable(
         title=title,
         head=tuple(head for _, head in columns),
@@ -62,17 +54,7 @@ def text_table(
     faint: Sequence[int] = (),
     note: str = "",
 ) -> PageTable:
-    """A table of what is text already.
-
-    Args:
-        title: Stands above it; empty for none.
-        head: Names of its columns.
-        rows: Its cells.
-        left: Columns that are aligned to the left.
-        more: Rows that are left out.
-        faint: Numbers of rows that claim nothing.
-        note: Stands below it.
-    """
+    """A table of what is text already."""
     return PageTable(
         title=title,
         head=tuple(head),

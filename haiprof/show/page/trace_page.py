@@ -25,12 +25,7 @@ class _Header:
 
 
 def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
-    """The page with plotly, its script and all numbers inside; it needs no network.
-
-    Args:
-        report: The tables.
-        traces: The same traces, for the pictures.
-    """
+    """The page with plotly, its script and all numbers inside; it needs no network."""
     pictures, missing = page_pictures(traces, report.steps)
     tables = [
         page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)

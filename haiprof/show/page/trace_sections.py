@@ -53,12 +53,7 @@ class TraceSections:
 
 
 def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
-    """Reads the last window of a run's traces; failures are noted, never raised.
-
-    Args:
-        run: The run.
-        read: Whether traces are to be read at all: that takes long where they are large.
-    """
+    """Reads the last window of a run's traces; failures are noted, never raised."""
     wanted = ("kernels", "operators", "Python functions", "memory")
     if not read:
         return TraceSections(missing=tuple((what, "left out by --no-traces") for what in wanted))
@@ -113,12 +108,7 @@ def _operators(run: RunPaths, missing: list[tuple[str, str]]) -> tuple[PageTable
 
 
 def _operator_tables(by_operator: pl.DataFrame, launched: pl.DataFrame) -> Iterator[PageTable]:
-    """Sums over all ranks; the GPU's columns only where a GPU was traced.
-
-    Args:
-        by_operator: `TraceQuestions.operator_kernels()`.
-        launched: `TraceQuestions.kernel_operators()`.
-    """
+    """Sums over all ranks; the GPU's columns only where a GPU was traced."""
     columns = [("operator", "operator"), ("call_count", "calls"), ("cpu_self_ns", "CPU, itself"),
                ("cpu_total_ns", "CPU, with what it calls")]  # fmt: skip
     order = "cpu_self_ns"

@@ -60,15 +60,7 @@ def url_of(host: str, port: int, access: Access | None = None) -> str:
 
 
 def free_port(host: str, wanted: int) -> int:
-    """The requested port, or the next free one.
-
-    Args:
-        host: The address to listen on.
-        wanted: 0 takes any.
-
-    Raises:
-        UsageError: The address is not of this machine, or all nearby ports are in use.
-    """
+    """The requested port, or the next free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = "all ports around it are taken"
     for port in range(wanted, min(wanted + _TRIES, 1 << 16)):

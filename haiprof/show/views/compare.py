@@ -21,12 +21,7 @@ _SHOWN_KERNELS, _SHOWN_AROUND = 5, 12
 
 
 def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
-    """The whole view.
-
-    Args:
-        found: The comparison.
-        chosen: Why the baseline is the baseline, where nobody named it.
-    """
+    """The whole view."""
     parts: list[RenderableType] = [
         Text(rows.headline(found), style=_STYLES[found.state]),
         Text(rows.step_facts(found), style="dim"),
@@ -65,15 +60,7 @@ def _block(
     table: PageTable, limit: int, *below: RenderableType, where: str = "--json",
     folded: Sequence[str] = (),
 ) -> Iterator[RenderableType]:  # fmt: skip
-    """Its first rows, and how many more there are; nothing where it is empty.
-
-    Args:
-        table: What is shown.
-        limit: How many rows.
-        below: Stands under it.
-        where: Where the others are.
-        folded: Columns that may take several lines.
-    """
+    """Its first rows, and how many more there are; nothing where it is empty."""
     if not table.rows:
         return
     left = [name for name, is_text in zip(table.head, table.is_text, strict=True) if is_text]

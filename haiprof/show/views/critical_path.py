@@ -26,11 +26,7 @@ _OUTSIDE = "(host, outside of all events)"
 
 
 def critical_path_view(path: CriticalPath) -> RenderableType:
-    """The whole view.
-
-    Args:
-        path: Of one window of one rank.
-    """
+    """The whole view."""
     changes = count_text(path.dependency_count, "change") + " between threads and streams"
     summary = f"{changes}, {path.assumed_count} of them assumed · confidence: {path.confidence}"
     causes = path.summary().filter(pl.col("duration_ns") > 0)

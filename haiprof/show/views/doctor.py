@@ -32,15 +32,7 @@ def doctor_view(
     node: Software,
     every_row: bool,
 ) -> RenderableType:
-    """The whole view.
-
-    Args:
-        counters: As surveyed.
-        tools: As found.
-        permissions: As found.
-        node: Versions.
-        every_row: One line per counter instead of one per source or reason.
-    """
+    """The whole view."""
     if every_row:
         parts = [_every_counter(counters)]
     else:

@@ -24,12 +24,7 @@ _OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
 
 
 def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableType:
-    """The whole screen.
-
-    Args:
-        whole: Of `TraceQuestions.step_efficiency`.
-        operators: Of `TraceQuestions.efficiency`.
-    """
+    """The whole screen."""
     summed = _over_ranks(operators)
     shapes = pl.col("shapes").str.replace_all(" ", "").str.strip_prefix("[").str.strip_suffix("]")
     short = shapes.str.replace_all(r",\[\]", "").str.slice(0, _SHAPES_WIDTH)

@@ -20,11 +20,7 @@ _COLUMNS = (
 
 
 def category_answers(path: Path) -> pl.DataFrame:
-    """Memory by category over time.
-
-    Raises:
-        TraceFormatError: It is no such file.
-    """
+    """Memory by category over time."""
     return memory_by_category(path)
 
 

@@ -49,11 +49,7 @@ class SnapshotAnswers:
 
 
 def snapshot_answers(path: Path) -> SnapshotAnswers:
-    """Reads a snapshot; nothing in it is executed.
-
-    Raises:
-        TraceFormatError: It is none.
-    """
+    """Reads a snapshot; nothing in it is executed."""
     from haiprof.run_format.stack_frames import frame_text, own_frame
 
     found = read_memory_snapshot(path)

@@ -59,12 +59,7 @@ class MemoryAnswers:
 
 
 def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
-    """Asks for all of it.
-
-    Raises:
-        MissingDataError: No memory event was recorded, or there is no such rank.
-        TraceFormatError: It is no trace.
-    """
+    """Asks for all of it."""
     if rank is not None and rank not in analysis.files:
         raise MissingDataError(f"{analysis.path}: no trace of rank {rank}")
     own = pl.lit(True) if rank is None else pl.col("rank") == rank

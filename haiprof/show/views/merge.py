@@ -21,11 +21,7 @@ _LIMIT = 40
 
 
 def merge_view(report: MergeReport) -> RenderableType:
-    """The whole view.
-
-    Args:
-        report: Of a merged trace.
-    """
+    """The whole view."""
     merged = report.merged
     rows = [{name: row[name] for name in _SCHEMA} for row in report.as_json()["ranks"]]
     summary = f"{count_text(len(rows), 'rank')}, {count_text(merged.event_count, 'event')}"

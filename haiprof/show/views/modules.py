@@ -32,13 +32,7 @@ _HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "o
 
 
 def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None) -> RenderableType:
-    """The whole screen; times are sums over ranks.
-
-    Args:
-        found: Of `TraceQuestions.module_times`.
-        wall_ns: How long was traced, in sum over ranks: of traces without a GPU shares are of it.
-        depth: Only parts with fewer around them; None takes all.
-    """
+    """The whole screen; times are sums over ranks."""
     summed = _over_ranks(found)
     whole, on = _whole(summed, wall_ns)
     tree = summed.filter(pl.col("path").is_not_null()).with_columns(

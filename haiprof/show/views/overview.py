@@ -48,12 +48,7 @@ SHOWN_RANKS = 24
 
 
 def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
-    """The terminal view of a job.
-
-    Args:
-        summary: The numbers.
-        width: Columns of the terminal.
-    """
+    """The terminal view of a job."""
     ranks = shown_ranks(summary.ranks)
     parts = [_header(summary)]
     if any(rank.step_count for rank in ranks):

@@ -79,15 +79,7 @@ def top_view(
     width: int = 80,
     colored: bool = True,
 ) -> RenderableType:
-    """One frame.
-
-    Args:
-        jobs: As they are now.
-        selection: What is shown.
-        height: Lines of the terminal; None shows everything, and names no keys.
-        width: Its columns.
-        colored: Whether colours tell the phases apart; otherwise their filling does.
-    """
+    """One frame."""
     if not jobs:
         return Text("no job runs under haiprof here; start one: haiprof train.py")
     keys = _keys if height is not None else _no_keys

@@ -15,12 +15,7 @@ _LIMIT = 8
 
 
 def check_view(checks: pl.DataFrame, files: pl.DataFrame) -> RenderableType:
-    """The whole screen.
-
-    Args:
-        checks: Of `TraceQuestions.trace_check`.
-        files: Of `TraceQuestions.load_report`.
-    """
+    """The whole screen."""
     faults = checks.filter("is_fault")
     events = count_text(int(files["event_count"].sum()), "event")
     head = f"{count_text(files.height, 'trace')}, {events}"

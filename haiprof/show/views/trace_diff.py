@@ -24,12 +24,7 @@ _TITLES = {"kernel": "Kernels", "operator": "Operators"}
 
 
 def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
-    """The whole view: times are means per step and rank.
-
-    Args:
-        diff: Control against test.
-        verdict: Whether the test is slower.
-    """
+    """The whole view: times are means per step and rank."""
     time = diff.step_time
     words = f"step {duration_text(time.control_ns)} before, {duration_text(time.test_ns)} after"
     parts: list[RenderableType] = [

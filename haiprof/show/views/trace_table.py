@@ -143,11 +143,7 @@ TABLES: Mapping[str, Table] = {
 
 
 def table_of(name: str, limits: Limits) -> Table:
-    """The table of a name.
-
-    Raises:
-        UsageError: There is none, or it does not take one of the limits.
-    """
+    """The table of a name."""
     if name not in TABLES:
         raise UsageError(f"trace-table: no table {name}", hint=f"one of {', '.join(TABLES)}")
     for field in fields(Limits):
@@ -160,11 +156,6 @@ def table_of(name: str, limits: Limits) -> Table:
 
 
 def table_view(found: pl.DataFrame, table: Table) -> RenderableType:
-    """The first rows.
-
-    Args:
-        found: What the table answered.
-        table: Which it is.
-    """
+    """The first rows."""
     shown = found.rename({table.named_by: "name"})
     return Group(*frame_table(shown, table.columns, limit=_ROWS))

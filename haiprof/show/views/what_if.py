@@ -76,18 +76,7 @@ def what_if_answers(
     path: Path, changes: Sequence[Change], *, steps: tuple[int, int] | None = None,
     window: int | None = None, pool: Pool | None = None,
 ) -> WhatIfAnswers:  # fmt: skip
-    """Predictions with some changes, or with all that may help, the best first.
-
-    Args:
-        path: Traces, or a run.
-        changes: What is asked; none asks for all that may help.
-        steps: Profiler steps; None takes all.
-        window: Of a run with several trace windows; None takes the last.
-        pool: Where traces are read; None takes processes of this machine.
-
-    Raises:
-        MissingDataError: The traces have nothing that could be replayed or changed.
-    """
+    """Predictions with some changes, or with all that may help, the best first."""
     analysis = TraceQuestions(path, window=window, pool=pool)
     asked = changes or scenarios(analysis, steps)
     if not asked:
@@ -112,11 +101,7 @@ def job_answers(path: Path) -> JobAnswers:
 
 
 def what_if_view(answers: WhatIfAnswers) -> RenderableType:
-    """The whole view.
-
-    Args:
-        answers: Of traces.
-    """
+    """The whole view."""
     common, explained = answers.common, answers.explained_step_ns
     off = explained / common["measured_step_ns"] - 1
     first = f"step {duration_text(common['measured_step_ns'])} measured, "
@@ -144,11 +129,7 @@ def what_if_data(answers: WhatIfAnswers) -> dict[str, Any]:
 
 
 def job_view(jobs: Sequence[JobAnswers]) -> RenderableType:
-    """The whole view.
-
-    Args:
-        jobs: Each from one table.
-    """
+    """The whole view."""
     return Group(*(part for job in jobs for part in _job_parts(job)))
 
 

@@ -33,20 +33,6 @@ def write_overlay(
     the argument `critical`; where the path changes its thread or stream stands an arrow (a flow
     event of category `critical_path`) that carries what bounds the next stretch. The file appears
     whole or not at all.
-
-    Args:
-        trace: One rank's.
-        path: Its critical path.
-        folder: Where; None is beside the trace.
-        only_path: Whether events that are not on it are left out; names of processes and threads
-            stay.
-
-    Returns:
-        The new file.
-
-    Raises:
-        TraceFormatError: Events of the trace are lost, so that they cannot be counted off.
-        HaiprofError: The file cannot be written.
     """
     if trace.report.lost_count:
         raise TraceFormatError(

@@ -62,27 +62,25 @@ class CriticalPath:
     def segments(self) -> pl.DataFrame:
         """The path, a row per segment in order of time, without gaps.
 
-        Returns:
-            `start_ns`; `duration_ns`; `bound_by`, one of `segments.BOUNDS`; `event`, its place in
-            the file, null for host time that no event covers; `name`; `kind`, the event's
-            category, or `delay` before a GPU event; `pid`; `tid`; `device` and `stream` of what
-            ran on a GPU. `name` and `kind` are null, too, where only the mark of a profiler step
-            covers the host's time.
+        `start_ns`; `duration_ns`; `bound_by`, one of `segments.BOUNDS`; `event`, its place in
+        the file, null for host time that no event covers; `name`; `kind`, the event's
+        category, or `delay` before a GPU event; `pid`; `tid`; `device` and `stream` of what
+        ran on a GPU. `name` and `kind` are null, too, where only the mark of a profiler step
+        covers the host's time.
         """
         return self.rows
 
     def summary(self) -> pl.DataFrame:
         """The window's length by cause.
 
-        Returns:
-            One row per cause, in the order of `segments.BOUNDS`: `bound_by`, `duration_ns`,
-            `share_ratio` (of the window; null where it is empty), `segment_count`. The durations
-            add up to the window. Causes: the host works (`cpu_bound`) or loads data
-            (`data_loading`); a kernel computes, communicates or a copy runs (`gpu_..._bound`); a
-            GPU event was launched and not yet running (`gpu_kernel_launch_overhead`) or could run
-            as its stream was free (`gpu_kernel_kernel_overhead`); calls that wait for the GPU,
-            from the moment at which it was done, and streams that wait for streams
-            (`synchronisation`); `unexplained`: something the trace does not hold.
+        One row per cause, in the order of `segments.BOUNDS`: `bound_by`, `duration_ns`,
+        `share_ratio` (of the window; null where it is empty), `segment_count`. The durations
+        add up to the window. Causes: the host works (`cpu_bound`) or loads data
+        (`data_loading`); a kernel computes, communicates or a copy runs (`gpu_..._bound`); a
+        GPU event was launched and not yet running (`gpu_kernel_launch_overhead`) or could run
+        as its stream was free (`gpu_kernel_kernel_overhead`); calls that wait for the GPU,
+        from the moment at which it was done, and streams that wait for streams
+        (`synchronisation`); `unexplained`: something the trace does not hold.
         """
         causes_frame = pl.DataFrame({"bound_by": BOUNDS})
         sums = self.rows.group_by("bound_by").agg(
@@ -100,13 +98,9 @@ class CriticalPath:
     def top(self, count: int = 20) -> pl.DataFrame:
         """The names that most of the path consists of.
 
-        Args:
-            count: How many.
-
-        Returns:
-            `bound_by`, `kind`, `name`, `duration_ns`, `share_ratio`, `segment_count`; the longest
-            first. A null name is host time outside of all events but a profiler step's mark:
-            Python, mostly.
+        `bound_by`, `kind`, `name`, `duration_ns`, `share_ratio`, `segment_count`; the longest
+        first. A null name is host time outside of all events but a profiler step's mark:
+        Python, mostly.
         """
         sums = self.rows.group_by("bound_by", "kind", "name").agg(
             pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")
@@ -130,23 +124,6 @@ def critical_path(
     It ends with the window: at its end on the host, or with the last GPU event launched within it
     where that ends later. From there it goes back, from every event to the last thing that it had
     waited for (see `walk`), to the window's start. It covers the window without a gap.
-
-    Args:
-        trace: One rank's.
-        steps: First profiler step and the one after the last.
-        annotation: Part of the name of a record_function range.
-        instance: Which of the ranges with that name, from 0. With neither, all of the trace.
-        data_loading: Regular expression of the ranges in which the host loads data.
-
-    Returns:
-        The path. Different from HTA: waits leave the path instead of weighing zero on it, the
-        host's blocking calls are followed to the GPU without sync events too, CUDA graphs are
-        followed, cudaEventQuery does not block, a kernel may wait any time, and nothing is copied
-        (D17, D18, D19 in docs/hta-differences.md).
-
-    Raises:
-        ValueError: Both steps and an annotation.
-        MissingDataError: There is no such window, or nothing in it.
     """
     host = HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)

@@ -44,13 +44,7 @@ _DELAY_OF = {LAUNCH: LAUNCHING, STREAM: KERNEL_GAP}
 
 
 def segments(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
-    """A row per segment of a path, in order; columns in `SEGMENTS`.
-
-    Args:
-        graph: What the path was found in.
-        path: Covers the window.
-        data_loading: Regular expression; host time in ranges so named is data loading.
-    """
+    """A row per segment of a path, in order; columns in `SEGMENTS`."""
     parts = [_on_host(graph, path, data_loading), _returns(graph, path), _hand_overs(graph, path),
              _on_gpu(graph, path)]  # fmt: skip
     types = [pl.col(name).cast(type_) for name, type_ in SEGMENTS.items()]

@@ -47,15 +47,7 @@ _FIELDS = ("time", "cause_time", "gpu_row", "thread", "call_row", "assumed")
 def joins_by_thread(
     trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls, *, main: int
 ) -> dict[int, Joins]:
-    """The joins of each thread, by its number.
-
-    Args:
-        trace: One rank's.
-        host: Its host events.
-        gpu: Its GPU events.
-        calls: Its runtime calls.
-        main: Number of the thread that the window is on.
-    """
+    """The joins of each thread, by its number."""
     parts = [*_blocking_calls(trace, host, gpu, calls), *_between_threads(host, main)]
     names = ("of", *_FIELDS)
     columns = zip(*((of, *values) for of, values in parts), strict=True)

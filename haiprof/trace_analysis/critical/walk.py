@@ -103,17 +103,7 @@ class Graph:
 
 
 def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stretches:
-    """The critical path of a window.
-
-    Args:
-        graph: Of the trace.
-        start_ns: The window's start.
-        end_ns: Its end.
-        end_row: The GPU event that ends it; -1 where the host's thread does.
-
-    Returns:
-        Stretches that cover the window exactly.
-    """
+    """The critical path of a window."""
     walk, runs = _Walk(start_ns), _runs(graph)
     used: set[tuple[int, int]] = set()
     thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)

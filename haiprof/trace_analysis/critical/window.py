@@ -34,19 +34,7 @@ def find_window(
     annotation: str | None,
     instance: Instance,
 ) -> PathWindow:
-    """Finds the requested window.
-
-    Args:
-        trace: One rank's.
-        host: Its host events.
-        steps: First profiler step and the one after the last.
-        annotation: A range of record_function whose name contains this.
-        instance: Which of those ranges, from 0, by time; or the first and the last of several.
-
-    Raises:
-        ValueError: Both steps and an annotation.
-        MissingDataError: No such step, annotation or instance, or no events at all.
-    """
+    """Finds the requested window."""
     if steps is not None and annotation is not None:
         raise ValueError("give steps or an annotation, not both")
     if steps is not None:

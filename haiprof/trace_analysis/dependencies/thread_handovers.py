@@ -48,10 +48,6 @@ def hand_overs(host: HostEvents, main: Thread) -> list[HandOvers]:
     ran the forward pass too; else (in nn.DataParallel each device has a thread for that) the main
     thread does. What the engine runs on the calling thread itself, as gradients on the CPU, is work
     of that thread.
-
-    Args:
-        host: Of a trace.
-        main: The thread that trains.
     """
     found = []
     for pair in host.backward_threads:

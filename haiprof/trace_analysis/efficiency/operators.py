@@ -60,25 +60,7 @@ class _Calls:
 def operator_efficiency(
     trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
 ) -> pl.DataFrame:
-    """Operators by name and shape: their work, what they achieved, and what is possible.
-
-    Args:
-        trace: One rank's, recorded with `record_shapes`.
-        steps: Only operators in these profiler steps.
-        peaks: FLOP/s by precision and bytes/s as `memory`, in place of the table's.
-
-    Returns:
-        One row per operator, shapes and kernel, the longest first: `operator`; `kind` (gemm,
-        convolution, attention, normalisation, elementwise, embedding, optimizer); `shapes`, as
-        JSON; `precision`; `kernel`, the longest that it launched; `count`; `time_ns` of its
-        kernels, on the host where there is no GPU event; `flops` and `bytes` of all calls;
-        `flops_per_s`, `bytes_per_s`; `flops_per_byte`; `bound`, compute or memory, and
-        `roofline_ratio`, the achieved share of what the device's peaks allow at this intensity;
-        `recomputed_ratio` of its FLOPs. Null where no peak is known.
-
-    Raises:
-        MissingDataError: No shapes were recorded, or there are no such steps.
-    """
+    """Operators by name and shape: their work, what they achieved, and what is possible."""
     found = _known_calls(trace, steps, peaks)
     keys = ["operator", "kind", "shapes", "precision", "kernel"]
     again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
@@ -135,24 +117,8 @@ def step_efficiency(
 ) -> pl.DataFrame:
     """MFU and HFU over profiler steps, and what share of the kernels they rest on.
 
-    Args:
-        trace: As of `operator_efficiency`.
-        steps: As of `operator_efficiency`.
-        peaks: As of `operator_efficiency`.
-
-    Returns:
-        One row: `device_name`; `step_count`, null where the profiler's `step()` was not called;
-        `wall_ns` from the beginning of the first step to the end of the last, else of all that was
-        recorded; `model_flops` of matrix products, convolutions and attention, without
-        recomputation; `executed_flops` with it; `recomputed_flops`, their difference; `mfu_ratio`
-        and `hfu_ratio`: the time that these would take at the device's dense peak of each
-        precision, as a share of the wall time; `kernel_known_ratio` of GPU time whose work is
-        known; `matrix_known_ratio` of the time of kernels that are matrix products by their names;
-        `is_lower_bound`, whether that is so little that the ratios are too low, and below a half
-        they are null; `peak`, its source; `reason`, why a ratio is null.
-
-        Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
-        half that is not masked counts.
+    Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
+    half that is not masked counts.
     """
     found = _known_calls(trace, steps, peaks)
     matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))

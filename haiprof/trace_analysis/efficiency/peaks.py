@@ -106,12 +106,7 @@ PEAKS = (
 
 
 def peak_of(device: str | None, overrides: Mapping[str, float] | None = None) -> Peak | None:
-    """What a device can do; None where its name is not known and nothing was given.
-
-    Args:
-        device: As the trace names it.
-        overrides: FLOP/s by precision, and bytes/s as `memory`; they win over the table.
-    """
+    """What a device can do; None where its name is not known and nothing was given."""
     known = next((peak for peak in PEAKS if device and re.search(peak.pattern, device)), None)
     if not overrides:
         return known
@@ -127,11 +122,7 @@ def peak_of(device: str | None, overrides: Mapping[str, float] | None = None) ->
 
 
 def parse_peak(text: str | None) -> dict[str, float] | None:
-    """`bf16=989,memory=3.35` in TFLOP/s and TB/s as FLOP/s and bytes/s.
-
-    Raises:
-        UsageError: Something else.
-    """
+    """`bf16=989,memory=3.35` in TFLOP/s and TB/s as FLOP/s and bytes/s."""
     if text is None:
         return None
     found = {}

@@ -46,12 +46,7 @@ Argument = Tensor | tuple[Tensor, ...] | None
 
 
 def arguments_of(dims: str | None, types: str | None) -> tuple[Argument, ...]:
-    """What an operator was called with.
-
-    Args:
-        dims: `Input Dims` as JSON.
-        types: `Input type` as JSON.
-    """
+    """What an operator was called with."""
     try:
         shapes, names = json.loads(dims or "[]"), json.loads(types or "[]")
     except (ValueError, RecursionError):

@@ -36,12 +36,7 @@ class Work:
 
 
 class Call:
-    """The arguments of a call.
-
-    Args:
-        arguments: Its tensors.
-        values: Its other arguments, as text.
-    """
+    """The arguments of a call."""
 
     def __init__(self, arguments: Sequence[Argument], values: Sequence[str]) -> None:
         self._arguments, self._values = arguments, values
@@ -80,13 +75,7 @@ class Call:
 
 
 def work_of(name: str, arguments: Sequence[Argument], values: Sequence[str] = ()) -> Work | None:
-    """The work of one call; None where it is not known.
-
-    Args:
-        name: Of the operator, `aten::mm`.
-        arguments: Its tensors.
-        values: Its other arguments: strides of convolutions, whether attention is causal.
-    """
+    """The work of one call; None where it is not known."""
     formula = FORMULAS.get(name)
     if formula is None:
         return None

@@ -13,15 +13,7 @@ DIFFERENCE_LIMIT = 500
 def align_names(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     """Positions of the names in the longest common subsequence.
 
-    Args:
-        first: Names as numbers, in order.
-        second: The same of the other.
-
-    Returns:
-        Places in the first and in the second, as long as each other. Empty beyond their common
-        beginning and end where more than `DIFFERENCE_LIMIT` names between differ.
-
-        Source: Myers, An O(ND) Difference Algorithm and Its Variations, 1986: the greedy one.
+    Source: Myers, An O(ND) Difference Algorithm and Its Variations, 1986: the greedy one.
     """
     head = _common(first, second)
     tail = _common(first[head:][::-1], second[head:][::-1])

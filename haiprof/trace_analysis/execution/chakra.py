@@ -68,13 +68,7 @@ class ChakraGraph:
 
 
 def chakra_graph(nodes: pl.DataFrame, rank: int, header: Mapping[str, Any]) -> ChakraGraph:
-    """Types and dependencies of one rank's nodes.
-
-    Args:
-        nodes: Of `Linked` or `ExecutionTrace`.
-        rank: Of the process.
-        header: What stands around the nodes.
-    """
+    """Types and dependencies of one rank's nodes."""
     edges, dropped = data_dependencies(nodes)
     return ChakraGraph(
         rank=rank,
@@ -90,9 +84,6 @@ def write_chakra(path: Path, graph: ChakraGraph) -> None:
 
     Durations are exclusive, as in Chakra's converter, whole microseconds, and 0 of what is not
     linked; attributes `ts_ns`, `dur_ns` (inclusive) and `self_ns` are exact, and absent there.
-
-    Raises:
-        UsageError: It cannot be written there.
     """
     try:
         with whole_file(path, below=path.parent) as file:

@@ -19,17 +19,10 @@ EDGE_SCHEMA = {"before": pl.Int64, "after": pl.Int64, "why": pl.String}
 def data_dependencies(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Edges from nodes that must end first to nodes that depend on them.
 
-    Args:
-        nodes: `NODE_SCHEMA`, by number.
-
-    Returns:
-        `before`, `after` (numbers of nodes) and `why`; and how many edges were left out because
-        with them and the callers the graph would have gone in circles.
-
-        Source: Chakra's converter, which makes the order of calls the data dependency, with
-        inter-thread and sync dependencies of the linker. Here the order is that of the timeline's
-        threads where nodes have times (the observer notes asynchronous work of gloo on the thread
-        that asked for it), and GPU events also follow the one before on their stream.
+    Source: Chakra's converter, which makes the order of calls the data dependency, with
+    inter-thread and sync dependencies of the linker. Here the order is that of the timeline's
+    threads where nodes have times (the observer notes asynchronous work of gloo on the thread
+    that asked for it), and GPU events also follow the one before on their stream.
     """
     rows = nodes.with_row_index("place").select(
         pl.col("place").cast(pl.Int64), "node", "parent", "tid", "host_tid", "ts_ns", "category",
@@ -89,13 +82,7 @@ def _acyclic(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
 
 
 def in_circles(count: int, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
-    """Nodes in circles, or behind one: a topological order never reaches them.
-
-    Args:
-        count: Of nodes.
-        before: Place of the node that must come first, per edge.
-        after: Place of the one that waits.
-    """
+    """Nodes in circles, or behind one: a topological order never reaches them."""
     order = np.argsort(before, kind="stable")
     targets = after[order].tolist()
     first = np.searchsorted(before[order], np.arange(count + 1)).tolist()

@@ -33,18 +33,7 @@ class GraphDrawing:
 def draw_graph(
     graph: ChakraGraph, *, max_nodes: int, step: int | None = None, depth: int | None = None
 ) -> GraphDrawing:
-    """Selects the part of a graph that fits a picture.
-
-    Args:
-        graph: One rank's.
-        max_nodes: Where depth is not given, operators are shown as deep as this allows; what is
-            too many even then is cut off behind the first.
-        step: Only what was begun within `ProfilerStep#N`.
-        depth: Levels of operators.
-
-    Raises:
-        MissingDataError: There is no such step.
-    """
+    """Selects the part of a graph that fits a picture."""
     nodes, left_out = _of_step(graph.nodes, step), 0
     nodes = nodes.filter(~pl.col("name").str.starts_with(_ROOT)).sort("node")
     places = _CallLevels(nodes)

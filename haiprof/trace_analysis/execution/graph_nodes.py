@@ -39,18 +39,7 @@ TYPE_SCHEMA: dict[str, Any] = {
 
 
 def with_type(nodes: pl.DataFrame) -> pl.DataFrame:
-    """Adds the type of each node.
-
-    Args:
-        nodes: `NODE_SCHEMA`.
-
-    Returns:
-        The same with `type` (Chakra's NodeType); of communication `collective_kind` as
-        `collectives.kind_of` names it, `comm_bytes` of its input tensors, `peer` and `tag` of a
-        send or receive, `group`, the process group's name; null where nothing says so.
-        Communication is a kernel of NCCL or RCCL, or the operator of a backend (`gloo:all_reduce`)
-        that launched none. A copy to the device is a load, other copies and sets are stores.
-    """
+    """Adds the type of each node."""
     rows = _Rows(nodes)
     found = [rows.type_of(place) for place in range(len(nodes))]
     return nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row"))

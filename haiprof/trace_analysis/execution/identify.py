@@ -43,19 +43,7 @@ class Identified:
 
 
 def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
-    """Links the nodes of an execution trace to the operators of a timeline.
-
-    Args:
-        nodes: `ExecutionTrace.nodes`.
-        tree: Of operators and record_function ranges, with `record_function_id`, `external_id`.
-
-    Returns:
-        Only pairs of the same name, one to one. `Record function id` counts first, then
-        `External id`, each unless too many names disagree; else the order of begin in each thread,
-        by the longest common order of names. A pair by order that does not begin within the
-        operator of its parent, on the same thread, is refused; by id it stays and is counted
-        (what is asynchronous ends later than its caller, and a few begin later too).
-    """
+    """Links the nodes of an execution trace to the operators of a timeline."""
     linkable = _linkable(nodes)
     notes, refused = [], {}
     for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):

@@ -68,16 +68,12 @@ class Linked:
 def link(pair: Pair) -> Linked:
     """Links one rank's execution trace to its timeline.
 
-    Args:
-        pair: From `pairs`.
+    Each node with `ts_ns`, `dur_ns` and `self_ns` of its operator on the trace's clock,
+    `linked_by`, and what it waited for; null where it was not linked. GPU events are nodes of
+    their own with `category`, `stream`, `device`, `bytes`.
 
-    Returns:
-        Each node with `ts_ns`, `dur_ns` and `self_ns` of its operator on the trace's clock,
-        `linked_by`, and what it waited for; null where it was not linked. GPU events are nodes of
-        their own with `category`, `stream`, `device`, `bytes`.
-
-        Source: the fields of Chakra's trace_linker (mlcommons/chakra 1.0.0). It takes an equal id
-        for a link whatever the names say, and sorts the whole file once more for each GPU event.
+    Source: the fields of Chakra's trace_linker (mlcommons/chakra 1.0.0). It takes an equal id
+    for a link whatever the names say, and sorts the whole file once more for each GPU event.
     """
     nodes = pair.execution.nodes.filter(pl.col("category").is_null())
     tree = nest(_spans(pair.trace))

@@ -11,15 +11,7 @@ from haiprof.trace_format.find import TRACE_ENDINGS
 
 
 def linked_path(path: Path, rank: int | None) -> Path:
-    """The file of one rank.
-
-    Args:
-        path: As it was asked for, such as `linked.json.gz`.
-        rank: Comes before the ending; None where there is one rank only.
-
-    Raises:
-        UsageError: It has another ending.
-    """
+    """The file of one rank."""
     ending = next((ending for ending in reversed(TRACE_ENDINGS) if path.name.endswith(ending)), "")
     if not ending:
         raise UsageError(f"{path}: a joined trace ends in .json or .json.gz")

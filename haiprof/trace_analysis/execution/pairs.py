@@ -42,19 +42,7 @@ def pairs(
     window: int | None = None,
     rank: int | None = None,
 ) -> tuple[list[Pair], list[str]]:
-    """Timelines with their execution traces, by rank, and what has no partner, for people.
-
-    Args:
-        source: As for `window_files`.
-        execution: A file or a folder of execution traces; None takes `*.et.json[.gz]` beside the
-            timelines.
-        window: Which, of a run.
-        rank: Only this one.
-
-    Raises:
-        TraceFormatError: A file cannot be read, or nothing says whose an execution trace is.
-        MissingDataError: There is no execution trace.
-    """
+    """Timelines with their execution traces, by rank, and what has no partner, for people."""
     traces = [Trace(path) for path in window_files(source, window)]
     found = execution_files(execution or source)
     if not found:
@@ -81,11 +69,7 @@ def pairs(
 
 
 def execution_files(source: Path) -> list[Path]:
-    """The execution traces that a path means: of a folder those that end so, else all JSON.
-
-    Args:
-        source: A file; a folder; a run directory; a timeline, beside which they stand.
-    """
+    """The execution traces that a path means: of a folder those that end so, else all JSON."""
     if source.is_file() and not source.name.endswith(_ENDINGS):
         scripts = [source.with_name(_stem(source.name) + ending) for ending in _ENDINGS]
         there = [path for path in scripts if path.is_file()]
@@ -126,11 +110,7 @@ _Sign = tuple[Callable[[Trace], object], Callable[[Path], object]]
 
 
 def _match(traces: Sequence[Trace], found: Sequence[Path]) -> dict[int, Path]:
-    """Execution traces by index of their timeline: matched by the first key that is unique.
-
-    Raises:
-        TraceFormatError: No key is unique.
-    """
+    """Execution traces by index of their timeline: matched by the first key that is unique."""
     signs: tuple[_Sign, ...] = (
         (lambda trace: _stem(trace.path.name), lambda path: _stem(path.name)),
         (lambda trace: trace.rank, lambda path: rank_in_name(path.name)),

@@ -21,19 +21,7 @@ def graphs(
     window: int | None = None,
     rank: int | None = None,
 ) -> Iterator[tuple[ChakraGraph, list[str]]]:
-    """Yields the graph of each rank, with notes for people.
-
-    Args:
-        source: A joined or bare execution trace, a folder of them, or a run or a folder of
-            timelines with execution traces, which are linked first.
-        execution: Execution traces that stand elsewhere.
-        window: Which, of a run; then its own traces are taken, not joined ones.
-        rank: Only this one.
-
-    Raises:
-        TraceFormatError: A file cannot be read.
-        MissingDataError: There is no execution trace.
-    """
+    """Yields the graph of each rank, with notes for people."""
     bare = [] if execution or window is not None else _execution_only(source)
     if bare:
         yield from _load(bare, rank)

@@ -21,17 +21,7 @@ _LISTS = pl.List(pl.Int64)
 
 
 def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
-    """The node of another thread that the first node after a gap in its own thread waited for.
-
-    Args:
-        nodes: With `node` and `ts_ns`.
-        tree: Of the timeline's spans.
-        row: Row of the tree of each node, -1 where there is none.
-
-    Returns:
-        Numbers of nodes, the last one begun before on any other thread; null without a gap of
-        `LONG_GAP_NS`. Chakra's linker repeats it on every node up to the next gap.
-    """
+    """The node of another thread that the first node after a gap in its own thread waited for."""
     linked = np.flatnonzero(row >= 0)
     threads = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
     begun = pl.DataFrame({
@@ -57,19 +47,8 @@ def sync_dependencies(
 ) -> pl.Series:
     """GPU nodes that a node's thread waited for in a blocking call right before it.
 
-    Args:
-        trace: The timeline.
-        nodes: Host nodes, and GPU nodes behind them.
-        numbers: `event` and `node` of GPU events.
-        tree: Of the timeline's spans.
-        row: Row of the tree of each host node, -1 where there is none.
-
-    Returns:
-        Numbers of nodes. It is the next node begun after the call on its thread that depends on
-        the GPU event: the one around the call may have launched it itself.
-
-        Source: as Chakra's sync_dep. It takes them from HTA's critical path, which fails with
-        today's pandas (chakra#217).
+    Source: as Chakra's sync_dep. It takes them from HTA's critical path, which fails with
+    today's pandas (chakra#217).
     """
     found: list[list[int]] = [[] for _ in range(len(nodes))]
     calls = runtime_calls(trace)

@@ -32,13 +32,7 @@ def cached_patterns(
     options: Mapping[str, Any],
     compute: Callable[[Sequence[Path]], Sequence[WorkerPattern]],
 ) -> list[WorkerPattern]:
-    """The pattern of each trace, computed where it is not cached.
-
-    Args:
-        paths: The traces.
-        options: Of `worker_pattern`; plain values.
-        compute: Computes the patterns of some of the traces.
-    """
+    """The pattern of each trace, computed where it is not cached."""
     entries = {path: cache_entry(path, "patterns", options) for path in paths}
     patterns: dict[Path, WorkerPattern] = {}
     for path, entry in entries.items():
@@ -68,11 +62,7 @@ def as_answers(pattern: WorkerPattern) -> dict[str, Answer]:
 
 
 def from_answers(answers: Mapping[str, Answer]) -> WorkerPattern:
-    """The pattern that `as_answers` was given.
-
-    Raises:
-        Exception: One of `UNFIT`: something is missing, or of another kind.
-    """
+    """The pattern that `as_answers` was given."""
     frames = {name: _frame(answers[name]) for name in (*_FRAMES, *_SIGNS, _NUMBERS)}
     numbers: dict[str, Any] = json.loads(frames[_NUMBERS].item())
     capability = numbers.pop("compute_capability")

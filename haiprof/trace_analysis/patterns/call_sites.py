@@ -37,14 +37,10 @@ class CallSites:
     def around(self, calls: pl.DataFrame) -> pl.DataFrame:
         """The call site of each call.
 
-        Args:
-            calls: `pid`, `tid`, `ts_ns`, `dur_ns` (null: not known), in any order.
-
-        Returns:
-            One row per call, in the same order: `operator`, the outermost of the `aten::` ones
-            directly around each other; `module`, the innermost nn.Module; `line`, the innermost
-            Python function of the user's (`train.py(45): step`). Null where there is none or no
-            stacks were recorded.
+        One row per call, in the same order: `operator`, the outermost of the `aten::` ones
+        directly around each other; `module`, the innermost nn.Module; `line`, the innermost
+        Python function of the user's (`train.py(45): step`). Null where there is none or no
+        stacks were recorded.
         """
         known = calls.select("pid", "tid", "ts_ns", "dur_ns").with_row_index("at").drop_nulls()
         at = known["at"].to_numpy()

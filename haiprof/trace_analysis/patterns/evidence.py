@@ -74,12 +74,7 @@ class Evidence:
 
 
 def collect_evidence(trace: Trace, window: PatternWindow) -> Evidence:
-    """Collects the evidence of one rank.
-
-    Args:
-        trace: One rank's.
-        window: GPU events and calls that begin in it count.
-    """
+    """Collects the evidence of one rank."""
     gpu = with_kind(_events_begun_in(gpu_events(trace, None), window))
     sites = call_sites(trace)
     called = with_call(gpu, trace.runtime)

@@ -42,22 +42,7 @@ def function_counters(
 ) -> pl.DataFrame:
     """What the counters of a rank's GPU and host were while its functions ran.
 
-    Args:
-        trace: One rank's.
-        samples: Of this rank: `time_ns` (Unix time), `source`, `entity`, `metric`, `unit`, `value`,
-            such as `RunFrames.counters()` and `bursts()` have. A sample is of the time since the
-            sample of the same entity before it.
-        steps: First profiler step and the one after the last; None takes all.
-        geometry: As in `worker_pattern`.
-
-    Returns:
-        One row per function and metric that has a sample of which the function ran for at least
-        `MAJORITY_RATIO`: `kind`, `type`, `name` (both null: any function of the kind), `source`,
-        `entity`, `metric`, `unit`; `mean` and `std`, weighted with the time that the function ran
-        in each sample; `min`, `max`, `sample_count`; `interval_ns`, the samples' median interval.
-        A function that is shorter than the samples are apart has no row: nothing is known of it.
-
-        Source: PerfTracker (seed 001), which joins samples of 100 us to functions.
+    Source: PerfTracker (seed 001), which joins samples of 100 us to functions.
     """
     window = pattern_window(trace, steps)
     base = clock_base_ns(trace)

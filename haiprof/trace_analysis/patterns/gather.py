@@ -51,16 +51,12 @@ class Patterns:
 def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     """Puts the patterns of all ranks together.
 
-    Args:
-        workers: By rank; at least one.
+    The functions of all ranks. A communication function's `bandwidth_bytes_per_s` is its bus
+    bandwidth as nccl-tests defines it, over the transfer alone: from the arrival of the last
+    rank to the rank's own end. Where the same collective is not found on all ranks of its
+    group the transfer is not known, and `missing` says why.
 
-    Returns:
-        The functions of all ranks. A communication function's `bandwidth_bytes_per_s` is its bus
-        bandwidth as nccl-tests defines it, over the transfer alone: from the arrival of the last
-        rank to the rank's own end. Where the same collective is not found on all ranks of its
-        group the transfer is not known, and `missing` says why.
-
-        Source: nccl-tests doc/PERFORMANCE.md; `haiprof.trace_analysis.skew` for the transfer.
+    Source: nccl-tests doc/PERFORMANCE.md; `haiprof.trace_analysis.skew` for the transfer.
     """
     kernels = match_collectives(_with_rank({r: w.collectives for r, w in workers.items()}))
     totals = _with_rank({r: w.totals for r, w in workers.items()})

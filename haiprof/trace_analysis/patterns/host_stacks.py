@@ -70,19 +70,7 @@ def host_calls(trace: Trace) -> HostCalls | None:
 def stack_times(
     calls: HostCalls, window: PatternWindow, free: Intervals, *, least_ns: int
 ) -> pl.DataFrame:
-    """Own time of each call stack, of all threads together.
-
-    Args:
-        calls: Of one rank.
-        window: Calls are cut there.
-        free: Where nothing ran that is above Python.
-        least_ns: Stacks whose own time is shorter are left out, for there are very many.
-
-    Returns:
-        `name` (`root|...|leaf`), `count` of calls, `total_ns` and `median_ns` of whole calls,
-        `covered_ns`, own time without the calls directly inside, and `bottleneck_ns`, the part of
-        it in `free`. Threads count each for themselves.
-    """
+    """Own time of each call stack, of all threads together."""
     tree = calls.tree
     starts = np.clip(tree.starts, window.start, window.end)
     ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)

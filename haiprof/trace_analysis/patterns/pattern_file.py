@@ -82,22 +82,7 @@ def reduce_patterns(
     pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Writes the pattern of each trace, from which `RankQuestions.patterns` answers the same.
-
-    Args:
-        path: A trace, a folder with one file per rank, or a run directory.
-        folder: Where files are written, `NAME.functions` of each trace.
-        steps: First profiler step and the one after the last; None takes all.
-        geometry: As in `RankQuestions.patterns`.
-        window: Of a run with several trace windows: which, by start, from 0; None takes the last.
-        pool: Where traces are read; None takes local processes where the files are large.
-        progress: Called with how many files are done.
-
-    Raises:
-        TraceFormatError: There is no trace, or one cannot be read.
-        MissingDataError: None of these steps was recorded.
-        UsageError: The folder cannot be written.
-    """
+    """Writes the pattern of each trace, from which `RankQuestions.patterns` answers the same."""
     traces = window_files(path, window)
     pool = pool or default_pool(traces)
     options = {"steps": steps, "geometry": geometry}
@@ -116,11 +101,7 @@ def file_and_pattern(
 
 
 def write_pattern(trace: Path, folder: Path, data: bytes) -> Path:
-    """Writes a trace's pattern under its name, replacing an existing file.
-
-    Raises:
-        UsageError: The folder cannot be written.
-    """
+    """Writes a trace's pattern under its name, replacing an existing file."""
     target = folder / f"{trace.name}{FUNCTIONS_SUFFIX}"
     try:
         make_named_folder(folder)
@@ -131,11 +112,7 @@ def write_pattern(trace: Path, folder: Path, data: bytes) -> Path:
 
 
 def read_pattern(path: Path) -> PatternFile:
-    """The content of a file.
-
-    Raises:
-        TraceFormatError: It is not such a file, damaged, or of another version of haiprof.
-    """
+    """The content of a file."""
     try:
         data = read_text(path, limit_bytes=_TEXT_LIMIT_BYTES)
         at = data.index(b"\n") + 1
@@ -159,18 +136,7 @@ def read_pattern(path: Path) -> PatternFile:
 
 
 def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = False) -> Patterns:
-    """The patterns of all ranks, as from their traces but for what each file has left out.
-
-    Args:
-        paths: Pattern files, one per rank.
-        asked: The steps that are asked for; None takes those of the files.
-        geometry: Whether kernels must be told apart by grid and block.
-
-    Raises:
-        TraceFormatError: One cannot be read, or two are of one rank.
-        HaiprofError: They are of different steps.
-        MissingDataError: Other steps were asked for, or a geometry that only some files have.
-    """
+    """The patterns of all ranks, as from their traces but for what each file has left out."""
     read = [read_pattern(path) for path in paths]
     common_steps(read, asked, command="functions")
     known = [each.geometry for each in read]

@@ -33,11 +33,7 @@ class Spans(NamedTuple):
 
 
 def pattern_window(trace: Trace, steps: Steps) -> PatternWindow:
-    """The profiler steps that were asked for, or everything from the first to the last event.
-
-    Raises:
-        MissingDataError: None of the steps was recorded, or nothing at all.
-    """
+    """The profiler steps that were asked for, or everything from the first to the last event."""
     if steps is not None:
         return PatternWindow(*step_window(trace, steps))
     tables = (trace.gpu, trace.runtime, trace.ops, trace.python, trace.annotations)
@@ -49,13 +45,7 @@ def pattern_window(trace: Trace, steps: Steps) -> PatternWindow:
 
 
 def inside(events: pl.DataFrame, code: Ints, window: PatternWindow) -> Spans:
-    """Events cut to a window; those outside of it are left out.
-
-    Args:
-        events: `ts_ns`, `dur_ns`.
-        code: Of each event's function.
-        window: Where to cut.
-    """
+    """Events cut to a window; those outside of it are left out."""
     starts = events["ts_ns"].to_numpy()
     ends = np.minimum(starts + events["dur_ns"].to_numpy(), window.end)
     starts = np.maximum(starts, window.start)
@@ -82,14 +72,8 @@ def join_spans(left: Intervals, right: Intervals) -> Intervals:
 def function_times(spans: Spans, free: Intervals, count: int) -> tuple[Ints, Ints]:
     """How long each function ran, and how long with no kind above it.
 
-    Args:
-        spans: Of one kind.
-        free: Where no kind above ran.
-        count: Of functions.
-
-    Returns:
-        `covered_ns` and `bottleneck_ns`, shape (count,). Calls of one function at the same time
-        count once; of two functions of one kind at the same time, both count.
+    `covered_ns` and `bottleneck_ns`, shape (count,). Calls of one function at the same time
+    count once; of two functions of one kind at the same time, both count.
     """
     length, own = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     if not len(spans.starts):

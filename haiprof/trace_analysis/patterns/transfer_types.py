@@ -18,13 +18,7 @@ _ALGORITHMS = (
 
 
 def transfer_type(kind: str, name: str) -> str:
-    """Such as `ring all_reduce`, `send/recv all_to_all`; the collective alone where names differ.
-
-    Args:
-        kind: From `collectives.kind_of`.
-        name: The kernel's. NCCL before 2.19 names its kernels after the first of several
-            collectives that were grouped, and older ones after a representative only.
-    """
+    """Such as `ring all_reduce`, `send/recv all_to_all`; the collective alone if names differ."""
     plain = name.lower()
     how = next((word for sign, word in _ALGORITHMS if re.search(sign, plain)), None)
     what = "send/recv" if kind == "send_receive" else kind

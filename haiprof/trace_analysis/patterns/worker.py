@@ -98,22 +98,7 @@ class WorkerPattern(RankFunctions):
 def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False) -> WorkerPattern:
     """Computes what bounds one rank; a question for a pool.
 
-    Args:
-        trace: One rank's.
-        steps: From the beginning of the first profiler step to the end of the one before the
-            second; None is everything in the file. What reaches beyond is cut there.
-        geometry: Whether a kernel of the same name with another grid or block is another function.
-
-    Returns:
-        Per function `bottleneck_ratio`: the share of the window in which it ran and nothing of a
-        kind above it did (`priority.PRIORITY`), on any device or thread of the rank; `share_ratio`
-        without that condition (of call stacks: their own time, without calls inside).
-        `occupancy_ratio` and `bandwidth_bytes_per_s` are means over its time, with their
-        deviation; `median_block_count` is of a kernel's launches, and grows with its inputs. Null
-        is what was not recorded; all ratios of the host are where the trace is of
-        a process with a GPU and has no GPU event.
-
-        Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
+    Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
     """
     window = pattern_window(trace, steps)
     parts, communication = function_events(trace, window, geometry=geometry)
@@ -148,8 +133,7 @@ def function_events(
 ) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
     """The calls of each function by kind but Python, and the collectives that began in a window.
 
-    Returns:
-        By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
+    By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
     """
     communication = _collectives(trace, window)
     parts = {
@@ -288,12 +272,7 @@ def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> p
 
 
 def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
-    """With what functions take of their window.
-
-    Args:
-        functions: `covered_ns`, `bottleneck_ns`.
-        window_ns: How long the window is.
-    """
+    """With what functions take of their window."""
     # polars divides a chunk of one row otherwise than a longer one, by a last bit.
     return functions.rechunk().with_columns(
         share_ratio=pl.col("covered_ns") / window_ns,

@@ -32,11 +32,7 @@ class Change:
     """Of kind `together`: all of them at once."""
 
     def __post_init__(self) -> None:
-        """Checks what was asked for.
-
-        Raises:
-            UsageError: A speed-up is not above 0, or a name is no regular expression.
-        """
+        """Checks what was asked for."""
         if not self.speedup > 0:  # NaN too
             raise UsageError(f"what-if: {self.speedup} times as fast is no speed-up")
         try:
@@ -81,11 +77,7 @@ def faster_collective(name: str, speedup: float = math.inf) -> Change:
 
 
 def together(*changes: Change) -> Change:
-    """Several changes at once, such as half the batch: the loader and all operators.
-
-    Raises:
-        UsageError: One of them compares ranks.
-    """
+    """Several changes at once, such as half the batch: the loader and all operators."""
     if any(change.kind == RANK for change in changes):
         raise UsageError("what-if: a rank like the others goes with no other change")
     return Change(kind=TOGETHER, parts=changes)

@@ -40,11 +40,7 @@ class Plan:
 
 
 def plan_graph(graph: Graph) -> Plan:
-    """The order of a graph's edges.
-
-    Raises:
-        TraceFormatError: Points wait for each other in a circle.
-    """
+    """The order of a graph's edges."""
     depth = _depths(graph)
     order = np.lexsort((graph.targets, depth[graph.targets]))
     targets = graph.targets[order]
@@ -78,17 +74,7 @@ def _depths(graph: Graph) -> Ints:
 
 
 def times(plan: Plan, lengths: Ints, delays: Ints | None = None) -> Ints:
-    """When each point is reached.
-
-    Args:
-        plan: Of the graph.
-        lengths: ns of each edge, shape (edges, columns): a column is one case, or one step.
-        delays: ns that a point comes later than the last of what it waits for, shape
-            (points, columns) or (points, 1); None delays none.
-
-    Returns:
-        ns, shape (points, columns); the first point of all is at 0.
-    """
+    """When each point is reached."""
     graph = plan.graph
     found = np.zeros((graph.point_count, lengths.shape[1]), dtype=np.int64)
     sources, along = graph.sources[plan.edges], lengths[plan.edges]

@@ -56,22 +56,7 @@ def host(
     handed: Sequence[HandOvers] = (),
     batches: Batches | None = None,
 ) -> Host:
-    """The host threads of a rank.
-
-    Args:
-        spans: Operators and runtime calls in the window: `name`, `tid`, `ts_ns`, `end_ns`.
-        calls: The calls among them that matter.
-        main_tid: The thread that trains.
-        bounds_ns: Begins of steps, and the end of the last.
-        handed: Waits of threads for each other.
-        batches: Of a loader with workers, which make one after the other beside all threads.
-
-    Returns:
-        Chains of points, one per thread. Where a thread waits for another one, an arrow leads there
-        and one back. Other threads that launch kernels run by themselves from where they begin:
-        nothing in a trace says what they wait for. Threads that launch none, such as NCCL's
-        watchdog, are left out.
-    """
+    """The host threads of a rank."""
     launching = calls.launches["tid"].unique().to_list()
     linked = [main_tid, *(found.working[1] for found in handed)]
     spans = spans.filter(pl.col("tid").is_in([*linked, *launching]))

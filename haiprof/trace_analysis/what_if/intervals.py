@@ -33,22 +33,7 @@ class Share:
 def step_shares(
     job: Job, reached: Ints, spans: Ints, *, error_ratio: float, unexplained_ratio: float
 ) -> list[Share]:
-    """The share of each change.
-
-    Args:
-        job: What was replayed.
-        reached: ns at which each point is reached, shape (points, 1 + changes).
-        spans: ns of all steps, shape (1 + changes,).
-        error_ratio: Of the replay.
-        unexplained_ratio: Share of the steps that are delays without a reason in the graph.
-
-    Returns:
-        One per change. The interval has three parts: how the change's effect differs from step to
-        step (block bootstrap, Student's t); the replay's own error; delays that nothing
-        explains, which may be shorter with the change, too, and `_INEXACT_RATIO` of what is gained.
-        Where the loader's workers limit the step the share is taken between batches that were
-        waited for: see `loader.Batches.bounds`.
-    """
+    """The share of each change."""
     steps = _steps(job, reached)
     covered = steps[:, 0].sum() / spans[0]
     by_batches = job.by_batches and len(steps) > 1 and covered >= _LEAST_PART

@@ -72,19 +72,7 @@ def join_ranks(
     offsets: Mapping[int, int],
     collectives: pl.DataFrame,
 ) -> Job:
-    """One graph of all ranks.
-
-    Args:
-        graphs: By rank, made with the same changes.
-        waits: From `skew.collective_waits`.
-        changes: Those of one rank are in the graphs; the others are applied here.
-        offsets: ns that each rank's clock is ahead.
-        collectives: `rank`, `event`, `kind`, `name` of all of them, of one rank alone too.
-
-    Raises:
-        MissingDataError: Ranks have different numbers of steps.
-        UsageError: A change names a rank that has no trace, or needs others and there are none.
-    """
+    """One graph of all ranks."""
     counts = {graph.step_count for graph in graphs.values()}
     if len(counts) > 1:
         raise MissingDataError(
@@ -175,8 +163,7 @@ def _kernels(graph: RankGraph, rank: int, first_edge: int) -> pl.DataFrame:
 def _members(waits: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
     """Kernels of collectives whose waiting is known and that are in the window on every rank.
 
-    Returns:
-        `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
+    `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
     """
     timed = waits.filter(pl.col("missing").is_null())
     found = timed.select("collective", "rank", "event", "rank_count", "kind", "name").join(

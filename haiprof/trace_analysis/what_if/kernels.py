@@ -115,10 +115,9 @@ def blocking_calls(
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Calls in a window that wait for the GPU, and what each of them waits for.
 
-    Returns:
-        `call`, `name`, `tid`, `ts_ns`, `end_ns` of synchronisations, blocking copies, copies to the
-        host that return after they have ended, and launches into a full queue; and `call`,
-        `begin_ns`, `kernel` of those that wait for one.
+    `call`, `name`, `tid`, `ts_ns`, `end_ns` of synchronisations, blocking copies, copies to the
+    host that return after they have ended, and launches into a full queue; and `call`,
+    `begin_ns`, `kernel` of those that wait for one.
     """
     parts = [np.empty((0, 2), dtype=np.int64)]
     for why, call, event, assumed in host_waits(trace, kernels, calls):

@@ -64,15 +64,8 @@ def worker_batches(
 ) -> tuple[Batches | None, bool]:
     """The batches that a rank's main thread took in a window, and whether workers made any.
 
-    Args:
-        trace: Of the rank.
-        window: Start and end in ns.
-        main_tid: The thread that trains.
-
-    Returns:
-        None where the workers' pace does not show: training never waits for two batches near each
-        other. Between two such the workers are busy all the time, so it
-        divides among the batches between; in longer stretches their usual pace is taken.
+    None where the workers' pace does not show: training never waits for two batches near each
+    other.
     """
     marks = _fetch_marks(trace, window, main_tid)
     asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()

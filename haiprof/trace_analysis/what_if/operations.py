@@ -50,18 +50,7 @@ class OperationTable:
 
 
 def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
-    """Reads a table of operations.
-
-    Args:
-        source: Parquet file, or a frame: `dp_rank`, `stage`, `rank`, `step`, `optype`, `start_ts`
-            and `duration` in seconds, `seq_id` (number of the operation among those of its type),
-            and `mc`, the model chunk, where stages have several.
-
-    Raises:
-        MissingDataError: A column is missing, or the schedule is not modelled.
-        TraceFormatError: It is no such file, a value is missing or not finite, or not every rank
-            has the same operations in every step.
-    """
+    """Reads a table of operations."""
     table = source if isinstance(source, pl.DataFrame) else _parquet(Path(source))
     table = _check_table(table).sort("optype", "seq_id", "stage", "dp_rank", "step")
     steps = table["step"].unique().sort()
@@ -129,9 +118,6 @@ class OperationWhatIf:
     Source: Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis"
     (OSDI 2025): S in equation 1, S_t in 2, S_w in 4, M_W in 5, M_S in section 5.2. Time in which
     the CPU had not launched an operation yet is not modelled; `error_ratio` is what that costs.
-
-    Args:
-        table: From `operation_table`.
     """
 
     def __init__(self, table: OperationTable) -> None:
@@ -207,11 +193,7 @@ class OperationWhatIf:
     def by(self, column: str) -> pl.DataFrame:
         """Slowdown due to each type of operation, stage or rank alone.
 
-        Args:
-            column: `optype` (sends and receives of a direction count as one), `stage`, `dp_rank`.
-
-        Returns:
-            That column and `slowdown_ratio`, the largest first. Source: the paper's S_t and S_w.
+        That column and `slowdown_ratio`, the largest first. Source: the paper's S_t and S_w.
         """
         labels = self.table.rows[column]
         labels = labels.replace(old=SHOWN_AS) if column == "optype" else labels
@@ -222,11 +204,7 @@ class OperationWhatIf:
         )
 
     def by_worker(self) -> pl.DataFrame:
-        """Slowdown due to each worker: the smaller of its stage's and its data-parallel rank's.
-
-        Returns:
-            `rank`, `stage`, `dp_rank`, `slowdown_ratio`, the largest first. Source: equation 4.
-        """
+        """Slowdown due to each worker: the smaller of its stage's and its data-parallel rank's."""
         workers = self.table.rows.select("rank", "stage", "dp_rank").unique()
         stage, rank = self.by("stage"), self.by("dp_rank").rename({"slowdown_ratio": "other"})
         joined = workers.join(stage, on="stage").join(rank, on="dp_rank")

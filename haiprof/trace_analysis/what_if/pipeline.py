@@ -48,19 +48,12 @@ class Dependencies:
 def dependencies(step: pl.DataFrame) -> Dependencies:
     """The dependency model of a step.
 
-    Args:
-        step: One step of one data-parallel rank: `optype`, `seq_id`, `stage`, `start_ns`, `end_ns`.
-
-    Raises:
-        MissingDataError: The job's schedule is not one that is modelled: several model chunks per
-            stage, or a stage without computing.
-
-        Source: Lin et al., "Understanding Stragglers in Large Model Training Using What-if
-        Analysis" (OSDI 2025), section 3, and the notes of its artifact (ByteDance-Seed/
-        StragglerAnalysis): order within a stream; a receive before its computing, and after the
-        computing before that one; a send after its computing; the first sends and receives of the
-        backward pass are posted after the last but one forward computing before it; gradients,
-        clipping and optimizer at the end; parameters gathered before the first forward.
+    Source: Lin et al., "Understanding Stragglers in Large Model Training Using What-if
+    Analysis" (OSDI 2025), section 3, and the notes of its artifact (ByteDance-Seed/
+    StragglerAnalysis): order within a stream; a receive before its computing, and after the
+    computing before that one; a send after its computing; the first sends and receives of the
+    backward pass are posted after the last but one forward computing before it; gradients,
+    clipping and optimizer at the end; parameters gathered before the first forward.
     """
     stages = {
         int(key[0]): _Stage.of(rows)

@@ -42,36 +42,7 @@ def predictions(
     offsets: Mapping[int, int],
     collectives: pl.DataFrame,
 ) -> pl.DataFrame:
-    """Step time as measured, as reproduced, and with each change.
-
-    Args:
-        graphs: Of all ranks, from `replay.rank_graph` with the same changes.
-        waits: From `skew.collective_waits`.
-        changes: As given to `rank_graph`.
-        offsets: ns that each rank's clock is ahead.
-        collectives: From `matching.match_collectives`, of all ranks.
-
-    Returns:
-        One row per change: `change`; `measured_step_ns`, from when all ranks have begun their first
-        step until nothing of the steps runs any more on any rank, CPU or GPU, over their number
-        (when a rank begins was decided before the window, and stays as it was);
-        `reproduced_step_ns`, the replay of the same, with its `error_ratio`; `unexplained_ratio`,
-        the share of the measured time that the replay reproduces only because it keeps delays that
-        nothing in its graph explains; `predicted_step_ns`, with its interval from `low_step_ns` to
-        `high_step_ns` (95 %; None with fewer than 4 steps; see `intervals.step_shares`);
-        `saved_ratio`, what it gains over the reproduced; `shortened_ns`, the work that the change
-        took away, in sum over ranks; `changed_count`, pieces of work that it made shorter or longer
-        (0: it met nothing that it could change); `held_count` of the communication kernels that it
-        is about and that are replayed as long as they were;
-        `collective_count`, replayed with waiting and transfer apart; `unmatched_count` of
-        communication kernels that are replayed as long as they were; `apart_count` of threads that
-        launch kernels and keep their times, since nothing says what they wait for;
-        `ahead_count` of ranks whose loader's workers always had a batch ready.
-
-    Raises:
-        MissingDataError: Ranks have different numbers of steps, or no time passes in them.
-        UsageError: A change names a rank that has no trace, or needs others and there are none.
-    """
+    """Step time as measured, as reproduced, and with each change."""
     job = join_ranks(graphs, waits, changes, offsets, collectives)
     plan = plan_graph(job.graph)
     reached = times(plan, job.lengths, _delays(job))

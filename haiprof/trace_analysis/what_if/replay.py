@@ -128,17 +128,8 @@ def rank_graph(
 ) -> RankGraph:
     """The graph of one rank.
 
-    Args:
-        trace: Of the rank.
-        steps: First profiler step and the one after the last; None takes all steps, and the whole
-            trace where there are none.
-        changes: Those that concern several ranks change nothing here.
-
-    Raises:
-        MissingDataError: There are no such steps, or nothing on the CPU was recorded.
-
-        Source: replay of a dependency graph as in Zhu et al., "Daydream" (ATC 2020), with the
-        transfer of collectives as in Lin et al. (OSDI 2025).
+    Source: replay of a dependency graph as in Zhu et al., "Daydream" (ATC 2020), with the
+    transfer of collectives as in Lin et al. (OSDI 2025).
     """
     rank = _rank(trace, steps)
     parts = [_kernel_work(rank), _host_work(rank), *_waiting(trace, rank)]

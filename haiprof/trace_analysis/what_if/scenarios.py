@@ -39,12 +39,7 @@ Steps = tuple[int, int] | None
 
 
 def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
-    """Chooses the default changes: each thing twice as fast, each late rank as fast as the others.
-
-    Args:
-        analysis: The traces.
-        steps: First profiler step and the one after the last; None takes all.
-    """
+    """Chooses the default changes: each thing twice as fast, each late rank as fast as others."""
     operators = analysis.operator_kernels(steps).with_columns(pl.col("operator").cast(pl.String))
     found = [faster_loader(SPEEDUP)] if _loads(analysis, operators) else []
     has_gpu = int(analysis.load_report()["gpu_count"].sum()) > 0

@@ -47,14 +47,7 @@ class Work:
 
 
 def change_lengths(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
-    """Lengths of all edges with a change; those that concern several ranks change nothing here.
-
-    Args:
-        trace: Of the rank.
-        change: What becomes faster.
-        lengths: ns of each edge as it was.
-        work: What runs along each edge.
-    """
+    """Lengths of all edges with a change; those that concern several ranks change nothing here."""
     for part in change.parts:
         lengths = change_lengths(trace, part, lengths, work)
     if change.kind == KERNEL:

@@ -38,16 +38,7 @@ class ReplayWindow:
 
 
 def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
-    """The window of some steps.
-
-    Args:
-        trace: Of a rank.
-        steps: First profiler step and the one after the last; None takes all, and the whole trace
-            where there are none.
-
-    Raises:
-        MissingDataError: There are no such steps, or nothing on the CPU was recorded.
-    """
+    """The window of some steps."""
     spans = _spans(trace)
     if not spans.height:
         raise MissingDataError(

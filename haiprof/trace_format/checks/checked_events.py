@@ -43,12 +43,7 @@ class CheckedDevice:
 
 
 def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
-    """A table without events that are far from all others or recorded twice.
-
-    Args:
-        name: In `tables.TABLES`.
-        events: By start, as they were recorded.
-    """
+    """A table without events that are far from all others or recorded twice."""
     near = without_far(events)
     once = without_duplicates(near, _IDS[name]) if name in _IDS and len(near) else near
     return CheckedTable(
@@ -60,12 +55,7 @@ def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
 
 
 def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
-    """GPU events as they can be believed.
-
-    Args:
-        gpu: From `check_table`.
-        runtime: From `check_table`.
-    """
+    """GPU events as they can be believed."""
     host = None
     if len(runtime):
         ends = runtime.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
@@ -81,13 +71,7 @@ def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
 def all_findings(
     tables: Sequence[CheckedTable], device: CheckedDevice, notes: Sequence[str]
 ) -> tuple[Finding, ...]:
-    """What was found of one trace.
-
-    Args:
-        tables: All that were checked.
-        device: Of the same trace.
-        notes: Of its load report.
-    """
+    """What was found of one trace."""
     counts = {table.name: table.far_count for table in tables}
     far = far_finding(counts | {"gpu": counts.get("gpu", 0) + device.far_count})
     twice = duplicate_finding({table.name: table.duplicate_count for table in tables})

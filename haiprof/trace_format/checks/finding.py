@@ -37,12 +37,7 @@ class Finding:
 
 
 def faults_of(findings: Iterable[Finding], answer: str) -> list[Finding]:
-    """The faults that an answer rests on.
-
-    Args:
-        findings: Of one trace.
-        answer: A table of the report, or a command.
-    """
+    """The faults that an answer rests on."""
     return [each for each in findings if each.is_fault and answer in each.answers]
 
 

@@ -30,16 +30,7 @@ _OFFSET_SHARE, _OFFSET_LEAST = 0.01, 3
 
 
 def check_launches(gpu: pl.DataFrame, runtime: pl.DataFrame) -> tuple[pl.DataFrame, list[Finding]]:
-    """GPU events on the host's clock, and what was found.
-
-    Args:
-        gpu: By start.
-        runtime: By start; no check is made without calls.
-
-    Returns:
-        The frame, moved by the clock offset that kernels before their launch imply, where they
-        and the synchronisations agree on one.
-    """
+    """GPU events on the host's clock, and what was found."""
     if gpu.is_empty() or runtime.is_empty():
         return gpu, []
     called = _call_starts(gpu, runtime)

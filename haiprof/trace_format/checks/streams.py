@@ -43,17 +43,8 @@ def check_streams(
 ) -> tuple[pl.DataFrame, list[Finding]]:
     """GPU events with ends that can be true, and what was found.
 
-    Args:
-        gpu: `Trace.gpu` as it was recorded.
-        host: First start and last end of the calls on the host; None without any.
-
-    Returns:
-        The frame, in which an impossible end is the start of the next event on the stream, or the
-        end of the window. Streams run one kernel after the other: of the kernel that was cut this
-        is the longest that it can have taken.
-
-        Source: Hyperloom PR 1116 (7 of 55,423 events hid 62 % of the GPU's time), TraceLens issue
-        669; programmatic dependent launch lets a kernel begin before the one before it has ended.
+    Source: Hyperloom PR 1116 (7 of 55,423 events hid 62 % of the GPU's time), TraceLens issue
+    669; programmatic dependent launch lets a kernel begin before the one before it has ended.
     """
     if len(gpu) < 2:
         return gpu, []

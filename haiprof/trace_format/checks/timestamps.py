@@ -21,15 +21,7 @@ _KERNEL_LEAST_NS, _KERNEL_MOST_NS = 1_000, 400_000
 
 
 def without_far(events: pl.DataFrame) -> pl.DataFrame:
-    """Events by start without the few that begin far from all others.
-
-    Args:
-        events: By `ts_ns`. Fewer than 20 are left as they are.
-
-    Returns:
-        The same frame where there are none. Far is 50 times the stretch in which the middle
-        eight tenths begin, or 50 s if that is more; more than one in a hundred are no outliers.
-    """
+    """Events by start without the few that begin far from all others."""
     count = len(events)
     if count < _EVENTS_LEAST:
         return events
@@ -47,14 +39,6 @@ def without_far_from_host(gpu: pl.DataFrame, host: tuple[int, int] | None) -> pl
 
     A GPU works on after the host's last call, and may have begun before its first, but then without
     a pause: nothing that it runs was launched outside of that window.
-
-    Args:
-        gpu: By `ts_ns`, from `without_far`. Fewer than 20 are left as they are.
-        host: First start and last end of the calls on the host; None without any.
-
-    Returns:
-        The same frame where there are none. Far is outside of the window, with an idle GPU in
-        between, by more than the window's length, or 100 ms if that is more.
     """
     count = len(gpu)
     if host is None or count < _EVENTS_LEAST:
@@ -74,25 +58,13 @@ def without_far_from_host(gpu: pl.DataFrame, host: tuple[int, int] | None) -> pl
 
 
 def far_finding(counts: Mapping[str, int]) -> Finding | None:
-    """What is said of events that `without_far` and `without_far_from_host` left out.
-
-    Args:
-        counts: By table.
-    """
+    """What is said of events that `without_far` and `without_far_from_host` left out."""
     what, effect = "far in time from all others", "left out of all answers"
     return _event_finding(counts, "far_timestamps", what=what, effect=effect)
 
 
 def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
-    """Events by start, each once.
-
-    Args:
-        events: By `ts_ns` and `dur_ns`.
-        key: The column of ids; an event without one cannot be told from another.
-
-    Returns:
-        The same frame where no event is twice: all columns equal but its place in the file.
-    """
+    """Events by start, each once."""
     starts, durations = events["ts_ns"].to_numpy(), events["dur_ns"].to_numpy()
     same = (starts[1:] == starts[:-1]) & (durations[1:] == durations[:-1])
     if not same.any():
@@ -105,11 +77,7 @@ def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
 
 
 def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
-    """What is said of events that `without_duplicates` left out.
-
-    Args:
-        counts: By table.
-    """
+    """What is said of events that `without_duplicates` left out."""
     return _event_finding(counts, "duplicate_events", what="recorded twice", effect="counted once")
 
 

@@ -95,12 +95,7 @@ class NoNodesError(Exception):
 
 
 def decode(text: bytes) -> tuple[dict[str, Any], Sequence[Node | OldNode], int]:
-    """The header, the nodes, and how many nodes could not be read.
-
-    Raises:
-        JsonError: It is not JSON.
-        NoNodesError: It has no list of nodes.
-    """
+    """The header, the nodes, and how many nodes could not be read."""
     try:
         head = _HEAD.decode(text)
     except msgspec.ValidationError:

@@ -120,14 +120,7 @@ class ExecutionTrace:
 
 
 def load_execution_trace(path: Path) -> ExecutionTrace:
-    """Reads an execution trace, plain or gzip, linked or not.
-
-    Args:
-        path: JSON of ExecutionTraceObserver, of `haiprof link` or of Chakra's linker.
-
-    Raises:
-        TraceFormatError: It is not an execution trace, or cannot be read.
-    """
+    """Reads an execution trace, plain or gzip, linked or not."""
     try:
         header, records, lost = decode(_text(path))
     except NoNodesError:

@@ -27,16 +27,7 @@ _EMPTY: dict[str, Any] = {"op_schema": "", "seq_id": -1}
 
 
 def write_linked(path: Path, nodes: pl.DataFrame, header: Mapping[str, Any]) -> None:
-    """Writes nodes with their times; the file is complete or absent.
-
-    Args:
-        path: Ends in `.gz` for a compressed one. Chakra's own converter reads plain JSON only.
-        nodes: `NODE_SCHEMA`, with GPU nodes.
-        header: `pid`, `time`, `start_ts`, `finish_ts`, `rank` ... of the process.
-
-    Raises:
-        UsageError: It cannot be written there.
-    """
+    """Writes nodes with their times; the file is complete or absent."""
     head = {"schema": SCHEMA, **{key: value for key, value in header.items() if value is not None}}
     with _whole(path) as file:
         file.write(msgspec.json.encode(head)[:-1] + b',"nodes":[')

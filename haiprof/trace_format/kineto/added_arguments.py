@@ -21,17 +21,7 @@ _ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decode
 def add_marks(
     text: TraceText, events: npt.NDArray[np.int64], mark: str, *, only_marked: bool = False
 ) -> Iterator[bytes]:
-    """Yields the text of all events as written, some of them with one more argument.
-
-    Args:
-        text: Of a trace, from its beginning.
-        events: Indices of the events to mark, from 0, each once, in order.
-        mark: The argument; its value is 1.
-        only_marked: Whether all other events are left out but metadata (names of threads).
-
-    Returns:
-        Events separated by commas; no piece is empty. Numbers keep all their digits.
-    """
+    """Yields the text of all events as written, some of them with one more argument."""
     first = 0
     for piece in event_texts(text):
         texts = TEXTS.decode(b"[" + piece + b"]")

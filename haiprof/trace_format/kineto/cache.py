@@ -42,14 +42,7 @@ UNFIT = (OSError, ValueError, KeyError, TypeError, struct.error, pl.exceptions.P
 
 
 class TraceColumns:
-    """The tables of one file, each read on demand.
-
-    Args:
-        path: The trace.
-        key: Its `content_key`.
-        content: Names and positions of the parts, and what is known of the whole file.
-        source: Where the parts are.
-    """
+    """The tables of one file, each read on demand."""
 
     def __init__(self, path: Path, key: str, content: dict[str, Any], source: _Source) -> None:
         self._path, self._key, self._source = path, key, source
@@ -65,11 +58,7 @@ class TraceColumns:
         return self._key
 
     def table(self, name: str) -> pl.DataFrame:
-        """One table by start, the longer event first; columns in `tables.TABLES`, texts as Enum.
-
-        Raises:
-            TraceFormatError: The trace has changed since it was opened.
-        """
+        """One table by start, the longer event first; columns in `tables.TABLES`, texts as Enum."""
         parts = [self._part_or_again(name, at) for at in range(len(self._parts.get(name, [])))]
         if not parts:
             return finish_table(name, pl.DataFrame(), self._texts)
@@ -119,11 +108,7 @@ class TraceColumns:
 
 
 def open_columns(path: Path) -> TraceColumns:
-    """The columns of a trace file, from its cache or read now.
-
-    Raises:
-        TraceFormatError: It is not a trace, or cannot be read.
-    """
+    """The columns of a trace file, from its cache or read now."""
     key = content_key(path)
     with contextlib.suppress(*UNFIT):
         return _open_cache(path, key)
@@ -144,11 +129,7 @@ def _open_cache(path: Path, key: str) -> TraceColumns:
 
 
 def content_key(path: Path) -> str:
-    """Identifies a file's content without reading all of it.
-
-    Raises:
-        TraceFormatError: It cannot be read.
-    """
+    """Identifies a file's content without reading all of it."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             kind = "a folder" if path.is_dir() else "no regular file"

@@ -33,11 +33,7 @@ Getter = Callable[[Sequence[Any]], list[Any]]
 
 
 class Names(dict[Any, int | None]):
-    """Texts as codes, in order of their first appearance; no text has no code.
-
-    Args:
-        path: Of the trace, for the error if it holds too many.
-    """
+    """Texts as codes, in order of their first appearance; no text has no code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -162,11 +158,7 @@ _COMMON = {"event": pl.Int64, "category": pl.UInt32, "ts_ns": pl.Int64, "dur_ns"
 
 
 class TableBatch:
-    """Some rows of one table on their way from events to a frame.
-
-    Args:
-        table: Its name in `TABLES`.
-    """
+    """Some rows of one table on their way from events to a frame."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -177,14 +169,7 @@ class TableBatch:
     def add(
         self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
     ) -> None:  # fmt: skip
-        """Takes rows.
-
-        Args:
-            heads: Of this table only; at least one.
-            args: Of the same events.
-            common: Of the same events.
-            names: Grows.
-        """
+        """Takes rows."""
         self.row_count += len(heads)
         self._common.append(common)
         for column in self._columns:
@@ -221,13 +206,7 @@ def by_start(ts_ns: Ints, dur_ns: Ints) -> Ints:
 
 
 def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
-    """A table with all its columns, and with its texts in place of codes.
-
-    Args:
-        table: Its name in `TABLES`.
-        part: From `TableBatch.take`, or several of them merged.
-        texts: The names by code.
-    """
+    """A table with all its columns, and with its texts in place of codes."""
     coded = [each.name for each in TABLES[table] if each.type == "str" and each.name in part]
     known = part.with_columns(_as_text_of(name, texts) for name in coded)
     # One for all columns of a type, since they share its memory.

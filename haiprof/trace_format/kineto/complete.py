@@ -67,12 +67,7 @@ class RawTrace:
 
 
 def read_raw(path: Path) -> RawTrace:
-    """Reads a trace that Kineto has just written.
-
-    Raises:
-        TraceFormatError: It is not a trace.
-        EmptyTraceError: No operator and no range is in it.
-    """
+    """Reads a trace that Kineto has just written."""
     parts: dict[str, list[pl.DataFrame]] = {ANNOTATIONS: [], OPS: []}
 
     def keep(table: str, part: pl.DataFrame) -> None:
@@ -136,21 +131,7 @@ def write_complete(
     pid: int,
     packed: bool,
 ) -> None:
-    """Writes the trace with more metadata and marks of steps, and everything else unchanged.
-
-    Args:
-        raw: The trace.
-        file: Where it goes.
-        metadata: JSON values by name; the trace's own value of a name takes precedence.
-        steps: Their marks are named ProfilerStep#N, as torch.profiler's own.
-        phases: Forward and backward passes, which become ranges too.
-        pid: Of the process, as the trace numbers it.
-        packed: Whether it is compressed.
-
-    Raises:
-        TraceFormatError: It is not in Kineto's form.
-        OSError: It cannot be read, or there is no room.
-    """
+    """Writes the trace with more metadata and marks of steps, and everything else unchanged."""
     new = {key: value for key, value in metadata.items() if key not in raw.metadata}
     tid = pid if raw.tid is None else raw.tid
     marks = [_mark(raw, step, pid=pid, tid=tid) for step in steps]

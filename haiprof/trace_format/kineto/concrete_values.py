@@ -29,13 +29,8 @@ _EVENT = msgspec.json.Decoder(_Event)
 def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     """`Concrete Inputs` of some operators: no table has them, since few questions need them.
 
-    Args:
-        path: The trace.
-        operators: `event` and `name` of those that are wanted.
-
-    Returns:
-        `event` and `values`, a JSON text; no row for an operator without them, as before torch
-        2.1 and in damaged parts of a file.
+    `event` and `values`, a JSON text; no row for an operator without them, as before torch
+    2.1 and in damaged parts of a file.
     """
     wanted = operators.sort("event")
     events: Ints = wanted["event"].to_numpy()

@@ -55,15 +55,7 @@ def decode_whole(piece: bytes, text: TraceText, *, exact: bool) -> list[Any] | N
 
 
 def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:
-    """Decodes the events of a piece.
-
-    Args:
-        piece: Events separated by commas.
-        text: The file; `unread` is called for an incomplete last event, `events_ended` where the
-            array of events closes.
-        damage: Grows by what was wrong.
-        decoder: Of one event.
-    """
+    """Decodes the events of a piece."""
     if not text.is_last:
         found = _decode_events(piece, decoder)
         if found is not None:
@@ -81,14 +73,7 @@ def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> l
 
 
 def event_texts(text: TraceText) -> Iterator[bytes]:
-    """Yields the text of all events as written, without what is not JSON.
-
-    Args:
-        text: Of a trace, from its beginning.
-
-    Returns:
-        Events separated by commas; no piece is empty.
-    """
+    """Yields the text of all events as written, without what is not JSON."""
     damage = Damage()
     for piece in text.pieces():
         events = decode(piece, text, damage, TEXTS)
@@ -100,16 +85,7 @@ def event_texts(text: TraceText) -> Iterator[bytes]:
 
 
 def arguments(table: str, raws: Sequence[msgspec.Raw], damage: Damage) -> list[Any]:
-    """Decodes the arguments of events of one table.
-
-    Args:
-        table: Its name in `TABLES`.
-        raws: An object each.
-        damage: Grows by what was wrong.
-
-    Returns:
-        Structs with the fields of `events.argument_names`.
-    """
+    """Decodes the arguments of events of one table."""
     decoder = ARGUMENTS[table]
     found = _decode_events(b",".join(raws), decoder)
     return [_mend(bytes(raw), decoder, damage) for raw in raws] if found is None else found

@@ -8,13 +8,7 @@ _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 
 
 def with_number(event: bytes, field: str, number: int) -> bytes:
-    """An event with a whole number in one field.
-
-    Args:
-        event: A JSON object.
-        field: Such as `tid`; its old value is dropped.
-        number: Its new value.
-    """
+    """An event with a whole number in one field."""
     fields = _FIELDS.decode(event)
     fields[field] = msgspec.Raw(b"%d" % number)
     return msgspec.json.encode(fields)

@@ -34,11 +34,7 @@ class OpenHalves:
         self._open: dict[tuple[Any, Any], list[Half]] = {}
 
     def join(self, halves: list[Half]) -> tuple[list[Half], list[Half]]:
-        """Takes halves in the file's order.
-
-        Returns:
-            Whole events at the place of their begin, and halves that have no other half.
-        """
+        """Takes halves in the file's order."""
         whole, alone = [], []
         for half in halves:
             stack = self._open.setdefault((half.head.pid, half.head.tid), [])

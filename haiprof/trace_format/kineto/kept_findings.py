@@ -29,11 +29,7 @@ class KeptFindings:
 
 
 def recall_findings(key: str) -> KeptFindings | None:
-    """What was kept; None where nothing was, or something damaged.
-
-    Args:
-        key: Of the trace's columns.
-    """
+    """What was kept; None where nothing was, or something damaged."""
     with contextlib.suppress(*_UNFIT), read_entry(_name(key)) as file:
         data = file.read(_SIZE_LIMIT_BYTES)
         if int(data[:8], 16) != zlib.crc32(data[8:]):
@@ -43,12 +39,7 @@ def recall_findings(key: str) -> KeptFindings | None:
 
 
 def keep_findings(key: str, kept: KeptFindings) -> None:
-    """Keeps what was found, if anything can be kept.
-
-    Args:
-        key: Of the trace's columns.
-        kept: What was found.
-    """
+    """Keeps what was found, if anything can be kept."""
     body = msgspec.json.encode(kept, order="deterministic")
     if len(body) + 8 < _SIZE_LIMIT_BYTES:
         with contextlib.suppress(OSError), new_entry(_name(key)) as file:

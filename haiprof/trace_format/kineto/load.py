@@ -138,18 +138,7 @@ class _Reading:
 
 
 def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
-    """Reads a file once.
-
-    Args:
-        path: A trace of Kineto, plain or gzip.
-        sink: Gets the tables' parts, in the file's order.
-
-    Returns:
-        The metadata around the events, the texts by code, and the report.
-
-    Raises:
-        TraceFormatError: It is not a trace or cannot be read.
-    """
+    """Reads a file once."""
     reading = _Reading(TraceText(path), Names(path), sink)
     name_codes = np.array([reading.names[name] for name in (*CATEGORIES, "")], dtype=np.uint32)
     native = NativeColumns(reading.names, name_codes)

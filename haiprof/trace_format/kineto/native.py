@@ -66,12 +66,7 @@ def is_compiled() -> bool:
 
 
 class NativeColumns:
-    """Rows that the compiled scanner has read, until they become frames.
-
-    Args:
-        names: Grows.
-        name_codes: Codes of the categories, by their place in `CATEGORIES`.
-    """
+    """Rows that the compiled scanner has read, until they become frames."""
 
     def __init__(self, names: Names, name_codes: npt.NDArray[np.uint32]) -> None:
         self._name_codes = name_codes
@@ -80,22 +75,12 @@ class NativeColumns:
     def scan(self, piece: bytes, first: int) -> tuple[tuple[int, ...], bool] | None:
         """Reads the events of a piece, all or none.
 
-        Args:
-            piece: Events separated by commas.
-            first: Index of its first event in the file.
-
-        Returns:
-            How many there are of each category, and whether times have more digits than a float;
-            None where Python has to read them.
+        None where Python has to read them.
         """
         return self._scanner.scan(piece, first) if self._scanner else None
 
     def row_count(self, number: int) -> int:
-        """Number of collected rows.
-
-        Args:
-            number: The table's index in `TABLES`.
-        """
+        """Number of collected rows."""
         return self._scanner.rows(number) if self._scanner else 0
 
     def take(self, number: int) -> pl.DataFrame:

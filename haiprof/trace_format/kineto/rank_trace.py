@@ -50,11 +50,7 @@ _IS_PHASE = (
 
 
 class _CheckedTables(dict[str, CheckedTable]):
-    """Tables that are checked at their first use.
-
-    Args:
-        read: Gives a table as it was recorded.
-    """
+    """Tables that are checked at their first use."""
 
     def __init__(self, read: Callable[[str], pl.DataFrame]) -> None:
         self._read = read
@@ -65,12 +61,7 @@ class _CheckedTables(dict[str, CheckedTable]):
 
 
 class Trace:
-    """The events of one trace file as frames; a table is read at its first use.
-
-    Args:
-        path: The file.
-        columns: Its columns; None reads them, from the cache where there is one.
-    """
+    """The events of one trace file as frames; a table is read at its first use."""
 
     def __init__(self, path: str | Path, columns: TraceColumns | None = None) -> None:
         self.path = Path(path)
@@ -78,11 +69,7 @@ class Trace:
 
     @cached_property
     def columns(self) -> TraceColumns:
-        """The file's columns.
-
-        Raises:
-            TraceFormatError: It is not a trace, or cannot be read.
-        """
+        """The file's columns."""
         if self.path.name.endswith(SUMMARY_SUFFIX):
             raise TraceFormatError(
                 f"{self.path}: it is the summary of a trace", hint="trace-report can read it"
@@ -190,8 +177,7 @@ class Trace:
     def steps(self) -> pl.DataFrame:
         """Profiler steps by their number.
 
-        Returns:
-            `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
+        `step`, `start_ns`, `end_ns`, `tid`; empty where the profiler's `step()` was not called.
         """
         marks = self.annotations.filter(pl.col("category") != "gpu_user_annotation")
         if self.annotations.is_empty():  # before 2022 they were operators like any other

@@ -50,13 +50,7 @@ class Element:
 
 
 def element(text: bytes, at: int, limit: int | None = None) -> Element:
-    """The next element of an array, by its brackets and quotes alone.
-
-    Args:
-        text: Within an array, outside of its elements.
-        at: Where to begin.
-        limit: Where to stop; None is the end of the text.
-    """
+    """The next element of an array, by its brackets and quotes alone."""
     limit = len(text) if limit is None else limit
     at = _after_separator(text, at)
     open_brackets: list[int] = []

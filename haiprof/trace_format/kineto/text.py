@@ -34,11 +34,7 @@ _HINTS = (
 
 
 class TraceText:
-    """The events' text of one file, in order, and the metadata around it.
-
-    Args:
-        path: A Kineto or Chrome trace: an object with `traceEvents`, or a bare array of events.
-    """
+    """The events' text of one file, in order, and the metadata around it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,9 +57,6 @@ class TraceText:
 
         A piece begins at an event and ends behind one. Where text inside an event looks like the
         end of an event, the caller finds out when decoding, and calls `unread` or `events_ended`.
-
-        Raises:
-            TraceFormatError: It is not a trace, cannot be read, or has no events array.
         """
         blocks = self._blocks()
         waiting, wanted = [self._begin(blocks)], PIECE_BYTES
@@ -93,11 +86,7 @@ class TraceText:
         self._unread = rest
 
     def events_ended(self, rest: bytes) -> None:
-        """States that the array of events closes within the current piece.
-
-        Args:
-            rest: What follows its bracket in that piece.
-        """
+        """States that the array of events closes within the current piece."""
         self._trailer = [rest]
 
     def _rest(self, buffer: bytes) -> list[bytes]:
@@ -238,13 +227,7 @@ class TraceText:
 
 
 def _join_blocks(blocks: Iterator[bytes], *, doubling: bool = False) -> Iterator[bytes]:
-    """Joins small blocks, so that the work per block stays small in total.
-
-    Args:
-        blocks: Of any size; gzip may have a member for every byte.
-        doubling: Makes each block at least as long as all before it together, so that a caller
-            who joins all of them again each time does at most twice the work.
-    """
+    """Joins small blocks, so that the work per block stays small in total."""
     waiting, waiting_bytes, given_bytes = list[bytes](), 0, PIECE_BYTES
     for block in blocks:
         waiting.append(block)

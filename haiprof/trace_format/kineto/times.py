@@ -31,11 +31,7 @@ _POWERS: Ints = 10 ** np.arange(4, dtype=np.int64)
 def times(heads: Sequence[Any]) -> tuple[Ints, Ints, Flags] | None:
     """Start and duration of each event in ns, and whether it has usable ones.
 
-    Args:
-        heads: `events.Head`, or whole events.
-
-    Returns:
-        None where a timestamp has more digits than a float holds to 1 ns: see `exact_times`.
+    None where a timestamp has more digits than a float holds to 1 ns: see `exact_times`.
     """
     start, durations = _from_numbers([head.ts for head in heads]), [head.dur for head in heads]
     dur = _from_numbers(durations)
@@ -107,11 +103,7 @@ def _float(value: object) -> float:
 
 
 def exact_ns(us: list[bytes]) -> tuple[Ints, Flags]:
-    """Times in ns of texts in us, and which are usable; only digits below 1 ns are rounded.
-
-    Args:
-        us: JSON values, such as `1712170316123456.789`.
-    """
+    """Times in ns of texts in us, and which are usable; only digits below 1 ns are rounded."""
     text = b"\n".join([*us, b""])
     data = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(data == _NEWLINE)

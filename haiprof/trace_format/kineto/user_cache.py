@@ -36,11 +36,7 @@ _UNFINISHED_S = 24 * 3600.0
 
 
 def user_folder() -> Path:
-    """The folder for caches that the user has: $XDG_CACHE_HOME, else ~/.cache.
-
-    Raises:
-        OSError: The user has no home.
-    """
+    """The folder for caches that the user has: $XDG_CACHE_HOME, else ~/.cache."""
     named = os.environ.get("XDG_CACHE_HOME")
     if named:
         return Path(named)
@@ -51,21 +47,13 @@ def user_folder() -> Path:
 
 
 def trace_folder() -> Path:
-    """Where entries about traces are.
-
-    Raises:
-        OSError: The user has no home.
-    """
+    """Where entries about traces are."""
     return user_folder() / "haiprof" / "traces"
 
 
 @contextlib.contextmanager
 def read_entry(name: str) -> Iterator[BinaryIO]:
-    """Opens an entry to read, and marks it as used now.
-
-    Raises:
-        OSError: It does not exist, or others may have written it.
-    """
+    """Opens an entry to read, and marks it as used now."""
     with open(open_to_read(trace_folder() / name, below=user_folder(), own=True), "rb") as file:
         with contextlib.suppress(OSError):
             os.utime(file.fileno())
@@ -74,12 +62,7 @@ def read_entry(name: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_entry(name: str) -> Iterator[BinaryIO]:
-    """An entry to write; the folder is made where it is missing.
-
-    Raises:
-        OSError: It cannot be written, others may write there, or the cache is disabled.
-        UsageError: The limit that the user has set is invalid.
-    """
+    """An entry to write; the folder is made where it is missing."""
     limit = cache_limit_bytes(os.environ)
     if not limit:
         raise OSError(errno.EDQUOT, "the user wants no cache", name)

@@ -10,16 +10,7 @@ _EXACT_LIMIT = 1 << 53  # a browser's numbers are exact below
 
 
 def ranked_id(rank: int, written: bytes) -> bytes:
-    """Makes an id unique to its rank.
-
-    Args:
-        rank: Whose event it is.
-        written: The id as JSON, a number or a text.
-
-    Returns:
-        JSON. A whole number below `ID_STRIDE` (in quotes or not) stays readable; all else becomes
-        a text of 16 hexadecimal digits, which Perfetto takes as a number.
-    """
+    """Makes an id unique to its rank."""
     digits = written.strip(b'"')
     if (
         digits.isdigit()

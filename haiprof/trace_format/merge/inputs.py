@@ -64,16 +64,7 @@ class TraceInput:
 
 
 def merge_files(sources: Sequence[Path], window: int | None) -> tuple[list[Path], int]:
-    """The files to merge, and how many are of other windows.
-
-    Args:
-        sources: Files, folders with one file per rank, run directories.
-        window: As for `run_windows.one_window`; None takes the last whole one.
-
-    Raises:
-        TraceFormatError: There are none.
-        MissingDataError: There is no such window.
-    """
+    """The files to merge, and how many are of other windows."""
     every = list(dict.fromkeys(path for source in sources for path in trace_files(source)))
     chosen = one_window(every, window)
     return chosen, len(every) - len(chosen)
@@ -82,16 +73,7 @@ def merge_files(sources: Sequence[Path], window: int | None) -> tuple[list[Path]
 def merge_inputs(
     paths: Sequence[Path], *, ranks: frozenset[int] | None = None
 ) -> dict[int, TraceInput]:
-    """Reads what the files state about themselves, by rank.
-
-    Args:
-        paths: One per rank.
-        ranks: Only these; None takes all.
-
-    Raises:
-        TraceFormatError: One cannot be read, two are of one rank, one is a merged trace itself, or
-            there is none of a rank.
-    """
+    """Reads what the files state about themselves, by rank."""
     found = by_rank(trace_input(path) for path in paths)
     if ranks is None:
         return found
@@ -105,11 +87,7 @@ def merge_inputs(
 
 
 def trace_input(path: Path) -> TraceInput:
-    """Reads what a file states about itself; all of it only where that stands behind the events.
-
-    Raises:
-        TraceFormatError: It is not a trace, cannot be read, or is a merged one.
-    """
+    """Reads what a file states about itself; all of it only where that stands behind the events."""
     text = TraceText(path)
     texts = event_texts(text)
     first = next(texts, b"")

@@ -38,11 +38,7 @@ class _Process:
 
 
 class Lanes:
-    """The processes of one rank, numbered in order of appearance.
-
-    Args:
-        rank: Whose.
-    """
+    """The processes of one rank, numbered in order of appearance."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -52,12 +48,7 @@ class Lanes:
         self._held: list[tuple[str, _Process, Fields]] = []
 
     def pid(self, written: bytes) -> bytes:
-        """The process's number in the merged trace.
-
-        Args:
-            written: Its pid as JSON: a number, or a text such as `"Spans"`; empty where the event
-                has none.
-        """
+        """The process's number in the merged trace."""
         found = self._pids.get(written)
         if found is None:
             found = self._pids[written] = b"%d" % self._process(written).pid

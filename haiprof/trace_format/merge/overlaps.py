@@ -41,12 +41,7 @@ class StreamLanes:
     """Process, stream and number of each lane."""
 
     def move(self, events: Sequence[Fields], first: int) -> None:
-        """Moves some of the file's events to their lanes; all of their other fields stay.
-
-        Args:
-            events: Changed in place.
-            first: Place of the first of them in the file.
-        """
+        """Moves some of the file's events to their lanes; all of their other fields stay."""
         if not self.places:
             return
         start = bisect_left(self.places, first)
@@ -59,11 +54,7 @@ class StreamLanes:
                 self._move_arrow(event)
 
     def names(self, pids: Mapping[int, int]) -> Iterator[bytes]:
-        """Events that name the lanes and put each below its stream.
-
-        Args:
-            pids: The merged trace's number of each process.
-        """
+        """Events that name the lanes and put each below its stream."""
         encode = msgspec.json.Encoder().encode
         for pid, tid, lane in self.threads:
             name = f"stream {tid}, overlapping" + (f" {lane}" if lane > 1 else "")
@@ -88,13 +79,6 @@ def overlapping_events(trace: Trace) -> pl.DataFrame:
 
     A viewer nests what stands in one lane, and drops a slice that begins within another one and
     ends after it: kernels by programmatic dependent launch, and branches of a CUDA graph.
-
-    Args:
-        trace: One rank's; its events are taken as they were recorded.
-
-    Returns:
-        `event` (its place in the file), `pid`, `tid`, `lane` (from 1), `correlation`, `ts_ns`. No
-        row where events of the file are lost, as they could not be counted off.
     """
     if trace.report.lost_count:
         return pl.DataFrame(schema=_SCHEMA)
@@ -114,11 +98,7 @@ def overlapping_events(trace: Trace) -> pl.DataFrame:
 
 
 def stream_lanes(moved: pl.DataFrame) -> StreamLanes:
-    """What `RankEvents` needs to move events to their lanes.
-
-    Args:
-        moved: From `overlapping_events`.
-    """
+    """What `RankEvents` needs to move events to their lanes."""
     rows = moved.sort("event").with_columns(to=pl.col("tid") + LANE * pl.col("lane"))
     arrows: dict[tuple[int, int], dict[int, int]] = {}
     for number, tid, ts_ns, to in rows.select("correlation", "tid", "ts_ns", "to").iter_rows():
@@ -133,11 +113,7 @@ def stream_lanes(moved: pl.DataFrame) -> StreamLanes:
 
 
 def _lanes_of(events: pl.DataFrame) -> Ints:
-    """The lane of each event of one stream, 0 for the stream's own.
-
-    Args:
-        events: By start, the longest first.
-    """
+    """The lane of each event of one stream, 0 for the stream's own."""
     starts: Ints = events["ts_ns"].to_numpy()
     ends: Ints = starts + events["dur_ns"].to_numpy()
     found = np.zeros(len(starts), dtype=np.int64)

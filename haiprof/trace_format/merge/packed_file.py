@@ -21,11 +21,7 @@ _WAITING_PIECES = 8
 
 
 class Sink:
-    """Writes text in a second thread; only a few pieces wait in its queue.
-
-    Args:
-        file: Where they go.
-    """
+    """Writes text in a second thread; only a few pieces wait in its queue."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -51,14 +47,7 @@ class Sink:
 
 @contextmanager
 def packed_file(path: Path) -> Iterator[Sink]:
-    """A sink for a file that gets its name only once it is complete.
-
-    Args:
-        path: gzip where it ends in .gz, plain text else; `-` is standard output, plain text.
-
-    Raises:
-        HaiprofError: It cannot be written.
-    """
+    """A sink for a file that gets its name only once it is complete."""
     if path == STDOUT:
         yield from _open_sink(sys.stdout.buffer)
         sys.stdout.buffer.flush()
@@ -85,11 +74,7 @@ def _open_sink(file: IO[bytes]) -> Iterator[Sink]:
 
 
 def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:
-    """Refuses an output path that would overwrite something.
-
-    Raises:
-        UsageError: It is an input, a folder, or exists already.
-    """
+    """Refuses an output path that would overwrite something."""
     if path == STDOUT:
         return
     for given in inputs:

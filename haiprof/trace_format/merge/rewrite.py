@@ -30,18 +30,7 @@ Range = tuple[int, int]
 
 @dataclass(slots=True)
 class RankEvents:
-    """Rewrites one rank's events.
-
-    Args:
-        path: Its trace.
-        rank: Whose it is.
-        shift_ns: Added to every time.
-        between: Only events that touch this range of the file's own times are written, and
-            metadata; None writes all.
-        without_phases: Leaves out the forward and backward ranges that haiprof added to the file,
-            where the merged trace has a track of them.
-        streams: Events that leave the lane of their stream.
-    """
+    """Rewrites one rank's events."""
 
     path: Path
     rank: int
@@ -66,11 +55,7 @@ class RankEvents:
         self.text, self.lanes = TraceText(self.path), Lanes(self.rank)
 
     def pieces(self) -> Iterator[bytes]:
-        """The events' new text, separated by commas; no piece is empty.
-
-        Raises:
-            TraceFormatError: The file cannot be read.
-        """
+        """The events' new text, separated by commas; no piece is empty."""
         for piece in self.text.pieces():
             events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
             self.streams.move(events, self.event_count)

@@ -11,13 +11,7 @@ _PLAIN_FROM_NS = 1000  # from here on there is a digit before the dot
 
 
 def shift_time(us: bytes, shift_ns: int) -> bytes:
-    """Shifts a time.
-
-    Args:
-        us: A JSON value in us, such as `1712170316123456.789` or `"12"`; what is not a number stays
-            unchanged.
-        shift_ns: Added to it.
-    """
+    """Shifts a time."""
     whole, dot, part = us.partition(b".")
     if len(part) == _NS_DIGITS and whole.isdigit() and part.isdigit() and len(us) < _DIGITS_LIMIT:
         ns = int(whole + part) + shift_ns  # as profilers write it

@@ -32,12 +32,7 @@ class Track:
 
 
 def track_events(track: Track, base_ns: int) -> Iterator[bytes]:
-    """The track's events as JSON, one at a time.
-
-    Args:
-        track: What to draw.
-        base_ns: Subtracted from its times.
-    """
+    """The track's events as JSON, one at a time."""
     yield from process_events(track.pid, track.name, track.sort_index)
     for place, name in enumerate(track.threads):
         yield thread_event(track.pid, place, name)

@@ -93,20 +93,7 @@ def write_merged(
     tracks: Tracks | None = None,
     progress: Progress | None = None,
 ) -> MergedTrace:
-    """Writes all ranks into one file, each read once and in pieces.
-
-    Args:
-        path: Where; see `packed_file.packed_file`.
-        plans: By rank.
-        base_ns: Unix time that the output's times count from.
-        about: More for the metadata under `MERGED_KEY`.
-        tracks: Called once all ranks are written.
-        progress: Called with how far it is.
-
-    Raises:
-        TraceFormatError: A file cannot be read.
-        HaiprofError: The output cannot be written.
-    """
+    """Writes all ranks into one file, each read once and in pieces."""
     with packed_file(path) as sink:
         writer = _Writer(sink)
         head = {
@@ -128,11 +115,7 @@ def write_merged(
 
 
 class _Writer:
-    """Writes pieces with commas in between.
-
-    Args:
-        sink: Where it goes.
-    """
+    """Writes pieces with commas in between."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
