@@ -68,7 +68,7 @@ FINDING_FIELDS = {
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
-    "explained_by": "null, as each cost is in one account (until 0.2: the finding that is its cause)",
+    "explained_by": "null, as each cost is in one account (before 0.2: the finding of its cause)",
     "missing": "what could not be measured and would make it surer",
     "scope": "`run`: all judged steps prove it; `window`: the steps of a trace",
 }

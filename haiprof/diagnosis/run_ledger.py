@@ -23,6 +23,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     LINK_BYTES_PER_S,
+    LINK_LATENCY_NS,
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
 )
@@ -133,9 +134,10 @@ def _keep_needed_link(
     count = len(time.ranks)
     gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     least_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
+    least_ns += LINK_LATENCY_NS
     for place, each in enumerate(found):
         whole = time.mean_of(table, each.rows)
-        if each.activity != LINK_WAIT or not whole or not least_ns:
+        if each.activity != LINK_WAIT or not whole:
             continue
         share = min(least_ns / whole, 1.0)
         table, new = table.split(each.rows, share)
