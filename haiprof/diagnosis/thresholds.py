@@ -384,5 +384,8 @@ ASKED_MAIN_RATIO = 0.50
 MIN_COUNT = 20
 """With fewer samples nothing is said of a share of them. Own choice."""
 LINK_BYTES_PER_S = 1e9
-"""What ranks exchange gradients at where nothing is wrong with their link: gloo over a loopback, and
-a network of 10 Gb/s. Nothing is promised beyond it."""
+"""What ranks exchange gradients at where nothing is wrong with their link: gloo over a loopback,
+and a network of 10 Gb/s. Nothing is promised beyond it."""
+LINK_LATENCY_NS = 3_000_000
+"""And how long an exchange of few bytes may take: gloo between two processes on two cores that are
+both busy needs 1 to 3 ms, scheduling included (measured). Less is no slow link."""
