@@ -122,8 +122,9 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
     for finding in others[:_BRIEF_OTHERS]:
         title = Text(printable(finding.title), style=_SEVERITY_STYLES[finding.severity])
         grid.add_row("also", title)
-        for line in finding.code_lines[:1]:
-            grid.add_row("", Text(f"at {printable(line.location)}; {finding.remedy}", style="dim"))
+        for place in finding.code_lines[:1]:
+            text = f"at {printable(place.location)}; {finding.remedy}"
+            grid.add_row("", Text(text, style="dim"))
     if len(others) > _BRIEF_OTHERS:
         grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'smaller one')}"))
     known = tuple(why for _, why in verdict.not_measured)  # said with --all
