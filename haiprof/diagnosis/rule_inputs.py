@@ -388,20 +388,6 @@ def _passes(inputs: RuleInputs) -> float:
     return median(inputs.steps["micro_step_count"]) or 1.0
 
 
-def usual_phases(inputs: RuleInputs, *phases: str) -> tuple[str, tuple[float, ...]] | None:
-    """Time in some phases of the usual step, as the verdict's bar has it; None without one of them.
-
-    Returns:
-        The clock, of all phases the same one (`common_clock`); and ns per phase, then per step.
-    """
-    clock = common_clock(inputs.steps, phases)
-    steps = inputs.of_rank(typical_rank(inputs))
-    split = usual_split(steps, clock=clock)
-    values = tuple(value for phase in phases if (value := split[phase]) is not None)
-    whole = sum(value or 0.0 for value in usual_split(steps).values())
-    return (clock, (*values, whole)) if len(values) == len(phases) and whole else None
-
-
 def usual_share(inputs: RuleInputs, phase: str) -> float | None:
     """A phase's share of the usual step; None where it is not measured."""
     split = usual_split(inputs.of_rank(typical_rank(inputs)))

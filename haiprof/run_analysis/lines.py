@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -180,28 +180,6 @@ def function_times(
             )
         )
     return found
-
-
-def time_beyond(samples: CodeSamples, less: CodeSamples, *, scale: float = 1.0) -> CodeSamples:
-    """Samples of lines that take longer than in others, with the time beyond theirs alone.
-
-    By line: a function that works at one line and waits at another one, as a script's or a loop's
-    does, takes equally long on all ranks.
-
-    Args:
-        samples: Those asked about.
-        less: Others of the same tree.
-        scale: What a nanosecond of the others counts, so that both are of as many steps.
-    """
-    frame, weight = innermost_frame(samples.tree), _weights(samples)
-    count = len(samples.tree.frames)
-    line, theirs = frame[samples.stack], frame[less.stack]
-    own = np.bincount(line + 1, weight, minlength=count + 1)
-    beyond = own - scale * np.bincount(theirs + 1, _weights(less), minlength=count + 1)
-    beyond[0] = 0.0  # no line of the user's
-    part = np.maximum(beyond, 0.0) / np.maximum(own, np.finfo(np.float64).tiny)
-    weighed = replace(samples, weight_ns=weight * part[line + 1])
-    return weighed.take(part[line + 1] > 0)
 
 
 def _weights(samples: CodeSamples) -> Floats:
