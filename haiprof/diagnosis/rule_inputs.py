@@ -249,7 +249,7 @@ def _node_cpus(counted: CounterAverages, windows: pl.DataFrame) -> dict[str, Nod
     """Counters of the host and of the job's cgroup in these windows."""
     return {
         host: _node_cpu(list(counted.nodes.get(host, {}).values()))
-        for host, begin, end in windows.rows()
+        for host in windows["host"].to_list()
     }
 
 
