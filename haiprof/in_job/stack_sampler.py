@@ -1,4 +1,4 @@
-"""Samples the training thread's Python stack beside the training, a few times a second."""
+"""Samples the training thread's Python stack beside the training, up to 100 times a second."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
-from haiprof.in_job.frames import Place, compiled_part, read_stacks, why_not_safe
+from haiprof.in_job.frames import compiled_part, read_stacks, why_not_safe
 from haiprof.in_job.stack_tree import MAX_DEPTH, MAX_PLACES, StackTree, take_all
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.stack_lines import (
@@ -33,7 +33,7 @@ then 20, 5 and 1 Hz. A day is 120,000 samples then."""
 BEFORE_STEPS = 0.2
 """And before its first step, which may be long after the first fetch of a batch."""
 HELD_RATIO = 0.001
-"""Of the training thread's time, what samples may take at most; with deep stacks they become few."""
+"""Of the training thread's time, what samples may take; with deep stacks they become few."""
 CPU_RATIO, LATER_CPU_RATIO = 0.002, 0.0005
 """Of a core, what the sampling thread may take in the first part of `PACE`, and later. Waking up
 alone takes 5 us on hardware, and 25 us on a virtual machine."""
@@ -225,7 +225,7 @@ class StackSampler:
         return not self._stopped
 
     def _sample_compiled(self, compiled: Any, ends_ns: int) -> None:
-        """Has samples taken until a time, or until others are to be looked at; sums up the costs."""
+        """Has samples taken until a time, or until others are to be looked at; counts the cost."""
         ident = self._thread()
         main = threading.main_thread().ident
         number = os.getpid() if ident == main else _native_id(ident)

@@ -106,7 +106,7 @@ class WorkerSampler:
         self._ended.release()
 
     def _pace(self) -> None:
-        """Workers of a loader share a fifth of the training thread's rate, from their first second on."""
+        """Workers of a loader share a fifth of the training thread's rate, from their start on."""
         self._sampler.sample_until(WRITE_EVERY_NS // 10)
         info = getattr(sys.modules.get(_WORKER_MODULE), "_worker_info", None)
         count = getattr(info, "num_workers", None) or 1

@@ -134,15 +134,17 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
     ):
         offset, late, stack = columns
         count = len(stack)
-        read.parts.append((
-            begin + offset * _NS_PER_US,
-            late * _NS_PER_US,
-            stack,
-            _letters(line.get("lock_wait"), LOCK_STATES, count),
-            _times_ns(line.get("run_us"), count),
-            _times_ns(line.get("queue_us"), count),
-            _letters(line.get("wait"), WAIT_LETTERS, count),
-        ))
+        read.parts.append(
+            (
+                begin + offset * _NS_PER_US,
+                late * _NS_PER_US,
+                stack,
+                _letters(line.get("lock_wait"), LOCK_STATES, count),
+                _times_ns(line.get("run_us"), count),
+                _times_ns(line.get("queue_us"), count),
+                _letters(line.get("wait"), WAIT_LETTERS, count),
+            )
+        )
         others = line.get("others")
         for entry in others if isinstance(others, list) else []:
             values = _integers(entry).tolist()
@@ -163,7 +165,9 @@ def _letters(value: object, known: str, count: int) -> Ints:
 def _times_ns(value: object, count: int) -> Ints:
     """One per sample of a line; -1 where it is not known."""
     times = _integers(value)
-    return np.where(times < 0, -1, times * _NS_PER_US) if len(times) == count else np.full(count, -1)
+    if len(times) != count:
+        return np.full(count, -1)
+    return np.where(times < 0, -1, times * _NS_PER_US)
 
 
 def _number_entries(

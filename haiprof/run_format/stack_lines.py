@@ -36,8 +36,8 @@ SAMPLE_FIELDS = {
     "run_us": "CPU time of the sampled thread since the sample before; -1 where it is not known",
     "queue_us": "how long it waited for a core since it was last asked: -1 where nobody asked, as "
     "the thread had a core nearly all the time; left out without any",
-    "wait": "a letter for each sample: what the thread waited for when it was due (WAITS); left out "
-    "without any",
+    "wait": "a letter for each sample, of WAIT_LETTERS: what the thread waited for when it was "
+    "due; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
