@@ -202,7 +202,7 @@ def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
 
 def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
     """The frame with most of the time, of stacks that end in it."""
-    return tree.frames[int(np.bincount(tree.place[stack], weights=weight).argmax())]
+    return tree.frames[int(np.bincount(tree.line_places()[stack], weights=weight).argmax())]
 
 
 def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
@@ -218,7 +218,8 @@ def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[
 
 def _callers(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[Frame, ...]:
     """From what calls the user's own frame outwards, as long as most of its time came that way."""
-    paths = [_user_callers(tree, number) for number in stack.tolist()]
+    place = tree.line_places()
+    paths = [_user_callers(tree, place, number) for number in stack.tolist()]
     return tuple(tree.frames[frame] for frame in _common_way(paths, weight, CALLER_LIMIT))
 
 
@@ -240,12 +241,12 @@ def _common_way(
     return tuple(way)
 
 
-def _user_callers(tree: CodeTree, stack: int) -> tuple[int, ...]:
+def _user_callers(tree: CodeTree, place: Ints, stack: int) -> tuple[int, ...]:
     """Frames of user code outside a stack's own one, the nearest first."""
     found: list[int] = []
     stack = int(tree.parent[stack])
     while stack and len(found) < CALLER_LIMIT:
-        frame = int(tree.place[stack])
+        frame = int(place[stack])
         function = tree.frames[frame].function
         if not (tree.library[frame] or function == _SCRIPT or _COMPREHENSION.search(function)):
             found.append(frame)
@@ -277,17 +278,17 @@ def innermost_stack(tree: CodeTree) -> Ints:
 
 def innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
-    frames: Ints = tree.place[innermost_stack(tree)]
+    frames: Ints = tree.line_places()[innermost_stack(tree)]
     return frames
 
 
 def _user_pairs(tree: CodeTree) -> pl.DataFrame:
     """Each `stack` with each `frame` of user code in it, a recursion once."""
-    library = np.append(tree.library, True)
+    library, place = np.append(tree.library, True), tree.line_places()
     stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
     while at.any():
-        user = ~library[tree.place[at]]
-        parts.append(pl.DataFrame({"stack": stack[user], "frame": tree.place[at][user]}))
+        user = ~library[place[at]]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
         at = tree.parent[at]
         stack, at = stack[at > 0], at[at > 0]
     empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
