@@ -399,7 +399,7 @@ def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     found = by_frame[place][samples.stack]
     waits = _wait_table()[_col(samples, "wait", 0)]
     held = samples.lock_wait == LOCK_HELD
-    found = np.where(held & np.isin(found, (OPERATORS, NATIVE)), PYTHON, found)
+    found = np.where(held & (found != UNKNOWN), PYTHON, found)
     known = samples.lock_wait >= 0
     of_job = np.array([*(p == JOB for p in packages), False])[place][samples.stack]
     found = np.where(~known & of_job & (found == OPERATORS), PYTHON, found)
