@@ -11,6 +11,10 @@ POSITIONS = (
 )  # fmt: skip
 """Where in a step time passes, by the order of its spans; on a device also `idle`."""
 
+PROBLEM_RATIO = 0.05
+"""An account is a problem where at least this share of the step is gained without it, at the lower
+end of the gain's interval."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
