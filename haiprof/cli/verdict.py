@@ -126,11 +126,14 @@ def verdict(
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
-    if not collect and (traces := trace_path(target)) is not None:
-        needs_run = save or svg or folder or exit_report or last is not None
-        return _show_traces(
-            traces, as_json=as_json, everything=everything, needs_run=bool(needs_run)
-        )
+    if not collect and (traces := _trace_path(target)) is not None:
+        if save or svg or folder or exit_report or last is not None:
+            raise UsageError(
+                f"{traces}: traces, and no run: only --json and --all go with them",
+                hint="name a run directory, or leave the other options out",
+            )
+        _show_traces(traces, as_json=as_json, everything=everything)
+        return
     since = None
     if collect:
         run = the_job(target, None).run
@@ -174,17 +177,14 @@ def verdict(
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def trace_path(target: str | None) -> Path | None:
+def _trace_path(target: str | None) -> Path | None:
     """What is named where that is a trace, or a folder of traces and no run; else None."""
     from haiprof.base.errors import TraceFormatError
     from haiprof.trace_format.find import TRACE_ENDINGS, trace_files
 
-    path = Path(target or "")
-    if (
-        target is None
-        or not path.exists()
-        or (path.is_file() and not target.endswith(TRACE_ENDINGS))
-    ):
+    if target is None or not (path := Path(target)).exists():
+        return None
+    if path.is_file() and not target.endswith(TRACE_ENDINGS):
         return None
     run, traces = run_or_traces(path)
     try:
@@ -193,16 +193,11 @@ def trace_path(target: str | None) -> Path | None:
         return None
 
 
-def _show_traces(path: Path, *, as_json: bool, everything: bool, needs_run: bool) -> None:
+def _show_traces(path: Path, *, as_json: bool, everything: bool) -> None:
     from haiprof.cli.trace_arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
 
-    if needs_run:
-        raise UsageError(
-            f"{path}: traces, and no run: only --json and --all go with them",
-            hint="name a run directory, or leave the other options out",
-        )
     with ReadProgress(quiet=as_json) as waiting:
         found = device_ledger(path, progress=waiting)
     output = Output(json=as_json)

@@ -29,6 +29,7 @@ from haiprof.trace_analysis.host_activity import (
     OPERATORS,
     OUTSIDE,
     SYNC,
+    Bools,
     Host,
     read_host,
     split,
@@ -80,9 +81,9 @@ class RankLedger:
 
     rows: pl.DataFrame
     """Columns of ROWS_SCHEMA: `step` counts from 0; `code` is the job's own, from the outermost
-    call on, a line each; `callee` and `operator` are the innermost ones. Exposed communication has a row per piece, with
-    its `event` and when it was, from that event's begin: other ranks' traces tell what it waited
-    for. Else `event` is -1."""
+    call on, a line each; `callee` and `operator` are the innermost ones. Exposed communication has
+    a row per piece, with its `event` and when it was, from that event's begin: other ranks' traces
+    tell what it waited for. Else `event` is -1."""
     steps: pl.DataFrame
     """`step`, its `number` (null without profiler steps), `start_ns` and `end_ns` on the device, to
     the next one's begin; `own_ns` without what lies between, `mark_ns` as the host marked it."""
@@ -186,8 +187,12 @@ def _device_line(
     whole = Intervals(np.array([edges.min()]), np.array([edges.max()]))
     gaps = intersection(complement(busy), whole)
     calls = call_ts, call_ts + gpu["call_dur_ns"].fill_null(0).to_numpy()
+    # The launch of an event before all linked ones of its stream was before the trace; that of a
+    # later one was lost.
+    linked = gpu.select("stream", linked=pl.Series((row >= 0).astype(np.int64)))
+    seen = linked.select(pl.col("linked").cum_max().over("stream")).to_series().to_numpy() > 0
     blocking = _blocking_calls(host, gpu, row)
-    return _concat([*lines, *_idle_lines(host, gaps, starts, calls, row, blocking)])
+    return _concat([*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)])
 
 
 def _alone(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints]:
@@ -250,29 +255,45 @@ def _copy_activity(name: str) -> str:
 
 def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
     """Rows of calls that return only when the GPU is done: by their names, or copies by times."""
-    known = np.flatnonzero((host.is_call & host.named(f"{BLOCKING}|{FREE}")))
+    known = np.flatnonzero(host.is_call & host.named(f"{BLOCKING}|{FREE}"))
     ends = (gpu["ts_ns"] + gpu["dur_ns"]).to_numpy()
     copies = (gpu["kind"] == MEMORY).to_numpy() & (row >= 0)
     copies[copies] = host.tree.ends[row[copies]] >= ends[copies]
     works = np.isin(host.thread, np.append(host.thread[row[row >= 0]], host.main))
-    every = np.unique(np.concatenate([known, row[copies]]))
+    every: Ints = np.unique(np.concatenate([known, row[copies]]))
     return every[works[every]]
 
 
 def _idle_lines(
-    host: Host, gaps: Intervals, starts: Ints, calls: tuple[Ints, Ints], row: Ints, blocking: Ints
+    host: Host,
+    gaps: Intervals,
+    starts: Ints,
+    calls: tuple[Ints, Ints],
+    row: Ints,
+    seen: Bools,
+    blocking: Ints,
 ) -> list[_Time]:
     """What the host did while the device was idle.
 
     Until the call that launched the next event has returned, the host is late; after that the
     device itself takes its time. Where the host waited for the device when that became idle, it
     would have been ahead by as long as it waited: so much of the gap belongs to that wait.
+
+    Args:
+        host: Of the rank.
+        gaps: When the device was idle.
+        starts: Of the device's events, in order.
+        calls: Begin and end of the launch of each event.
+        row: Of that launch in the host's tree; -1 where it is not in the trace.
+        seen: Whether the launch of an event, or of one before it on its stream, is in the trace.
+        blocking: Rows of the calls that wait for the device.
     """
     after = np.searchsorted(starts, gaps.ends, side="left")
     last = after >= len(starts)
     at = np.where(last, 0, after)
     linked = ~last & (row[at] >= 0)
-    launched = np.where(linked, calls[1][at], np.where(last, gaps.ends, gaps.starts))
+    is_late = (last | seen[at]) & (len(host.kind) > 0)
+    launched = np.where(linked, calls[1][at], np.where(is_late, gaps.ends, gaps.starts))
     ready = np.clip(launched, gaps.starts, gaps.ends)
     order = blocking[np.argsort(host.tree.starts[blocking], kind="stable")]
     around = innermost(host.tree.starts[order], host.tree.ends[order], gaps.starts)

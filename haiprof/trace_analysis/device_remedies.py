@@ -25,8 +25,8 @@ REMEDIES = (
            "launch fewer, larger kernels: torch.compile(mode='reduce-overhead') or CUDA graphs, "
            "foreach or fused optimizers, a larger batch"),
     Remedy("idle: python", "host_python", "idle while Python runs",
-           "the model's own code: torch.compile or CUDA graphs take Python out of the step; any other: "
-           "vectorise it, run it less often or in a worker"),
+           "the model's own code: torch.compile or CUDA graphs take Python out of the step; other "
+           "code: vectorise it, run it less often or in a worker"),
     Remedy("idle: outside operators", "host_python", "idle while the host runs no operator",
            "record with_stack=True to see which Python code it is; take it out of the step"),
     Remedy("idle: wait: loader", "dataloader", "idle while the host waits for input",
@@ -41,8 +41,8 @@ REMEDIES = (
     Remedy("idle: runtime calls", "runtime_calls", "idle while the host is in the GPU's runtime",
            "warm up before the measured steps; CUDA graphs need few such calls"),
     Remedy("idle: between kernels", "kernel_gaps", "idle between kernels that are launched",
-           "launch fewer, larger kernels: torch.compile fuses small ones, CUDA graphs shorten gaps; "
-           "see that streams do not wait for each other"),
+           "launch fewer, larger kernels: torch.compile fuses small ones, CUDA graphs shorten the "
+           "gaps; see that streams do not wait for each other"),
     Remedy("idle: host not recorded", "host_not_recorded", "idle",
            "record ProfilerActivity.CPU too: nothing tells what the host did"),
     Remedy("wait: peer", "late_peer", "waits in a collective for the last rank",
@@ -54,9 +54,11 @@ REMEDIES = (
            "communicates or waits for peers, and computing hides nothing of it",
            "record all ranks to tell waiting from the link; overlap it: larger or earlier buckets, "
            "FSDP prefetch"),
-    Remedy("copy: host to device, pageable", "pageable_copy", "waits for a copy from pageable memory",
+    Remedy("copy: host to device, pageable", "pageable_copy",
+           "waits for a copy from pageable memory",
            "pin_memory=True in the DataLoader and .to(device, non_blocking=True)"),
-    Remedy("copy: device to host, pageable", "pageable_copy", "waits for a copy to pageable memory",
+    Remedy("copy: device to host, pageable", "pageable_copy",
+           "waits for a copy to pageable memory",
            "copy less often, into pinned memory with non_blocking=True"),
     Remedy("copy: ", "exposed_copy", "copies or sets memory, and computing hides nothing of it",
            "copy on another stream ahead of use; avoid .contiguous(), clones and zeroing"),
@@ -65,6 +67,12 @@ REMEDIES = (
            "sample"),
     Remedy("wait: collective", "blocking_collective", "waits in a collective",
            "overlap it with computing, send less, or look at the rank that comes last"),
+    Remedy("wait: device", "synchronising_call", "waits for a device",
+           "keep the value on the device; log every N steps"),
+    Remedy("allocation", "allocator", "allocates or frees device memory",
+           "allocate in the first steps only: constant shapes, no empty_cache() in the step"),
+    Remedy("runtime calls", "runtime_calls", "is in the GPU's runtime",
+           "warm up before the measured steps"),
     Remedy("python", "host_python", "runs Python",
            "vectorise it, or take it out of the step"),
     Remedy("outside operators", "host_python", "runs no operator",

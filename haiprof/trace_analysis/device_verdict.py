@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -199,15 +200,16 @@ def call_nodes(times: Mapping[_Chain, int], least_ns: float = 0) -> dict[_Chain,
         times: In ns, of stacks from the outermost call on.
         least_ns: What is left below this time is of no node.
     """
-    left, found = dict(times), dict.fromkeys(times, ())
+    nowhere: _Chain = ()
+    left, found = dict(times), dict.fromkeys(times, nowhere)
     while sum(left.values()) > least_ns:
-        node, inside = (), left
+        node, inside = nowhere, left
         while True:
             depth, children = len(node) + 1, Counter[_Chain]()
             for chain, ns in inside.items():
                 if len(chain) >= depth:
                     children[chain[:depth]] += ns
-            largest, ns = max(children.items(), key=lambda pair: pair[1], default=((), 0))
+            largest, ns = max(children.items(), key=lambda pair: pair[1], default=(nowhere, 0))
             if 2 * ns <= sum(inside.values()):
                 break
             node = largest
@@ -320,7 +322,7 @@ class _Steps:
 
 
 def _account(
-    key: dict[str, object], times: Ints, own: Ints, count: int, code: list[str], rank_count: int
+    key: dict[str, Any], times: Ints, own: Ints, count: int, code: list[str], rank_count: int
 ) -> Account:
     """One row of the ledger.
 
@@ -334,7 +336,7 @@ def _account(
     """
     activity, function = str(key["activity"]), key["function"]
     needed = activity.startswith((COMPUTE, f"{OPERATORS}: "))
-    mean = int(str(key["ns"])) / count
+    mean = key["ns"] / count
     low, high = _interval(times.mean(axis=0), mean)
     gain, gain_low, gain_high = 0.0, 0.0, 0.0
     if not needed and activity != PEER:
@@ -345,13 +347,13 @@ def _account(
         # It may be waiting for ranks that are not here; the device itself needs some time between
         # two kernels. Nobody knows how much of it can go.
         gain_low = 0.0
-    ranks = tuple(key["ranks"])  # type: ignore[call-overload]
+    ranks = tuple(key["ranks"])
     remedy = None if needed else remedy_of(activity)
     inner = parse_place(code[0])[0] if code else None
     return Account(
         ranks=() if len(ranks) == rank_count else ranks,
         position=str(key["position"]), activity=activity, package=_package(inner, key["file"]),
-        file=key["file"], line=key["line"], function=function,  # type: ignore[arg-type]
+        file=key["file"], line=key["line"], function=function,
         callees=tuple(code), ns_per_step=mean, low_ns=low, high_ns=high, needed=needed,
         gain_ns=gain, gain_low_ns=gain_low, gain_high_ns=gain_high, when=_when(times),
         explanation=remedy.key if remedy else None,

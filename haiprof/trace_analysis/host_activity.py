@@ -46,11 +46,12 @@ _LAUNCH = r"Launch|Memcpy|Memset"
 _PLACE = re.compile(r"(.*)\((\d+)\): (.*)", re.DOTALL)
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """In the names of built-in methods: of the object, another one in each call."""
-LIBRARIES = frozenset(
-    "torch torchvision torchaudio torchdata functorch numpy scipy pandas PIL cv2 triton apex tqdm "
-    "transformers accelerate lightning pytorch_lightning lightning_fabric deepspeed datasets "
-    "tensorboard wandb haiprof".split()
-)
+LIBRARIES = frozenset({
+    "torch", "torchvision", "torchaudio", "torchdata", "functorch", "numpy", "scipy", "pandas",
+    "PIL", "cv2", "triton", "apex", "tqdm", "transformers", "accelerate", "lightning",
+    "pytorch_lightning", "lightning_fabric", "deepspeed", "datasets", "tensorboard", "wandb",
+    "haiprof",
+})  # fmt: skip
 """Packages that are not the job's own: Kineto cuts the folder off, so that only names tell."""
 _MARKED = {
     "forward": "forward", "forwardpass": "forward", "fwd": "forward",
@@ -141,12 +142,14 @@ class Host:
     @cached_property
     def is_operator(self) -> Bools:
         """Operators of torch."""
-        return self.kind == _IS_OPERATOR
+        found: Bools = self.kind == _IS_OPERATOR
+        return found
 
     @cached_property
     def is_call(self) -> Bools:
         """Calls of the runtime and the driver of the GPU."""
-        return self.kind == _IS_CALL
+        found: Bools = self.kind == _IS_CALL
+        return found
 
     def call_rows(self, correlations: pl.Series) -> Ints:
         """The row of the first call with each correlation; -1 where there is none."""
@@ -193,7 +196,8 @@ class Host:
     def is_place(self) -> Bools:
         """The job's own code: its Python functions; without stacks the ranges that it marked."""
         if not self.has_stacks:
-            return (self.kind == _IS_RANGE) & ~self.named(f"{_BACKEND}|{_COMPILE}")
+            marked: Bools = (self.kind == _IS_RANGE) & ~self.named(f"{_BACKEND}|{_COMPILE}")
+            return marked
         names, of_row = self.names
         own = np.array([_is_job_code(name) for name in names], dtype=np.bool_)
         found: Bools = self.is_python & own[of_row]
@@ -201,7 +205,7 @@ class Host:
 
     @cached_property
     def main(self) -> int:
-        """The thread that trains: of the profiler's steps, or with most of the forward's operators."""
+        """The thread that trains: the profiler's, or that with most of the forward's operators."""
         spans, ahead = self.tree.spans, self.is_operator & ~self.is_backward
         if len(self.trace.steps):
             ahead &= (spans["tid"] == int(self.trace.steps["tid"][0])).to_numpy()
@@ -284,7 +288,7 @@ class Host:
         return found
 
     def chains(self, rows: Ints) -> pl.Series:
-        """The job's code around each row of a place, from the outermost on, a line each; or null."""
+        """The job's code around each place, from the outermost call on, a line each; or null."""
         names, of_row = self.names
         known: dict[int, str | None] = {-1: None}
         for row in np.unique(rows).tolist():
@@ -301,7 +305,7 @@ class Host:
 
     @cached_property
     def positions(self) -> tuple[Ints, Ints]:
-        """Edges in time, and the position from each to the next (one more: the first before all)."""
+        """Edges in time, and the position from each to the next, and before all of them."""
         marks = _marks(self)
         tree = nest(marks)
         whole = Host(self.trace, tree, np.zeros(len(marks), dtype=np.int64))
@@ -437,7 +441,7 @@ def _between_marks(known: Ints, begins_step: Bools) -> Ints:
         coming = int(known[at]) if known[at] >= 0 else coming
         after[at] = coming
         coming = _END if begins_step[at] else coming
-    for at in np.flatnonzero(known < 0):
+    for at in np.flatnonzero(known < 0).tolist():
         found[at] = _gap(int(before[at]), int(after[at]), marked, has_forward)
     return found
 

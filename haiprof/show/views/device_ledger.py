@@ -73,7 +73,7 @@ def device_ledger_view(
 
 
 def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
-    """The same as JSON: `step`, `ledger`, `opportunities`, `problem_count`, and what it rests on."""
+    """The same as JSON, with the fields that the ledger of a run has."""
     ledger = found.ledger
     return {
         "path": str(path),
