@@ -67,6 +67,8 @@ _DIRECTIONS = {
     "HtoD": "host to device", "DtoH": "device to host", "DtoD": "on the device",
     "PtoP": "device to device",
 }  # fmt: skip
+_NEVER_BLOCKS = r"Pinned|DtoD|PtoP|[Mm]emset"
+"""In the names of copies that the host does not wait for, whatever memory it is."""
 _STEP_COLUMNS = ("step", "number", "start_ns", "end_ns", "own_ns", "mark_ns")
 ROWS_SCHEMA = {
     "device": pl.Int64, "step": pl.Int64, "position": pl.String, "activity": pl.String,
@@ -170,7 +172,7 @@ def _device_line(
     row = host.call_rows(gpu["correlation"])
     position = np.where(call_ts >= 0, host.position_at(call_ts), -1)
     position[host.tree.climb(row, host.is_backward) >= 0] = BACKWARD
-    position = _beside(position)
+    position = _fill_positions(position)
     activity = _event_activities(host, gpu, row, spoken)
     busy, lines = Intervals(starts[:0], ends[:0]), []
     for kind in (COMPUTATION, COMMUNICATION, MEMORY):
@@ -204,7 +206,7 @@ def _alone(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints
     return parts.of[free], parts.starts[free], parts.ends[free]
 
 
-def _beside(position: Ints) -> Ints:
+def _fill_positions(position: Ints) -> Ints:
     """Positions with those of the event before, else after, where none is known."""
     found = pl.Series(position).to_frame("p").select(
         pl.when(pl.col("p") >= 0).then("p").forward_fill().backward_fill().fill_null(FORWARD)
@@ -255,9 +257,10 @@ def _copy_activity(name: str) -> str:
 
 def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
     """Rows of calls that return only when the GPU is done: by their names, or copies by times."""
-    known = np.flatnonzero(host.is_call & host.named(f"{BLOCKING}|{FREE}"))
+    known = np.flatnonzero(host.is_call & host.has_name(f"{BLOCKING}|{FREE}"))
     ends = (gpu["ts_ns"] + gpu["dur_ns"]).to_numpy()
-    copies = (gpu["kind"] == MEMORY).to_numpy() & (row >= 0)
+    paged = ~gpu["name"].cast(pl.String).str.contains(_NEVER_BLOCKS)
+    copies = (paged & (gpu["kind"] == MEMORY)).to_numpy() & (row >= 0)
     copies[copies] = host.tree.ends[row[copies]] >= ends[copies]
     works = np.isin(host.thread, np.append(host.thread[row[row >= 0]], host.main))
     every: Ints = np.unique(np.concatenate([known, row[copies]]))

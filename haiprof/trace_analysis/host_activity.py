@@ -127,7 +127,7 @@ class Host:
         first[inverse[::-1]] = np.arange(len(inverse))[::-1]
         return self.tree.spans["name"].gather(pl.Series(first)).cast(pl.String), inverse
 
-    def named(self, pattern: str) -> Bools:
+    def has_name(self, pattern: str) -> Bools:
         """Which rows have such a name; the pattern is tried once per name."""
         names, of_row = self.names
         found: Bools = names.str.contains(pattern).to_numpy().astype(np.bool_)[of_row]
@@ -177,14 +177,14 @@ class Host:
     @cached_property
     def is_python(self) -> Bools:
         """Python functions, built-in ones too."""
-        found: Bools = (self.kind == _IS_PYTHON) & ~self.named(_MODULE)
+        found: Bools = (self.kind == _IS_PYTHON) & ~self.has_name(_MODULE)
         return found
 
     @cached_property
     def is_backward(self) -> Bools:
         """What autograd runs: its engine, and operators that know the thread of their forward."""
         forward_tid = self.tree.spans["forward_tid"].fill_null(0).to_numpy() > 0
-        found: Bools = self.is_operator & (forward_tid | self.named(_ENGINE))
+        found: Bools = self.is_operator & (forward_tid | self.has_name(_ENGINE))
         return found
 
     @cached_property
@@ -196,7 +196,7 @@ class Host:
     def is_place(self) -> Bools:
         """The job's own code: its Python functions; without stacks the ranges that it marked."""
         if not self.has_stacks:
-            marked: Bools = (self.kind == _IS_RANGE) & ~self.named(f"{_BACKEND}|{_COMPILE}")
+            marked: Bools = (self.kind == _IS_RANGE) & ~self.has_name(f"{_BACKEND}|{_COMPILE}")
             return marked
         names, of_row = self.names
         own = np.array([_is_job_code(name) for name in names], dtype=np.bool_)
@@ -239,9 +239,9 @@ class Host:
         calls = self.kind == _IS_CALL
         found = np.select(
             [
-                calls & self.named(_ALLOCATION), calls & self.named(BLOCKING),
-                calls & self.named(_LAUNCH), calls,
-                self.named(_WAITS_FOR_PEERS), self.is_operator, self.kind == _IS_PYTHON,
+                calls & self.has_name(_ALLOCATION), calls & self.has_name(BLOCKING),
+                calls & self.has_name(_LAUNCH), calls,
+                self.has_name(_WAITS_FOR_PEERS), self.is_operator, self.kind == _IS_PYTHON,
             ],
             [ACTIVITIES.index(name) for name in (
                 ALLOCATION, SYNC, OPERATORS, CALLS, COLLECTIVE, OPERATORS, PYTHON,
@@ -249,7 +249,7 @@ class Host:
             ACTIVITIES.index(PYTHON if self.has_stacks else OUTSIDE),
         )  # fmt: skip
         # All inside of a loader's range waits for input, whatever it is.
-        waits = self.tree.climb(np.arange(len(found)), self.named(_LOADER)) >= 0
+        waits = self.tree.climb(np.arange(len(found)), self.has_name(_LOADER)) >= 0
         found[waits] = ACTIVITIES.index(LOADER)
         return found.astype(np.int64)
 
@@ -306,7 +306,7 @@ class Host:
     @cached_property
     def positions(self) -> tuple[Ints, Ints]:
         """Edges in time, and the position from each to the next, and before all of them."""
-        marks = _marks(self)
+        marks = _marked_spans(self)
         tree = nest(marks)
         whole = Host(self.trace, tree, np.zeros(len(marks), dtype=np.int64))
         edges, rows = whole.moments(0) if len(marks) else Moments(*[np.zeros(0, np.int64)] * 2)
@@ -371,20 +371,21 @@ def parse_place(name: str) -> tuple[str | None, int | None, str]:
     return (match[1], int(match[2]), match[3]) if match else (None, None, plain)
 
 
-def _marks(host: Host) -> pl.DataFrame:
+def _marked_spans(host: Host) -> pl.DataFrame:
     """Spans whose position is known for certain: `pid`, `tid`, `ts_ns`, `dur_ns`, `position`."""
     names, of_row = host.names
     words = [_MARKED.get(re.sub("[^a-z]", "", name.lower())) for name in names]
     said = np.array([-1 if word is None else POSITIONS.index(word) for word in words] or [-1])
     said = said[of_row] if len(of_row) else np.zeros(0, dtype=np.int64)
     said = np.where((host.kind == _IS_RANGE) & (host.thread == host.main), said, -1)
-    module = host.named(_MODULE) & (host.thread == host.main)
-    above = host.tree.climb(host.tree.parent, module | host.is_backward | host.named(_RUN_BACKWARD))
+    module = host.has_name(_MODULE) & (host.thread == host.main)
+    runs_backward = host.has_name(_RUN_BACKWARD) & host.is_python
+    above = host.tree.climb(host.tree.parent, module | host.is_backward | runs_backward)
     codes = np.select(
         [
-            host.named(_LOADER) & (host.thread == host.main), host.named(_OPTIMIZER),
-            host.named(_COMPILE), host.named(_SAVE), host.named(_RUN_BACKWARD) & host.is_python,
-            said >= 0, module & (above < 0),
+            host.has_name(_LOADER) & (host.thread == host.main), host.has_name(_OPTIMIZER),
+            host.has_name(_COMPILE), host.has_name(_SAVE), runs_backward, said >= 0,
+            module & (above < 0),
         ],
         [INPUT, OPTIMIZER, COMPILE, CHECKPOINT, BACKWARD, said, FORWARD],
         -1,

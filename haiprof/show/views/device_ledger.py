@@ -110,14 +110,14 @@ def headline(found: DeviceLedger) -> str:
         sure = next(a for a in ledger.largest()
                     if a.gain_low_ns >= PROBLEM_RATIO * ledger.mean_ns)  # fmt: skip
         part = f"{duration_text(sure.gain_ns)} of {duration_text(ledger.mean_ns)} a step"
-        return f"{_what(found, sure, subject)}: {part}"
-    what = f"{_what(found, largest)}, {_share(largest.gain_ns, ledger.mean_ns)} of the step"
+        return f"{_phrase(found, sure, subject)}: {part}"
+    what = f"{_phrase(found, largest)}, {_share(largest.gain_ns, ledger.mean_ns)} of the step"
     if largest.gain_ns >= PROBLEM_RATIO * ledger.mean_ns:
         return f"No problem is certain: {busy}; the largest that may be: {what}"
     return f"Nothing stands out: {busy}; largest opportunity: {what}"
 
 
-def _what(found: DeviceLedger, account: Account, subject: str = "") -> str:
+def _phrase(found: DeviceLedger, account: Account, subject: str = "") -> str:
     """Position, what is done there, by whom, and the code."""
     remedy = remedy_of(account.activity)
     says = remedy.says if remedy else account.activity
@@ -143,7 +143,7 @@ def _share(part: float, whole: float) -> str:
     return ratio_text(part / whole) if whole else ratio_text(0.0)
 
 
-def _grouped(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
+def _bar_parts(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
     """Time of each part of the bar, in the order of `_GROUPS`."""
     groups = {(name, color, fill): 0.0 for name, _, color, fill in (*_GROUPS, _GAPS)}
     for account in found.ledger.accounts:
@@ -156,7 +156,7 @@ def _grouped(found: DeviceLedger) -> dict[tuple[str, str, str], float]:
 
 def _two_lines(found: DeviceLedger, width: int) -> Iterator[RenderableType]:
     """The bar, and its numbers."""
-    ledger, groups = found.ledger, _grouped(found)
+    ledger, groups = found.ledger, _bar_parts(found)
     bar, done, ends = Text(no_wrap=True), 0.0, 0
     numbers = Text("step ", style="")
     numbers.append(duration_text(ledger.mean_ns), style="bold")
@@ -188,7 +188,7 @@ def _opportunity(found: DeviceLedger, account: Account, place: int) -> Iterator[
     """An opportunity in three lines: what and where, its time and gain, and what to do."""
     mean, remedy = found.ledger.mean_ns, remedy_of(account.activity)
     line = Text(f"{place}  ", style="bold")
-    line.append(printable(_what(found, account)))
+    line.append(printable(_phrase(found, account)))
     spread = [duration_text(mean - gain) for gain in (account.gain_high_ns, account.gain_low_ns)]
     between = f" ({spread[0]} to {spread[1]})" if spread[0] != spread[1] else ""
     gain = (

@@ -158,6 +158,32 @@ def test_ledger_agrees_with_a_sweep_over_the_raw_file(name: str) -> None:
     assert +shown == +whole
 
 
+def test_waiting_for_peers_agrees_with_a_sweep_over_the_raw_files() -> None:
+    """The nth kernel of NCCL of each name is one collective; nobody computes while it waits."""
+    ranks = [raw_events(path) for path in trace_files(traces("dlrm_v100_8ranks"))]
+    talks: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for events in ranks:
+        count: Counter[str] = Counter()
+        own = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"]]
+        for each in sorted(own, key=raw_span):
+            talks.setdefault((each["name"], count[each["name"]]), []).append(raw_span(each))
+            count[each["name"]] += 1
+    assert {len(each) for each in talks.values()} == {8}
+    waited = 0
+    for rank, events in enumerate(ranks):
+        window = raw_window(events)
+        others = [e for e in events if "nccl" not in str(e.get("name"))]
+        waits = [
+            {"cat": "kernel", "name": "nccl", "ts": Decimal(each[rank][0]) / 1000,
+             "dur": Decimal(min(each[rank][1], max(each)[0]) - each[rank][0]) / 1000}
+            for each in talks.values()
+        ]  # fmt: skip
+        waited += swept([*others, *waits], window)["communication"]
+    found = device_ledger(traces("dlrm_v100_8ranks"))
+    pairs = zip(found.ledger.accounts, found.account_ns, strict=True)
+    assert sum(ns for account, ns in pairs if account.activity == "wait: peer") == waited
+
+
 @st.composite
 def _event_tables(draw: st.DrawFn) -> list[Event]:
     """A host with operators, Python, calls and loaders, and kernels of all kinds on two streams."""
