@@ -28,7 +28,7 @@ QUESTIONS = ("idle", "compute", "overlap", "idle streams", "kernels")
 OURS = """
 import json, resource, sys, time
 import polars as pl
-from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
+from haiprof.trace_analysis.device_time import COMMUNICATION, with_kind
 from haiprof import TraceAnalysis
 found, before = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from haiprof.show.show import trace_picture
-from haiprof.trace_analysis.idle import CONSECUTIVE_KERNEL_DELAY_NS
-from haiprof.trace_analysis.kernels import TOP_KERNELS
+from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
-from haiprof.trace_analysis.temporal import Steps
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.what_if.changes import Change
+    from haiprof.trace_analysis.what_if.replay_parts import Change
 
 
 class ShownTraces(TraceQuestions):

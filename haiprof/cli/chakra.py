@@ -98,9 +98,8 @@ def chakra(
     from haiprof.base.safe_files import make_named_folder
     from haiprof.show.figures.execution_graph import check_ending, write_graph
     from haiprof.show.views.chakra import chakra_view, row_of
-    from haiprof.trace_analysis.execution.chakra import write_chakra
-    from haiprof.trace_analysis.execution.drawing import draw_graph
-    from haiprof.trace_analysis.execution.source import graphs
+    from haiprof.trace_analysis.chakra import graphs, write_chakra
+    from haiprof.trace_analysis.execution_drawing import draw_graph
 
     if (folder is None) == (graph_file is None):
         raise UsageError("name -o DIR for Chakra files or --graph FILE for a picture")

@@ -47,8 +47,8 @@ def efficiency(
       haiprof efficiency traces/ --json | jq '.steps[].mfu_ratio'
     """
     from haiprof.show.views.efficiency import efficiency_view
-    from haiprof.trace_analysis.efficiency.peaks import parse_peak
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.operator_efficiency import parse_peak
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen, peaks = parse_steps(steps), parse_peak(peak)
     output = Output(json=as_json)

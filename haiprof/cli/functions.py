@@ -104,14 +104,14 @@ def functions(
     from haiprof.diagnosis.functions.report import FUNCTIONS
     from haiprof.diagnosis.functions.reports import function_reports
     from haiprof.show.views.functions import functions_view
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     output = Output(json=as_json)
     chosen, pool = parse_steps(steps), parse_cluster(cluster)
     if reduce is not None:
         if only is not None or csv is not None or as_json or hardware:
             raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
-        from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
+        from haiprof.trace_analysis.pattern_file import reduce_patterns
 
         with ReadProgress(quiet=False) as waiting:
             made = reduce_patterns(

@@ -48,7 +48,7 @@ def perfetto(
     """
     from haiprof.show.servers.perfetto import serve_perfetto, viewer_folder
     from haiprof.show.servers.perfetto_trace import trace_to_show
-    from haiprof.trace_analysis.range_lanes import with_range_lanes
+    from haiprof.trace_analysis.step_time import with_range_lanes
 
     run, traces = run_or_traces(source)
     trace = trace_to_show(run, traces, rank=rank, window=window)

@@ -11,7 +11,7 @@ from haiprof.cli.output import Output
 from haiprof.cli.trace_arguments import ReadProgress, Traces, Window
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 
 def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) -> None:
@@ -28,7 +28,7 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
       haiprof trace-check trace.json.gz --json | jq '.findings[].check'
     """
     from haiprof.show.views.trace_check import check_view
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
@@ -49,7 +49,7 @@ def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> lis
     Returns:
         The same lines, which stand in a command's JSON as `faults`.
     """
-    from haiprof.trace_analysis.trace_check import check_frame, fault_lines
+    from haiprof.trace_analysis.files import check_frame, fault_lines
 
     lines = fault_lines(check_frame(analysis.files), answers)
     for line in lines:

@@ -60,7 +60,7 @@ def critical_path(
       haiprof critical-path trace.json --steps 12 --overlay .
     """
     from haiprof.show.views.critical_path import critical_path_data, critical_path_view
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen = parse_steps(steps)
     if chosen is not None and annotation is not None:

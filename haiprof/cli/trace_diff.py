@@ -93,7 +93,7 @@ def trace_diff(
     from haiprof.show.views.trace_diff import diff_data, diff_view
     from haiprof.trace_analysis.diff import verdict
     from haiprof.trace_analysis.kernel_names import FULL, SHORT
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     tolerance = parse_percent(fail_if_slower)
     chosen = parse_steps(steps)

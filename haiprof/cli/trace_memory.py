@@ -32,7 +32,7 @@ def memory_timeline(
     if _show_file(traces, output):
         return
     from haiprof.show.views.memory_timeline import memory_answers, memory_view
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     with ReadProgress(quiet=as_json):
         answers = memory_answers(TraceQuestions(traces, window=window), rank)
@@ -41,7 +41,7 @@ def memory_timeline(
 
 def _show_file(path: Path, output: Output) -> bool:
     """Shows a file that is no trace; False where it is one."""
-    from haiprof.trace_analysis.memory_file import is_memory_timeline
+    from haiprof.trace_analysis.memory_timeline import is_memory_timeline
     from haiprof.trace_format.memory_snapshot import is_pickle
 
     if is_pickle(path):

@@ -129,7 +129,7 @@ def _write_page(
 ) -> None:
     from haiprof.base.output_file import output_file
     from haiprof.show.page.trace_page import trace_page_html
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     if report.reduced:
         raise UsageError("trace-report: --html needs the traces, not summaries of them")

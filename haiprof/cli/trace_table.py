@@ -97,7 +97,7 @@ def trace_table(
     """
     from haiprof.compat.exports.tabular import print_text, write_csv
     from haiprof.show.views.trace_table import Limits, table_of, table_view
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.checks.finding import OF_EACH_RANK
 
     limits = Limits(

@@ -24,7 +24,7 @@ from haiprof.cli.trace_arguments import (
 from haiprof.cli.trace_check import print_faults
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.what_if.changes import Change
+    from haiprof.trace_analysis.what_if.replay_parts import Change
 
 Source = Annotated[
     Path,
@@ -85,7 +85,7 @@ def what_if(
         what_if_data,
         what_if_view,
     )
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.what_if.operations import operation_files
 
     changes = [parse_change(text) for text in faster or ()]
@@ -113,14 +113,19 @@ def parse_change(text: str) -> Change:
     Raises:
         UsageError: It is anything else.
     """
-    from haiprof.trace_analysis.what_if.changes import together
+    from haiprof.trace_analysis.what_if.replay_parts import together
 
     parts = [_parse_one(part) for part in text.split(" and ")]
     return parts[0] if len(parts) == 1 else together(*parts)
 
 
 def _parse_one(text: str) -> Change:
-    from haiprof.trace_analysis.what_if.changes import RANK, Change, faster_loader, rank_as_others
+    from haiprof.trace_analysis.what_if.replay_parts import (
+        RANK,
+        Change,
+        faster_loader,
+        rank_as_others,
+    )
 
     found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)
     if found is None:

@@ -16,18 +16,16 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.show.show import display_figure, in_notebook
-from haiprof.trace_analysis.annotations import GPU_CATEGORY, with_annotation
-from haiprof.trace_analysis.counter_trace import COUNTERS
-from haiprof.trace_analysis.critical.segments import DATA_LOADING
-from haiprof.trace_analysis.idle import UNKNOWN
+from haiprof.trace_analysis.critical_path import DATA_LOADING
+from haiprof.trace_analysis.device_time import UNKNOWN, Steps, gpu_events
 from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.queue import MAX_QUEUE_LENGTH
-from haiprof.trace_analysis.temporal import Steps, gpu_events
+from haiprof.trace_analysis.launches import COUNTERS, MAX_QUEUE_LENGTH
+from haiprof.trace_analysis.step_time import GPU_CATEGORY, with_annotation
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.critical.path import CriticalPath
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.critical_path import CriticalPath
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _US = 1000
 _GB = 1e9

@@ -19,7 +19,7 @@ from haiprof.base.safe_files import (
     remove_folder,
 )
 from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
-from haiprof.trace_analysis.worker_files import Worker, files_by_window
+from haiprof.trace_analysis.files import Worker, files_by_window
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
 _FOLDER = "window"

@@ -25,7 +25,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_header import RUNNING, manifest_or_none, run_header
 from haiprof.show.scalar_files import write_scalars
 from haiprof.show.servers.local_server import Access, free_port, new_access, url_of
-from haiprof.trace_analysis.worker_files import files_by_window
+from haiprof.trace_analysis.files import files_by_window
 
 _SCALARS_EVERY_S = 5.0
 _PLUGIN = "torch_tb_profiler"

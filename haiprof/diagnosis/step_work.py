@@ -46,13 +46,12 @@ def step_work(
         limit_bytes: Larger traces are left alone; None reads all.
 
         Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time
-        and the device's peak. `haiprof.trace_analysis.efficiency` counts them.
+        and the device's peak. `haiprof.trace_analysis.operator_work` counts them.
     """
     if not step_ns or not run.traces.is_dir():
         return None
     # Most runs have no trace; and the questions would have to be loaded for nothing.
-    from haiprof.trace_analysis.efficiency.operators import step_efficiency
-    from haiprof.trace_analysis.efficiency.peaks import parse_peak
+    from haiprof.trace_analysis.operator_efficiency import parse_peak, step_efficiency
     from haiprof.trace_analysis.questions.base import RankTraces
 
     try:

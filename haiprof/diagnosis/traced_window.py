@@ -13,7 +13,7 @@ from haiprof.diagnosis.finding import Abstention
 from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 NO_TRACES = "no traces in this run: `--trace` records a window"
 NO_GPU = "no GPU event in the traces"

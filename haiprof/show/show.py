@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from haiprof.run_analysis.run_frames import RunFrames
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 200
 _ROW_LIMIT = 20

@@ -18,12 +18,10 @@ from haiprof.show.figures.trace_causes import (
     what_if_figure,
 )
 from haiprof.show.figures.trace_launches import launch_figure
-from haiprof.trace_analysis.idle import CONSECUTIVE_KERNEL_DELAY_NS
-from haiprof.trace_analysis.kernels import TOP_KERNELS
+from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
-from haiprof.trace_analysis.temporal import Steps
-from haiprof.trace_analysis.trace_questions import TraceQuestions
-from haiprof.trace_analysis.what_if.changes import Change
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 

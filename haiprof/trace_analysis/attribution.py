@@ -1,18 +1,116 @@
-"""Attribution: the operator, module and annotation that launched each GPU event."""
+"""What launched each GPU event: operator, module and annotation; kernels that follow each other."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
-from haiprof.trace_analysis.captures import captured_calls
+from haiprof.trace_analysis.device_time import Steps, gpu_events, step_window
 from haiprof.trace_analysis.launches import with_call
-from haiprof.trace_analysis.temporal import Steps, gpu_events, step_window
+from haiprof.trace_format.checks.launches import BEGIN_CAPTURE, END_CAPTURE
 from haiprof.trace_format.kineto.rank_trace import Trace
+
+GRAPH_LAUNCH = "GraphLaunch"
+"""In the names of the calls of CUDA and HIP that launch a graph."""
+_NODES = {
+    "kernel": r"Launch(?:Cooperative)?Kernel",
+    "gpu_memcpy": r"Memcpy.*Async",
+    "gpu_memset": r"Memset.*Async",
+}
+"""Categories of GPU events, and calls that make a node of that kind while a stream is captured."""
+_CALL = ("pid", "tid", "ts_ns", "dur_ns")
+
+CAPTURED_SCHEMA = {"event": pl.Int64, **{f"captured_{name}": pl.Int64 for name in _CALL}}
+
+
+def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
+    """The call that made the node of each GPU event of a CUDA graph.
+
+    A graph and a capture belong together where both have the same kinds of nodes (kernels, copies,
+    sets) in the same order, and where as many captures have that order as graphs: the first is the
+    first then. Nodes are numbered as they are made; the numbers must also be the order on each
+    stream, else nothing is said of that graph.
+
+    `event`, and `captured_pid`, `captured_tid`, `captured_ts_ns`, `captured_dur_ns` of the
+    call; no row where the capture is not in the trace, or which one it was is not known.
+
+    Source: CUDA's graphs by stream capture; CUPTI's `graphNodeId` ("graph node id").
+    """
+    nodes = _nodes(gpu)
+    captures = _captures(trace) if nodes.height else []
+    by_kinds: dict[tuple[str, ...], list[pl.DataFrame]] = defaultdict(list)
+    for calls in captures:
+        by_kinds[tuple(calls["kind"])].append(calls)
+    graphs: dict[tuple[str, ...], list[pl.DataFrame]] = defaultdict(list)
+    for _, graph in sorted(nodes.group_by("graph"), key=lambda pair: pair[0]):
+        graphs[tuple(graph["kind"])].append(graph)
+    found = [
+        pl.concat([graph.select("graph_node"), calls.drop("kind")], how="horizontal")
+        for kinds, alike in graphs.items()
+        if len(by_kinds[kinds]) == len(alike)
+        for graph, calls in zip(alike, by_kinds[kinds], strict=True)
+    ]
+    if not found:
+        return pl.DataFrame(schema=CAPTURED_SCHEMA)
+    launched = gpu.filter(_of_graph()).select("event", "graph_node")
+    return launched.join(pl.concat(found), on="graph_node").select(*CAPTURED_SCHEMA)
+
+
+def _of_graph() -> pl.Expr:
+    return pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False)
+
+
+def _nodes(gpu: pl.DataFrame) -> pl.DataFrame:
+    """Nodes of each graph as they were made: `graph` (its first node), `graph_node`, `kind`."""
+    launched = gpu.filter(_of_graph() & pl.col("graph_node").is_not_null()).with_columns(
+        graph=pl.col("graph_node").min().over("correlation"),
+        size=pl.len().over("correlation"),
+        kind=pl.col("category").cast(pl.String),
+    )
+    last = launched.filter(pl.col("size") == pl.col("size").max().over("graph"))
+    whole = last.filter(pl.col("correlation") == pl.col("correlation").max().over("graph"))
+    later = pl.col("graph_node").diff().over("graph", "stream", order_by=["ts_ns", "event"])
+    in_order = ((later > 0).fill_null(value=True).all()).over("graph")
+    known = whole.filter(in_order & pl.col("graph_node").is_unique())
+    return known.sort("graph_node").select("graph", "graph_node", "kind")
+
+
+def _captures(trace: Trace) -> list[pl.DataFrame]:
+    """Calls of each capture as they were made, by its begin: `kind` and `captured_...`.
+
+    Captures at the same time on several threads cannot be told apart, and are left out.
+    """
+    name = pl.col("name").cast(pl.String)
+    calls = trace.runtime.sort("ts_ns")
+    marks = calls.filter(name.str.contains(f"{BEGIN_CAPTURE}|{END_CAPTURE}")).select(
+        "ts_ns", begins=name.str.contains(BEGIN_CAPTURE)
+    )
+    rows = marks.rows()
+    spans = [
+        (begin, end) for (begin, opens), (end, closes) in pairwise(rows) if opens and not closes
+    ]
+    if [opens for _, opens in rows] != [True, False] * len(spans):
+        return []
+    kind = pl.coalesce(
+        pl.when(name.str.contains(text)).then(pl.lit(k)) for k, text in _NODES.items()
+    )
+    made = (
+        calls.filter(pl.col("correlation") > 0)
+        .unique("correlation", keep="first", maintain_order=True)
+        .join(trace.gpu, on="correlation", how="anti", maintain_order="left")
+        .select(kind=kind, **{f"captured_{column}": pl.col(column) for column in _CALL})
+        .drop_nulls("kind")
+    )
+    within = pl.col("captured_ts_ns")
+    return [made.filter(within.is_between(*span)) for span in spans]
+
 
 NESTING, EXTERNAL_ID, CAPTURE = "nesting", "external_id", "capture"
 _MODULE = "nn.Module: "
@@ -259,3 +357,116 @@ def _ranges(trace: Trace) -> pl.DataFrame:
 def _without_steps(spans: pl.DataFrame) -> pl.DataFrame:
     """Drops the marks of profiler steps, which are operators in traces from before 2022."""
     return spans.filter(~pl.col("name").cast(pl.String).str.starts_with(_STEP))
+
+
+MIN_PATTERN_LENGTH = 3
+TOP_K = 5
+"""HTA's defaults for get_frequent_cuda_kernel_sequences."""
+
+_SEQUENCES_CALL = ("operator", "operator_row")
+
+
+def kernel_sequences(
+    trace: Trace,
+    *,
+    operator: str,
+    steps: Steps = None,
+    min_pattern_length: int = MIN_PATTERN_LENGTH,
+    top_k: int = TOP_K,
+) -> pl.DataFrame:
+    """The most frequent sequences of kernels under an operator.
+
+    Source: HTA get_frequent_cuda_kernel_sequences: whole sequences of calls are counted, no
+    parts of them. HTA looks only at matching operators of the least depth in the trace, and
+    so misses those that stand deeper elsewhere.
+    """
+    calls = _calls(with_operator(trace, steps, annotations=True), operator)
+    long_enough = calls.filter(pl.col("kernels").list.len() >= min_pattern_length)
+    names = pl.concat_list("operator", "kernels").list.join("|")
+    return (
+        long_enough.with_columns(pattern=names)
+        .group_by("pattern")
+        .agg(
+            count=pl.len().cast(pl.Int64),
+            kernel_count=pl.col("kernels").first().list.len().cast(pl.Int64),
+            gpu_duration_ns=pl.col("gpu_duration_ns").sum(),
+            cpu_duration_ns=pl.col("cpu_duration_ns").sum(),
+        )
+        .sort("count", "pattern", descending=[True, False])
+        .head(top_k)
+    )
+
+
+def operator_sequences(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """What each operator launches itself, and how long that takes to be launched and to begin.
+
+    Source: HTA get_aten_op_kernels_and_delay, for all operators and not only those of ATen;
+    HTA adds the rows of earlier ranks to those of later ones (D15).
+    """
+    owned = with_operator(trace, steps)
+    known = (owned.row >= 0) & ~owned.by_id.to_numpy()
+    row = owned.row[known]
+    began = owned.tree.spans["ts_ns"].gather(row)
+    first_delay = pl.col("call_ts_ns") - pl.col("began_ns")
+    calls = (
+        owned.gpu.filter(pl.Series(known))
+        .with_columns(
+            operator=owned.tree.spans["name"].gather(row).cast(pl.String),
+            operator_row=pl.Series(row),
+            began_ns=began,
+            kernel=pl.col("name").cast(pl.String),
+        )
+        .sort("call_ts_ns", "ts_ns", "event")
+        .group_by(_SEQUENCES_CALL, maintain_order=True)
+        .agg(
+            kernel_sequence=pl.col("kernel").str.join(" -> "),
+            operator_delay=first_delay.first(),
+            runtime_delay=(pl.col("ts_ns") - pl.col("call_ts_ns")).first().clip(0),
+        )
+    )
+    return (
+        calls.group_by("operator", "kernel_sequence")
+        .agg(
+            count=pl.len().cast(pl.Int64),
+            operator_delay_mean_ns=pl.col("operator_delay").mean(),
+            runtime_delay_mean_ns=pl.col("runtime_delay").mean(),
+        )
+        .sort("count", "operator", "kernel_sequence", descending=[True, False, False])
+    )
+
+
+def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
+    """A row per outermost matching call with kernels.
+
+    `operator`, `operator_row`, `kernels` in the order of their start, `gpu_duration_ns`,
+    `cpu_duration_ns`.
+    """
+    spans = owned.tree.spans
+    matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
+    row = _outermost(owned.row, owned.tree.parent, matching)
+    known = row >= 0
+    kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
+    calls = kernels.group_by("operator_row", maintain_order=True).agg(
+        kernels=pl.col("name").cast(pl.String),
+        gpu_duration_ns=pl.col("dur_ns").sum(),
+    )
+    rows = calls["operator_row"]
+    return calls.with_columns(
+        operator=spans["name"].gather(rows).cast(pl.String),
+        cpu_duration_ns=spans["dur_ns"].gather(rows),
+    )
+
+
+def _outermost(
+    row: npt.NDArray[np.int64], parent: npt.NDArray[np.int64], matching: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """The outermost matching row at or above each row; -1 where none matches."""
+    found = np.full(len(row), -1, dtype=np.int64)
+    at = np.flatnonzero(row >= 0)
+    above = row[at]
+    while len(at):
+        hit = matching[above]
+        found[at[hit]] = above[hit]
+        above = parent[above]
+        at, above = at[above >= 0], above[above >= 0]
+    return found

@@ -1,14 +1,16 @@
-"""The call tree of each thread: parent, depth and own time of spans, from their nesting."""
+"""The call tree of each thread, call stacks as numbers, and haiprof's own frames taken out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Ints
+from haiprof.base.intervals import covered_lengths, union
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.tables import OPS, PYTHON
 
@@ -159,3 +161,151 @@ def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
         events.gather(parent).alias("parent_event"),
         pl.Series("depth", tree.depth, dtype=pl.Int64),
     )
+
+
+_ROUNDS = 64  # of doubling: more callers than a trace can hold events
+
+
+class Stacks(NamedTuple):
+    """Distinct call stacks; callers come before callees."""
+
+    of_call: Ints
+    """Stack of each call, shape (calls,)."""
+    caller: Ints
+    """Stack without its last call, -1 for a root; shape (stacks,)."""
+    name: Ints
+    """Code of the last call's name, shape (stacks,)."""
+    thread: Ints
+    """Code of the thread, shape (stacks,): stacks of two threads are not the same."""
+    level_starts: list[int]
+    """Where each depth begins among the stacks; the last entry is their number."""
+
+
+def levels(parent: Ints) -> list[Ints] | None:
+    """Rows by their depth, the roots first.
+
+    None if a row is its own caller in the end.
+    """
+    depth, above = (parent >= 0).astype(np.int64), parent.copy()
+    active = np.flatnonzero(above >= 0)
+    for _ in range(_ROUNDS):  # pointer jumping: the distance to the ancestor doubles
+        if not len(active):
+            break
+        more, higher = depth[above[active]], above[above[active]]
+        depth[active] += more
+        above[active] = higher
+        active = active[higher >= 0]
+    else:
+        return None
+    order = np.argsort(depth, kind="stable")
+    counts = np.bincount(depth) if len(depth) else np.zeros(0, dtype=np.int64)
+    return np.split(order, np.cumsum(counts)[:-1]) if len(depth) else []
+
+
+def stacks(by_level: list[Ints], parent: Ints, names: Ints, threads: Ints) -> Stacks:
+    """Numbers the distinct stacks, level by level."""
+    of_call = np.full(len(parent), -1, dtype=np.int64)
+    count = int(names.max(initial=0)) + 1
+    nothing = np.zeros(0, dtype=np.int64)
+    callers, last, on, starts = [nothing], [nothing], [nothing], [0]
+    for depth, rows in enumerate(by_level):
+        before = of_call[parent[rows]] if depth else threads[rows]
+        keys, place = np.unique(before * count + names[rows], return_inverse=True)
+        of_call[rows] = starts[-1] + place
+        above = keys // count
+        callers.append(above if depth else np.full(len(keys), -1, dtype=np.int64))
+        on.append(np.concatenate(on)[above] if depth else above)
+        last.append(keys % count)
+        starts.append(starts[-1] + len(keys))
+    return Stacks(
+        of_call, np.concatenate(callers), np.concatenate(last), np.concatenate(on), starts
+    )
+
+
+def uncovered_starts(starts: Ints, ends: Ints, parent: Ints) -> Ints:
+    """The start of each call's uncovered time: if calls of one caller overlap, it counts once."""
+    rows = pl.DataFrame({"parent": parent, "start": starts, "end": ends})
+    reached = pl.col("end").cum_max().shift(1).over("parent")
+    begin = pl.min_horizontal(pl.max_horizontal("start", reached), "end")
+    found: Ints = rows.select(begin).to_series().to_numpy()
+    return found
+
+
+def is_outermost(found: Stacks) -> npt.NDArray[np.bool_]:
+    """Whether no caller in a stack has the name of its last call; shape (stacks,)."""
+    outermost = np.ones(len(found.name), dtype=bool)
+    above = found.caller.copy()
+    active = np.flatnonzero(above >= 0)
+    while len(active):
+        outermost[active[found.name[above[active]] == found.name[active]]] = False
+        above[active] = found.caller[above[active]]
+        active = active[(above[active] >= 0) & outermost[active]]
+    return outermost
+
+
+def stack_texts(found: Stacks, names: pl.Series) -> pl.Series:
+    """Each stack as `root;...;leaf`; a semicolon inside a name becomes a comma."""
+    plain = names.str.replace_all(";", ",", literal=True)
+    own = plain.gather(pl.Series(found.name, dtype=pl.UInt32))
+    texts = pl.Series("stack", [], dtype=pl.String)
+    parts: list[pl.Series] = []
+    for start, end in zip(found.level_starts[:-1], found.level_starts[1:], strict=True):
+        level = own[start:end]
+        if start:
+            above = found.caller[start:end] - found.level_starts[len(parts) - 1]
+            level = parts[-1].gather(pl.Series(above, dtype=pl.UInt32)) + ";" + level
+        parts.append(level.alias("stack"))
+    return pl.concat([texts, *parts])
+
+
+_OWN = r"(?:^|[/\\])haiprof[/\\](?:in_job|base|run_format|linux)[/\\]"
+_THREAD_START = "threading.py("
+
+
+def without_own_frames(calls: pl.DataFrame) -> pl.DataFrame:
+    """Python calls without those of haiprof's modules inside the job.
+
+    What a wrapper of haiprof called belongs to the wrapper's caller, and the wrapper's own time
+    with it. Threads that haiprof started are left out whole.
+    """
+    names = calls["name"].unique()
+    own_names = names.filter(names.cast(pl.String).str.contains(_OWN))
+    if own_names.is_empty():
+        return calls
+    marked = calls.with_columns(is_own=pl.col("name").is_in(own_names.implode()))
+    threads = _own_threads(marked)
+    kept = marked.join(threads, on=["pid", "tid"], how="anti", maintain_order="left")
+    above = kept.filter("is_own").select("python_id", "parent_id").drop_nulls("python_id")
+    if above["python_id"].is_duplicated().any():  # ids that mean nothing: times nest the calls
+        return kept.filter(~pl.col("is_own")).drop("is_own")
+    callers = _callers_outside(dict(above.iter_rows()))
+    moved = pl.col("parent_id").replace_strict(callers, default=pl.col("parent_id"))
+    return kept.filter(~pl.col("is_own")).drop("is_own").with_columns(parent_id=moved)
+
+
+def _own_threads(marked: pl.DataFrame) -> pl.DataFrame:
+    """Threads in which nothing but threading.py calls haiprof."""
+    found = []
+    for (pid, tid), rows in marked.filter(pl.col("is_own").any().over("pid", "tid")).group_by(
+        "pid", "tid"
+    ):
+        starts = rows["ts_ns"].to_numpy()
+        ends = starts + rows["dur_ns"].to_numpy()
+        own = rows["is_own"].to_numpy()
+        covered = covered_lengths(union(starts[own], ends[own]), starts, ends)
+        outside = rows.filter(pl.Series(~own & (covered < ends - starts)))["name"].cast(pl.String)
+        if outside.str.starts_with(_THREAD_START).all():
+            found.append((pid, tid))
+    return pl.DataFrame(found, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row")
+
+
+def _callers_outside(callers: dict[int, int | None]) -> dict[int, int | None]:
+    """Of each own call, by id, the id of the nearest call around it that is not own."""
+    found: dict[int, int | None] = {}
+    for call in callers:
+        above, seen = callers[call], {call}
+        while above in callers and above not in seen:
+            seen.add(above)
+            above = callers[above]
+        found[call] = above
+    return found

@@ -1,4 +1,4 @@
-"""Collectives of one rank: what each communication kernel is, in which group, of what size."""
+"""Collectives of one rank, on GPU and CPU: group, size, and the part of the job they serve."""
 
 from __future__ import annotations
 
@@ -6,18 +6,156 @@ import json
 import math
 import re
 
+import numpy as np
 import polars as pl
 
-from haiprof.trace_analysis.classify import COMMUNICATION, with_kind
-from haiprof.trace_analysis.cpu_collectives import cpu_collectives
-from haiprof.trace_analysis.group_parts import (
-    has_several_groups,
-    process_group_table,
-    the_only_group,
-    with_part,
+from haiprof.base.intervals import covered_lengths, difference, total, union
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    Steps,
+    gpu_events,
+    union_of,
+    with_kind,
 )
-from haiprof.trace_analysis.temporal import gpu_events
 from haiprof.trace_format.kineto.rank_trace import Trace
+
+WHOLE_JOB, PIPELINE = "whole job", "pipeline parallel"
+# Words of a description, in the order in which a part is named. DeviceMesh describes a group as
+# `mesh_` and its dimension's name, which torchtitan calls dp_replicate, tp ...; Megatron-Core's
+# descriptions are those of parallel_state.py, such as TENSOR_MODEL_PARALLEL_GROUP.
+_WORDS = (
+    ("data", r"e?dp|e?fsdp|hsdp|ddp|data"),
+    ("tensor", r"e?tp|tensor"),
+    ("pipeline", r"pp|pipeline|pipe"),
+    ("context", r"cp|context"),
+    ("sequence", r"sp|ulysses|sequence"),
+    ("expert", r"ep|expert"),
+)
+# Not a dimension of its own: what follows it is, among the ranks that hold the same experts.
+_OF_EXPERTS = r"expert_(?=data|tensor_parallel)|(?<=dp)_(?:shard_)?(?:mod|in)_ep"
+
+GROUPS_SCHEMA = {
+    "process_group": pl.String,
+    "description": pl.String,
+    "part": pl.String,
+    "backend": pl.String,
+    "group_size": pl.Int64,
+    "group_ranks": pl.String,
+}
+
+
+def part_of(description: str | None) -> str | None:
+    """The part of the job that a group of this description serves; None where it does not say."""
+    text = (description or "").lower()
+    if text == "default_pg":
+        return WHOLE_JOB
+    plain = re.sub(_OF_EXPERTS, "", text)
+    words = re.split(r"[^a-z]+", plain)
+    found = [name for name, sign in _WORDS if any(re.fullmatch(sign, word) for word in words)]
+    return f"{' and '.join(found)} parallel" if found else None
+
+
+def process_group_table(trace: Trace) -> pl.DataFrame:
+    """The process groups that a rank belongs to, as `torch.profiler` lists them."""
+    said = trace.metadata.get("distributedInfo")
+    listed = said.get("pg_config") if isinstance(said, dict) else None
+    rows = [_group(each) for each in listed or () if isinstance(each, dict)]
+    return pl.DataFrame(rows, schema=GROUPS_SCHEMA, orient="row").unique(
+        "process_group", keep="first", maintain_order=True
+    )
+
+
+def with_part(collectives: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """Collectives with the `part` of their `process_group`, and its ranks if only that has them."""
+    listed = groups.select(
+        "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
+    )
+    found = collectives.join(listed, on="process_group", how="left", maintain_order="left")
+    return found.with_columns(
+        group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
+        group_size=pl.coalesce("group_size", "listed_size"),
+    ).drop("listed_ranks", "listed_size")
+
+
+def has_several_groups(groups: pl.DataFrame) -> bool:
+    """Whether a collective may belong to more than one of the rank's groups."""
+    return groups.filter(pl.col("group_size") > 1).height > 1
+
+
+def the_only_group(groups: pl.DataFrame) -> dict[str, object] | None:
+    """The one group with other ranks in it, where there is just one; else None."""
+    several = groups.filter(pl.col("group_size") > 1)
+    return several.row(0, named=True) if several.height == 1 else None
+
+
+def _group(each: dict[str, object]) -> tuple[object, ...]:
+    name, said, backend = each.get("pg_name"), each.get("pg_desc"), each.get("backend_config")
+    description = said if isinstance(said, str) and said not in ("", "undefined") else None
+    ranks = each.get("ranks")
+    known = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+    size = len(ranks) if isinstance(ranks, list) and known else None
+    return (
+        name if isinstance(name, str) else None,
+        description,
+        part_of(description),
+        backend if isinstance(backend, str) else None,
+        size,
+        json.dumps(ranks) if known else None,
+    )
+
+
+BACKENDS = r"^(?:gloo|mpi|ucc):"
+"""Spans of a backend's own threads, which PyTorch names `gloo:all_reduce`."""
+CATEGORY = "cpu_collective"
+WAIT = "wait for a collective"
+
+
+def cpu_collectives(trace: Trace) -> pl.DataFrame:
+    """The collectives that threads of a backend ran on the CPU.
+
+    By start: `event`, `name`, `ts_ns`, `dur_ns`; `input_dims` and `input_types` as JSON where
+    shapes were recorded; `launch_ns` and `launch_tid` of the operator
+    `c10d::...` that asked for it, the last one before it began; `correlation`, a negative
+    number that no call of a GPU has.
+    """
+    texts = pl.col("name", "input_dims", "input_types").cast(pl.String)
+    tables = (trace.annotations, trace.ops)
+    both = pl.concat([table.select("event", "ts_ns", "dur_ns", texts) for table in tables])
+    ran = both.filter(pl.col("name").str.contains(BACKENDS)).sort("ts_ns", "event")
+    asked = trace.ops.filter(pl.col("name").cast(pl.String).str.starts_with("c10d::"))
+    calls = asked.select(launch_ns="ts_ns", launch_tid="tid").sort("launch_ns")
+    found = ran.join_asof(calls, left_on="ts_ns", right_on="launch_ns", coalesce=False)
+    number = -2 - pl.int_range(pl.len(), dtype=pl.Int64)
+    return found.drop_nulls("launch_ns").with_columns(correlation=number)
+
+
+def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Pauses of the thread that asked for a collective in which the collective ended.
+
+    `name`, `tid`, `ts_ns`, `end_ns` (when the last collective of the pause ended) and
+    `kernel`. A thread in an operator does not wait; between operators it does, since
+    `Work.wait()` and the end of a backward pass are no operators.
+    """
+    parts = [pl.DataFrame(schema={"name": pl.String, "tid": pl.Int64, "ts_ns": pl.Int64,
+                                  "end_ns": pl.Int64, "kernel": pl.Int64})]  # fmt: skip
+    for (tid,), rows in collectives.group_by("launch_tid"):
+        own = spans.filter(pl.col("tid") == tid)
+        begins, ends = own["ts_ns"].to_numpy(), own["end_ns"].to_numpy()
+        busy = union(begins, ends)
+        done = (rows["ts_ns"] + rows["dur_ns"]).to_numpy()
+        at = np.searchsorted(busy.ends, done, side="right") - 1
+        idle = (at >= 0) & (covered_lengths(busy, done, done + 1) == 0)
+        waits = rows.with_columns(
+            name=pl.lit(WAIT),
+            tid=pl.lit(tid, pl.Int64),
+            ts_ns=pl.Series(np.append(busy.ends, 0)[at], dtype=pl.Int64),
+            end_ns=pl.Series(done),
+        ).filter(pl.Series(idle))
+        last = waits.sort("end_ns").unique("ts_ns", keep="last", maintain_order=True)
+        parts.append(last.select("name", "tid", "ts_ns", "end_ns", "kernel"))
+    return pl.concat(parts).sort("ts_ns")
+
 
 # By the first that a name contains: PyTorch's collective names, NCCL's and RCCL's kernel names.
 _KINDS = (
@@ -280,3 +418,61 @@ def _with_kind(kernels: pl.DataFrame) -> pl.DataFrame:
     ]
     told = [pl.when(kind != "other").then(kind) for kind in kinds]
     return kernels.with_columns(kind=pl.coalesce(*told, pl.lit("other")))
+
+
+PARTS_SCHEMA = {
+    "device": pl.Int64,
+    "part": pl.String,
+    "group_count": pl.Int64,
+    "collective_count": pl.Int64,
+    "time_ns": pl.Int64,
+    "exposed_ns": pl.Int64,
+    "exposed_ratio": pl.Float64,
+}
+
+
+def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """How long each part of the job communicates on a rank, and what of it computing hides.
+
+    Exposed time of the pipeline is its bubble together with transfers that nothing hides: a
+    stage waits in the kernel that receives, and no trace of one stage tells the two apart.
+
+    Source: pipeline bubble, Narayanan et al., "Efficient Large-Scale Language Model Training
+    on GPU Clusters Using Megatron-LM" (SC 2021), section 2.2, where transfers take no time.
+    """
+    talking = collective_kernels(trace, steps=steps)
+    base = clock_base_ns(trace)
+    gpu = with_kind(gpu_events(trace, steps))
+    rows: list[tuple[object, ...]] = []
+    for (device, part), own in talking.group_by("device", "part", maintain_order=True):
+        ran = union(own["start_ns"].to_numpy() - base, own["end_ns"].to_numpy() - base)
+        on_device = gpu.filter(pl.col("device") == device)
+        groups = own["process_group"].drop_nulls().n_unique()
+        row = (device, part, groups, own.height, total(ran))
+        if on_device.is_empty():
+            rows.append((*row, None, None))
+            continue
+        computing = union_of(on_device.filter(pl.col("kind") == COMPUTATION))
+        exposed = total(difference(ran, computing))
+        span = _span_ns(on_device)
+        rows.append((*row, exposed, exposed / span if span else None))
+    found = pl.DataFrame(rows, schema=PARTS_SCHEMA, orient="row")
+    return found.sort("device", -pl.col("time_ns"), "part", nulls_last=True)
+
+
+def waits_by_part(parts: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
+    """With how long each rank waited in the collectives of each part.
+
+    The same with `wait_ns`, the sum over the collectives whose arrivals are known, and
+    `waited_count` of those; null and 0 where none is.
+    """
+    known = waits.filter(pl.col("missing").is_null())
+    keys = ["rank", "device", "part"]
+    summed = known.group_by(keys).agg(pl.col("wait_ns").sum(), waited_count=pl.len().cast(pl.Int64))
+    joined = parts.join(summed, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    return joined.with_columns(pl.col("waited_count").fill_null(0))
+
+
+def _span_ns(events: pl.DataFrame) -> int:
+    ends = events["ts_ns"] + events["dur_ns"]
+    return int(ends.max() or 0) - int(events["ts_ns"].min() or 0)  # type: ignore[arg-type]

@@ -1,9 +1,13 @@
-"""Normalizes names of kernels and operators across builds, GPUs and data types."""
+"""What names of kernels and operators say: normalized names, geometry, tensor cores, kinds."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable
+
+import polars as pl
 
 FULL, SHORT, GENERIC = "full", "short", "generic"
 STYLES = (FULL, SHORT, GENERIC)
@@ -60,3 +64,128 @@ def _without(name: str, brackets: str) -> str:
         elif not depth:
             kept.append(letter)
     return name if depth else "".join(kept)
+
+
+_SIGN = " <<<"
+_DIMENSIONS = 3
+_LIMIT = 1 << 31
+"""Of one dimension, in CUDA; beyond it, it is none."""
+
+
+def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
+    """Kernels under their names with grid and block, as CUDA writes a launch.
+
+    Source: PerfTracker (seed 001), where name, grid and block make a kernel.
+    """
+    triple = ("name", "grid", "block")
+    kinds = gpu.select(triple).unique()
+    names = [_launch_name(*(str(part or "") for part in row)) for row in kinds.iter_rows()]
+    table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
+    found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
+    return found.with_columns(name="launched").select(gpu.columns)
+
+
+def block_counts(gpu: pl.DataFrame) -> pl.Series:
+    """Blocks of each launch; null where its grid was not recorded."""
+    grids = gpu["grid"].cast(pl.String)
+    known = {text: _product(text) for text in grids.unique() if text is not None}
+    return grids.replace_strict(known, default=None, return_dtype=pl.Int64)
+
+
+def _product(text: str) -> int | None:
+    sizes = _sizes(text)
+    count = math.prod(sizes) if sizes else 0
+    return count if 0 < count < _LIMIT**2 else None
+
+
+def split_geometry(name: str) -> tuple[str, str]:
+    """A kernel's own name, and its geometry as it is behind it; empty where there is none."""
+    plain, sign, rest = name.partition(_SIGN)
+    return plain, sign + rest
+
+
+def _launch_name(name: str, grid: str, block: str) -> str:
+    sizes = _size_text(grid), _size_text(block)
+    return f"{name}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name
+
+
+def _size_text(text: str) -> str | None:
+    sizes = _sizes(text)
+    if sizes is None:
+        return None
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "x".join(map(str, sizes))
+
+
+def _sizes(text: str) -> list[int] | None:
+    """Three dimensions or fewer, each at least 1; None for anything else."""
+    try:
+        sizes = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(sizes, list) or not 0 < len(sizes) <= _DIMENSIONS:
+        return None
+    return sizes if all(type(size) is int and 0 < size < _LIMIT for size in sizes) else None
+
+
+# TensorBoard's list: kineto tb_plugin, torch_tb_profiler/profiler/tensor_core.py
+# (TC_Allowlist.allowlist), with the names of cuBLAS and CUTLASS for Hopper and Blackwell beside.
+_ON = re.compile(
+    r"h884|s884|h1688|s1688|hmma|i8816|16816|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|"
+    r"conv2d_c1_k1|direct_group|xmma_implicit_gemm|xmma_sparse_conv|xmma_gemm|xmma_sparse_gemm|"
+    r"xmma_warp_specialized_implicit_gemm|c1688|i16832|i16864|gmma|tensorop|nvjet|tensor16x8"
+)
+_MATRIX = re.compile(
+    r"gemm|conv(?:2d|3d)?_|convolve|scudnn|cudnn.*(?:fprop|dgrad|wgrad)|winograd", re.IGNORECASE
+)
+# Kernels that are known to multiply on the ordinary cores.
+_OFF = re.compile(r"(?<![a-z])[sd]gemm|simt|ffma|scudnn")
+_SURELY_OFF = re.compile(r"simt|ffma")  # xmma_gemm with ordinary multiply-adds has both
+
+
+def is_matrix_work(name: str) -> bool:
+    """Whether tensor cores could do it: whether it is a matrix product or convolution by name."""
+    return bool(_MATRIX.search(name) or _ON.search(name.lower()))
+
+
+def uses_tensor_cores(name: str) -> bool | None:
+    """Whether it runs on tensor cores; None where its name does not say."""
+    plain = name.lower()
+    if _ON.search(plain) and not _SURELY_OFF.search(plain):
+        return True
+    return False if _OFF.search(plain) else None
+
+
+# NCCL's and RCCL's names of algorithms as they stand in kernel names (nccl/src/include/device.h,
+# ncclAlgoStr): Tree, Ring, CollnetDirect, CollnetChain, NVLS, NVLSTree, PAT.
+_ALGORITHMS = (
+    (r"nvls_?tree", "NVLS tree"),
+    (r"nvls", "NVLS"),
+    (r"collnet", "CollNet"),
+    (r"_pat_", "PAT"),
+    (r"send_?recv", "send/recv"),
+    (r"_tree", "tree"),
+    (r"_ring", "ring"),
+)
+
+
+def transfer_type(kind: str, name: str) -> str:
+    """Such as `ring all_reduce`, `send/recv all_to_all`; the collective alone if names differ."""
+    plain = name.lower()
+    how = next((word for sign, word in _ALGORITHMS if re.search(sign, plain)), None)
+    what = "send/recv" if kind == "send_receive" else kind
+    return what if how is None or how == what else f"{how} {what}"
+
+
+GPU_COMPUTE, COMMUNICATION, MEMORY, RUNTIME, PYTHON = (
+    "gpu-compute", "communication", "memory", "runtime", "python",
+)  # fmt: skip
+PRIORITY = (GPU_COMPUTE, COMMUNICATION, MEMORY, RUNTIME, PYTHON)
+"""What runs at the same time counts for the first of these only.
+
+Source: EROICA (arXiv 2506.08528), where GPU computation comes first and Python last, so that what
+something above hides costs nothing. Of the kinds between, PerfTracker's reports (seed 001) take
+away overlap with computation; here a copy beside communication counts as communication, as the
+collective is what other ranks wait for. CUDA runtime calls are a kind of their own, as there.
+"""

@@ -1,13 +1,23 @@
-"""Launches: CPU time of each call, the kernels it started, and their delay."""
+"""Launches of GPU work: delays, queues, bandwidth of copies, and both as counters of a trace."""
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import polars as pl
 
-from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.classify import MEMORY_CATEGORIES
-from haiprof.trace_analysis.temporal import Steps, gpu_events
+from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
+from haiprof.base.intervals import total
+from haiprof.base.safe_files import whole_file
+from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES, Steps, gpu_events, union_of
+from haiprof.trace_format.file_ranks import COPY_KEY
+from haiprof.trace_format.find import COUNTER_SUFFIX
+from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.text import TraceText
 
 RUNTIME_CUTOFF_NS = 50_000
 LAUNCH_DELAY_CUTOFF_NS = 100_000
@@ -154,3 +164,286 @@ def _without_launch(trace: Trace, steps: Steps, *, include_memory_events: bool) 
         kernel_count=pl.len().cast(pl.Int64),
         gpu_duration_ns=pl.col("dur_ns").sum(),
     ).filter(pl.col("kernel_count") > 0)
+
+
+MAX_QUEUE_LENGTH = 1024
+"""Launches that a CUDA stream takes before a launch call blocks; HTA's default."""
+
+_STREAM = ("device", "stream")
+
+
+def queue_length(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """The launch queue of each stream over time.
+
+    A launch enters the queue when its call begins, and leaves it when the first of what it
+    started on that stream begins. A CUDA graph enters once for each stream that it has nodes
+    on, not once for each node: so it counts against the launches that a stream takes.
+
+    Never negative: only launches whose call and GPU event are both in the trace count, an
+    entry at the time of a leaving comes before it, and a kernel whose recorded start lies
+    before its call (the clocks of CPU and GPU are matched to about 1 us) leaves at once.
+
+    Source: HTA get_queue_length_time_series, which knows twelve names of calls, and no graph
+    or cooperative launches (D16, D17).
+    """
+    waiting = _entries(trace, steps)
+    change = [
+        waiting.select(*_STREAM, ts_ns=when, change=pl.lit(by, dtype=pl.Int64))
+        for when, by in (("enter_ns", 1), ("leave_ns", -1))
+    ]
+    changes = pl.concat(change).sort(*_STREAM, "ts_ns", -pl.col("change"))
+    return changes.select(*_STREAM, "ts_ns", queue_length=pl.col("change").cum_sum().over(_STREAM))
+
+
+def _entries(trace: Trace, steps: Steps) -> pl.DataFrame:
+    """`device`, `stream`, `enter_ns`, `leave_ns` of each launch on each stream."""
+    entry = launched_events(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
+    first = entry.agg(enter_ns=pl.col("call_ts_ns").first(), leave_ns=pl.col("ts_ns").min())
+    return first.with_columns(leave_ns=pl.max_horizontal("enter_ns", "leave_ns"))
+
+
+def queue_length_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """How long the launch queue of each stream was: over time, and over its changes.
+
+    Source: the last eight are HTA's get_queue_length_summary. They weigh a length that held
+    for 1 us like one that held for a second: `mean_length` does not.
+    """
+    series = _with_duration(queue_length(trace, steps=steps))
+    length, duration = pl.col("queue_length"), pl.col("dur_ns")
+    summary = series.group_by(_STREAM, maintain_order=True).agg(
+        launch_count=(pl.len() // 2).cast(pl.Int64),
+        span_ns=duration.sum(),
+        empty_ns=duration.filter(length == 0).sum(),
+        mean_length=(length * duration).sum() / duration.sum(),
+        max_length=length.max(),
+        change_count=pl.len().cast(pl.Int64),
+        change_mean=length.mean(),
+        change_std=length.std(),
+        change_min=length.min(),
+        change_q25=length.quantile(0.25, "linear"),
+        change_q50=length.quantile(0.5, "linear"),
+        change_q75=length.quantile(0.75, "linear"),
+        change_max=length.max(),
+    )
+    return summary.with_columns(pl.col("mean_length").fill_nan(None)).sort(_STREAM)
+
+
+def full_queue(
+    trace: Trace, *, steps: Steps = None, max_queue_length: int = MAX_QUEUE_LENGTH
+) -> pl.DataFrame:
+    """How long the launch queue of each stream was full: launch calls block meanwhile.
+
+    Source: HTA get_time_spent_blocked_on_full_queue, which keeps only the last of a rank's
+    streams (D14) and says nothing of streams that were never full.
+    """
+    series = _with_duration(queue_length(trace, steps=steps))
+    trace_ns = _trace_ns(trace)
+    full = pl.col("dur_ns").filter(pl.col("queue_length") >= max_queue_length).sum()
+    return (
+        series.group_by(_STREAM, maintain_order=True)
+        .agg(full_ns=full, trace_ns=pl.lit(trace_ns, dtype=pl.Int64))
+        .with_columns(full_ratio=pl.col("full_ns") / pl.col("trace_ns"))
+        .sort(_STREAM)
+    )
+
+
+def _with_duration(series: pl.DataFrame) -> pl.DataFrame:
+    """How long each value held: `dur_ns`; the last one of a stream, an empty queue, for nothing."""
+    until = pl.col("ts_ns").shift(-1).over(_STREAM)
+    return series.with_columns(dur_ns=(until - pl.col("ts_ns")).fill_null(0))
+
+
+def _trace_ns(trace: Trace) -> int:
+    tables = [table for table in (trace.gpu, trace.runtime, trace.ops) if len(table)]
+    starts = [int(table["ts_ns"].to_numpy().min()) for table in tables]
+    ends = [int((table["ts_ns"] + table["dur_ns"]).to_numpy().max()) for table in tables]
+    return max(ends) - min(starts) if tables else 0
+
+
+_KIND = ("device", "copy_kind")
+
+
+def _copies(trace: Trace, steps: Steps) -> pl.DataFrame:
+    """Copies and sets with `copy_kind` and their own `bandwidth_bytes_per_s`, null if unknown.
+
+    `Memcpy HtoD (Pinned -> Device)` is of the kind `Memcpy HtoD`, as in HTA.
+    """
+    gpu = gpu_events(trace, steps)
+    copies = gpu.filter(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
+    own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
+    return copies.select(
+        "device",
+        "ts_ns",
+        "dur_ns",
+        "bytes",
+        copy_kind=pl.col("name").cast(pl.String).str.split(" (").list.first().str.strip_chars(),
+        bandwidth_bytes_per_s=pl.coalesce("bandwidth_bytes_per_s", own),
+    )
+
+
+def memory_bandwidth(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """The bandwidth of each kind of copy over time; copies at the same time add up.
+
+    Source: HTA get_memory_bw_time_series. HTA stretches copies of 0 us to 1 us; its running
+    sums of floats leave residues such as 1e-13 where nothing is copied, here that is 0.
+    """
+    known = pl.col("bandwidth_bytes_per_s").is_not_null() & (pl.col("dur_ns") > 0)
+    copies = _copies(trace, steps).filter(known)
+    begin, rate = pl.col("ts_ns"), pl.col("bandwidth_bytes_per_s")
+    changes = pl.concat(
+        [
+            copies.select(*_KIND, ts_ns=begin, by=rate, count=pl.lit(1)),
+            copies.select(*_KIND, ts_ns=begin + pl.col("dur_ns"), by=-rate, count=pl.lit(-1)),
+        ]
+    ).sort(*_KIND, "ts_ns", "count")  # a copy no longer runs at its end
+    sums = changes.with_columns(pl.col("by", "count").cum_sum().over(_KIND))
+    idle = pl.col("count") == 0
+    residue = pl.when(idle).then("by").forward_fill().over(_KIND).fill_null(0.0)
+    level = pl.when(idle).then(0.0).otherwise(pl.col("by") - residue)
+    return sums.select(*_KIND, "ts_ns", bandwidth_bytes_per_s=level)
+
+
+def memory_bandwidth_summary(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """How much each kind of copy moved, and how fast.
+
+    Source: the last eight are HTA's get_memory_bw_summary (in GB/s there), which weighs a
+    short copy like a long one; the mean does not.
+    """
+    kinds = _copies(trace, steps).group_by(_KIND, maintain_order=True)
+    busy = [total(union_of(events)) for _, events in kinds]
+    size, rate = pl.col("bytes"), pl.col("bandwidth_bytes_per_s")
+    moved = kinds.agg(
+        copy_count=pl.len().cast(pl.Int64),
+        unsized_count=size.is_null().sum().cast(pl.Int64),
+        unrated_count=(rate.is_null() | (pl.col("dur_ns") <= 0)).sum().cast(pl.Int64),
+        bytes=pl.when(~size.is_null().any()).then(size.sum()),
+    ).with_columns(pl.Series("busy_ns", busy, dtype=pl.Int64))
+    mean = pl.when(pl.col("busy_ns") > 0).then(pl.col("bytes") / pl.col("busy_ns") * 1e9)
+    spread = _spread(memory_bandwidth(trace, steps=steps))
+    return (
+        moved.with_columns(mean_bandwidth_bytes_per_s=mean)
+        .join(spread, on=_KIND, how="left")
+        .with_columns(pl.col("change_count").fill_null(0))
+        .sort(_KIND)
+    )
+
+
+def _spread(series: pl.DataFrame) -> pl.DataFrame:
+    rate = pl.col("bandwidth_bytes_per_s")
+    return (
+        series.filter(rate != 0)
+        .group_by(_KIND)
+        .agg(
+            change_count=pl.len().cast(pl.Int64),
+            change_mean=rate.mean(),
+            change_std=rate.std(),
+            change_min=rate.min(),
+            change_q25=rate.quantile(0.25, "linear"),
+            change_q50=rate.quantile(0.5, "linear"),
+            change_q75=rate.quantile(0.75, "linear"),
+            change_max=rate.max(),
+        )
+    )
+
+
+QUEUE_LENGTH, MEMORY_BANDWIDTH = "queue_length", "memory_bandwidth"
+COUNTERS = (QUEUE_LENGTH, MEMORY_BANDWIDTH)
+
+
+_GZIP_LEVEL = 1
+_ROWS = 20_000
+
+
+def write_counter_trace(
+    trace: Trace,
+    *,
+    folder: Path | None = None,
+    counters: tuple[str, ...] = COUNTERS,
+    suffix: str = COUNTER_SUFFIX,
+) -> pl.DataFrame:
+    """Writes `<name>_with_counters.json.gz`, for Perfetto or chrome://tracing.
+
+    The trace's text is streamed, whatever its size: every event as written, without what is not
+    JSON, and the file closed where the original is truncated.
+
+    One row: `path`; `counter_event_count`.
+
+    Source: HTA generate_trace_with_counters, which holds the whole trace in memory.
+    """
+    unknown = set(counters) - set(COUNTERS)
+    if unknown:
+        raise ValueError(f"no counters {sorted(unknown)}: they are {', '.join(COUNTERS)}")
+    if not suffix or "/" in suffix:
+        raise UsageError(f"suffix {suffix!r}: expected part of a file's name")
+    path = (folder or trace.path.parent) / f"{_stem(trace.path.name)}{suffix}.json.gz"
+    events = pl.concat([_events(trace, counter) for counter in counters])
+    try:
+        with (
+            whole_file(path, below=path.parent) as packed,
+            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
+        ):
+            for text in _text(trace.path, events, named=COUNTER_SUFFIX in suffix):
+                file.write(text)
+    except OSError as error:
+        raise HaiprofError(
+            f"{path}: {error.strerror or error}", hint="name a folder that can be written"
+        ) from None
+    return pl.DataFrame({"path": [str(path)], "counter_event_count": [len(events)]})
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".json")
+
+
+def _text(path: Path, events: pl.Series, *, named: bool) -> Iterator[bytes]:
+    """Yields the new file's text; the metadata follows the events.
+
+    Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
+    """
+    text = TraceText(path)
+    mark = "" if named else f'"{COPY_KEY}": 1, '
+    separator = f'{{{mark}"traceEvents": [\n'.encode()
+    for piece in event_texts(text):
+        yield separator
+        yield piece
+        separator = b",\n"
+    for start in range(0, len(events), _ROWS):
+        yield separator
+        yield ",\n".join(events[start : start + _ROWS]).encode()
+        separator = b",\n"
+    if separator != b",\n":
+        yield separator
+    rest = json.dumps(text.metadata)[1:]
+    yield b"\n]" + (b", " if text.metadata else b"") + rest.encode()
+
+
+def _events(trace: Trace, counter: str) -> pl.Series:
+    """Counter events as JSON, one per change, in the tracks of the GPU's process."""
+    if counter == QUEUE_LENGTH:
+        series = queue_length(trace).with_columns(
+            counter=pl.format("Queue length, stream {}", "stream"), value="queue_length"
+        )
+        key = "launches"
+    else:
+        series = memory_bandwidth(trace).with_columns(
+            counter=pl.format("Bandwidth of {}", "copy_kind"),
+            value=pl.col("bandwidth_bytes_per_s") / 1e9,
+        )
+        key = "GB/s"
+    names = {name: json.dumps(name) for name in series["counter"].unique()}
+    ns = pl.col("ts_ns")
+    parts = (
+        pl.lit('{"ph": "C", "name": '),
+        pl.col("counter").replace(old=names),
+        pl.lit(', "pid": '),
+        pl.col("device"),  # Kineto's process of a GPU event is the device
+        pl.lit(', "ts": '),
+        pl.when(ns < 0).then(pl.lit("-")).otherwise(pl.lit("")),
+        ns.abs() // 1000,
+        pl.lit("."),
+        (ns.abs() % 1000).cast(pl.String).str.zfill(3),
+        pl.lit(f', "args": {{"{key}": '),
+        pl.col("value"),
+        pl.lit("}}"),
+    )
+    return series.select(event=pl.concat_str(*parts)).to_series()

@@ -12,24 +12,37 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.attribution import host_operators
-from haiprof.trace_analysis.bandwidth import memory_bandwidth_summary
-from haiprof.trace_analysis.collectives import collective_kernels
-from haiprof.trace_analysis.communication_parts import communication_parts
-from haiprof.trace_analysis.efficiency.operators import step_efficiency
-from haiprof.trace_analysis.files import load_notes, trace_file
-from haiprof.trace_analysis.idle import idle_breakdown
-from haiprof.trace_analysis.kernels import across_ranks, kernels
-from haiprof.trace_analysis.launches import launch_summary
-from haiprof.trace_analysis.overlap import kernel_types, overlap
+from haiprof.trace_analysis.collectives import collective_kernels, communication_parts
+from haiprof.trace_analysis.device_time import (
+    Steps,
+    across_ranks,
+    idle_breakdown,
+    kernel_types,
+    kernels,
+    overlap,
+    temporal_breakdown,
+)
+from haiprof.trace_analysis.files import check_frame, load_notes, trace_file
+from haiprof.trace_analysis.launches import (
+    full_queue,
+    launch_summary,
+    memory_bandwidth_summary,
+    queue_length_summary,
+)
+from haiprof.trace_analysis.operator_efficiency import step_efficiency
 from haiprof.trace_analysis.pool import Pool, Progress, Question, default_pool
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.questions.base import NamedFiles
-from haiprof.trace_analysis.queue import full_queue, queue_length_summary
-from haiprof.trace_analysis.report_cache import CacheEntry, cache_entry, read_answers, store_answers
+from haiprof.trace_analysis.report_cache import (
+    CacheEntry,
+    cache_entry,
+    common_steps,
+    read_answers,
+    read_summary,
+    store_answers,
+    write_summary,
+)
 from haiprof.trace_analysis.step_time import step_time_breakdown
-from haiprof.trace_analysis.summaries import common_steps, read_summary, write_summary
-from haiprof.trace_analysis.temporal import Steps, temporal_breakdown
-from haiprof.trace_analysis.trace_check import check_frame
-from haiprof.trace_analysis.trace_questions import TraceQuestions
 from haiprof.trace_format.find import SUMMARY_SUFFIX, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 

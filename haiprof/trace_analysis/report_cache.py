@@ -1,10 +1,4 @@
-"""Answers about a trace in the user's cache: a second report opens no trace.
-
-An answer is pure: it depends on the file's content, the question's options and the code alone. Its
-name is a hash of all of these, with the file's path and rank, which answers repeat. Each is a file
-of its own that appears whole, by a rename, and holds a checksum; a damaged one is worked
-out again. No code is stored: frames are Arrow IPC, the rest is JSON.
-"""
+"""Answers about a trace in the user's cache, and as a small file that needs no trace."""
 
 from __future__ import annotations
 
@@ -13,20 +7,23 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import polars as pl
 
-from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError, UsageError
+from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.base.version import PACKAGE, __version__
+from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.files import TraceFile
 from haiprof.trace_format.file_ranks import rank_in_run
+from haiprof.trace_format.find import SUMMARY_SUFFIX
 from haiprof.trace_format.kineto.cache import content_key
 from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
 
@@ -132,3 +129,82 @@ def _decode(kind: str, data: bytes, path: Path) -> Answer:
 
 _TRACE_FILES = msgspec.json.Decoder(TraceFile, dec_hook=lambda kind, value: kind(value))
 """Checks the type of every field: whoever wrote the file may mean harm."""
+
+
+VERSION = 1
+"""1: a line of JSON (`haiprof_summary`, `steps`), then the answers as `report_cache` packs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The content of a summary."""
+
+    path: Path
+    steps: Steps
+    """First profiler step and the one after the last; None: all that was recorded."""
+    answers: Mapping[str, Answer]
+    """By the name of the question."""
+
+
+def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str, Answer]) -> Path:
+    """Writes a trace's answers under its name, replacing an existing file."""
+    head = json.dumps({"haiprof_summary": VERSION, "steps": steps}).encode() + b"\n"
+    target = folder / f"{trace.name}{SUMMARY_SUFFIX}"
+    try:
+        make_named_folder(folder)
+        write_file(target, head + pack_answers(answers), below=folder)
+    except OSError as error:
+        raise UsageError(f"--reduce {folder}: {error.strerror}") from None
+    return target
+
+
+def read_summary(path: Path, questions: Collection[str]) -> Summary:
+    """The answers in a file."""
+    try:
+        data = path.read_bytes()
+        at = data.index(b"\n") + 1
+        head = json.loads(data[:at])
+        if head["haiprof_summary"] != VERSION:
+            raise ValueError(f"version {head['haiprof_summary']}")
+        steps = None if head["steps"] is None else (int(head["steps"][0]), int(head["steps"][1]))
+        answers = unpack_answers(data[at:], path)
+        lacking = sorted(set(questions) - set(answers))
+        if lacking:
+            raise ValueError(f"no answer to {lacking[0]}")
+    except UNFIT as error:
+        raise TraceFormatError(
+            f"{path}: no summary that this haiprof can read: {error}",
+            hint="haiprof trace-report TRACES --reduce DIR writes it again",
+        ) from None
+    return Summary(path=path, steps=steps, answers=answers)
+
+
+class _OfSteps(Protocol):
+    """What was made of some steps of a trace."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def steps(self) -> Steps: ...
+
+
+def common_steps(
+    summaries: Sequence[_OfSteps], asked: Steps, *, command: str = "trace-report"
+) -> Steps:
+    """The steps that all summaries share."""
+    first = summaries[0]
+    for other in summaries:
+        if other.steps != first.steps:
+            raise HaiprofError(
+                f"{first.path} is of {_range(first.steps)}, {other.path} of {_range(other.steps)}"
+            )
+    if asked not in (None, first.steps):
+        raise MissingDataError(
+            f"{first.path}: a summary of {_range(first.steps)}",
+            hint=f"haiprof {command} TRACES --reduce DIR --steps A:B makes one of others",
+        )
+    return first.steps
+
+
+def _range(steps: Steps) -> str:
+    return "all steps" if steps is None else f"steps {steps[0]} to before {steps[1]}"

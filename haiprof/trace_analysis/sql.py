@@ -1,15 +1,157 @@
-"""SQL over the frames of traces and runs: one query, one result; files cannot be read."""
+"""SQL over the frames of traces and runs: known tables alone, one query, one result."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import polars as pl
 
 from haiprof.base.errors import UsageError
-from haiprof.trace_analysis.sql_grammar import check_sql, no_files
 from haiprof.trace_analysis.sql_tables import SqlTable, is_of_run
+
+_FIRST = ("select", "with", "from", "values", "explain", "show")
+# Words of the grammar that stand before a parenthesis, types included.
+_GRAMMAR = frozenset((
+    "all", "and", "anti", "any", "array", "as", "asc", "between", "bigint", "by", "case", "char",
+    "cross", "cube", "decimal", "desc", "distinct", "else", "except", "exclude", "exists",
+    "explain", "filter", "float", "from", "full", "group", "having", "ilike", "in", "inner",
+    "int", "integer", "intersect", "interval", "is", "join", "left", "like", "limit", "not",
+    "numeric", "offset", "on", "or", "order", "outer", "over", "partition", "qualify",
+    "recursive", "regexp", "rename", "replace", "right", "rlike", "rollup", "select", "semi",
+    "sets", "similar", "some", "then", "timestamp", "to", "union", "using", "values", "varchar",
+    "when", "where", "window", "with", "within",
+))  # fmt: skip
+# Functions of polars' SQL (crates/polars-sql/src/functions.rs) and the forms of its expressions.
+# `unnest` is the one table function that reads nothing but its argument.
+_FUNCTIONS = frozenset((
+    "abs", "acos", "acosd", "array_agg", "array_contains", "array_get", "array_length",
+    "array_lower", "array_mean", "array_reverse", "array_sum", "array_to_string", "array_unique",
+    "array_upper", "asin", "asind", "atan", "atan2", "atan2d", "atand", "avg", "bit_and",
+    "bit_count", "bit_length", "bit_not", "bit_or", "bit_xor", "cast", "cbrt", "ceil", "ceiling",
+    "char_length", "character_length", "coalesce", "columns", "concat", "concat_ws", "corr",
+    "cos", "cosd", "cot", "cotd", "count", "covar", "covar_pop", "covar_samp", "cume_dist",
+    "current_date", "current_time", "current_timestamp", "date", "date_part", "date_trunc",
+    "degrees", "dense_rank", "div", "ends_with", "exp", "explode", "extract", "first",
+    "first_value", "floor", "greatest", "grouping", "if", "ifnull", "initcap", "lag", "last",
+    "last_value", "lead", "least", "left", "length", "listagg", "ln", "localtime",
+    "localtimestamp", "log", "log10", "log1p", "log2", "lower", "lpad", "ltrim", "max", "median",
+    "min", "mod", "normalize", "now", "nth_value", "ntile", "nullif", "octet_length", "overlay",
+    "percent_rank", "pi", "position", "pow", "power", "quantile_cont", "quantile_disc", "radians",
+    "rank", "regexp_like", "regexp_replace", "replace", "reverse", "right", "round", "row_number",
+    "rpad", "rtrim", "sign", "sin", "sind", "split_part", "sqrt", "starts_with", "stddev",
+    "stddev_samp", "stdev", "stdev_samp", "strftime", "string_agg", "string_to_array", "strpos",
+    "strptime", "substr", "substring", "sum", "tan", "tand", "time", "timestamp", "trim", "trunc",
+    "truncate", "try_cast", "unnest", "upper", "var", "var_samp", "variance", "xor",
+))  # fmt: skip
+
+_TOKEN = re.compile(
+    r"""(?P<blank>\s+)
+    |(?P<line>--[^\n]*)
+    |(?P<comment>/\*)
+    |(?P<text>'(?:[^']|'')*')
+    |(?P<name>"[^"\\]+"|`[^`\\]+`)
+    |(?P<word>[A-Za-z_][A-Za-z0-9_]*)
+    |(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)
+    |(?P<sign>[()\[\],.;+*/%<>=!|&^~:-])""",
+    re.VERBOSE,
+)
+_SIGNS_BEFORE_CALLS = frozenset("(,;+*/%<>=!|&^~:-[.")
+_COMMENT_END = re.compile(r"\*/|/\*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+
+    @property
+    def word(self) -> str:
+        """In lower case; empty for all that is no bare word."""
+        return self.text.lower() if self.kind == "word" else ""
+
+
+def check_sql(sql: str) -> str:
+    """Checks a query and rewrites it for polars."""
+    tokens = list(_tokens(sql))
+    bare = [token for token in tokens if token.kind != "blank"]
+    words = [token.word for token in bare if token.text != "("]
+    first = words[0] if words else ""
+    if first not in _FIRST:
+        raise UsageError(
+            f"SQL begins with {first or sql[:10].strip()!r}: it can ask, and change nothing",
+            hint="select ... from ...",
+        )
+    if first == "show" and words != ["show", "tables"]:
+        raise UsageError(
+            "SQL: of show there is only show tables", hint="haiprof query ... --schema"
+        )
+    _check_calls(bare)
+    return "".join(_texts(tokens))
+
+
+def no_files() -> UsageError:
+    """The error of a query that would leave the tables."""
+    return UsageError(
+        "SQL reads the tables of the traces or the run, no files", hint="haiprof query ... --schema"
+    )
+
+
+def _tokens(sql: str) -> Iterator[_Token]:
+    at = 0
+    while at < len(sql):
+        found = _TOKEN.match(sql, at)
+        if found is None:
+            raise UsageError(
+                f"SQL: cannot read {sql[at : at + 20]!r}",
+                hint="texts stand in '...', odd names in \"...\"",
+            )
+        kind, at = str(found.lastgroup), found.end()
+        if kind == "comment":
+            at = _after_comment(sql, at)
+        # A backslash before a quote ends a text in one dialect and goes on with it in another.
+        if kind == "text" and re.search(r"\\'", found[0]):
+            raise UsageError("SQL: a backslash before a quote", hint="a quote in a text is ''")
+        is_blank = kind in ("blank", "line", "comment")
+        yield _Token("blank", " ") if is_blank else _Token(kind, found[0])
+
+
+def _after_comment(sql: str, at: int) -> int:
+    """Comments hold comments."""
+    depth = 1
+    for end in _COMMENT_END.finditer(sql, at):
+        depth += 1 if end[0] == "/*" else -1
+        if depth == 0:
+            return end.end()
+    raise UsageError("SQL: a comment does not end", hint="/* ... */")
+
+
+def _texts(tokens: Sequence[_Token]) -> Iterator[str]:
+    """Joins the tokens; a letter before a quote would change the kind of text."""
+    before = ""
+    for token in tokens:
+        if token.kind in ("text", "name") and before in ("word", "number", "text", "name"):
+            yield " "
+        yield token.text
+        before = token.kind
+
+
+def _check_calls(tokens: Sequence[_Token]) -> None:
+    """Whether each name before a parenthesis is one that reads no file."""
+    for before, token, following in zip(
+        [_Token("", ""), *tokens], tokens, tokens[1:], strict=False
+    ):
+        if following.text != "(" or token.kind == "number" or token.text in _SIGNS_BEFORE_CALLS:
+            continue
+        is_alias = before.word in ("as", "with", "recursive")  # its columns follow
+        if token.word.startswith(("read_", "scan_")) or (not token.word and not is_alias):
+            raise no_files()
+        if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
+            raise UsageError(
+                f"SQL: no function {token.text!r} here", hint="haiprof query ... --schema"
+            )
+
 
 _FILE_SCAN = re.compile(r"\bSCAN \[", re.IGNORECASE)
 _WORD = re.compile(r"\w+")

@@ -1,22 +1,134 @@
-"""Step time breakdown: each moment of a step is given to one cause, as in TensorBoard.
-
-Causes overlap: a kernel runs while the host launches the next one and a loader waits. So that
-the parts add up to the step, the time of a cause is what no earlier cause of `CAUSES` covers: GPU
-work first, as the step cannot be shorter than that, and the host's share is what the GPU does not
-hide.
-"""
+"""Step time by cause, as in TensorBoard, and named ranges: their time, kernels and lanes."""
 
 from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
+from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Intervals, covered_lengths, difference, union
-from haiprof.trace_analysis.annotations import GPU_CATEGORY
-from haiprof.trace_analysis.classify import COMMUNICATION, COMPUTATION, MEMORY, with_kind
-from haiprof.trace_analysis.temporal import gpu_events, union_of, with_launch
+from haiprof.base.safe_files import MadeFolder, whole_file
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    DURATION_STATISTICS,
+    MEMORY,
+    Steps,
+    gpu_events,
+    step_window,
+    union_of,
+    with_kind,
+    with_launch,
+)
+from haiprof.trace_format.kineto.decode import event_texts
+from haiprof.trace_format.kineto.event_fields import with_number
+from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
+from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.merge.overlaps import LANE
+
+GPU_CATEGORY = "gpu_user_annotation"
+_RANGE = ["category", "device", "name"]
+
+
+def annotation_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Count and time of each named range: `record_function`, optimizer, loader, collectives.
+
+    Source: HTA get_gpu_user_annotation_breakdown, of both categories at once; its statistics
+    are wrong where a limit takes effect (D2), and it rounds ns to us (D1).
+    """
+    ranges = _annotations(trace, steps).sort(*_RANGE, "ts_ns")
+    end = pl.col("ts_ns") + pl.col("dur_ns")
+    before = end.cum_max().shift(1).over(_RANGE)
+    added = (end - pl.max_horizontal("ts_ns", before)).clip(0)
+    found = ranges.with_columns(added_ns=added).group_by(_RANGE)
+    return (
+        found.agg(**DURATION_STATISTICS, covered_ns=pl.col("added_ns").sum())
+        .with_columns(pl.col("category", "name").cast(pl.String))
+        .sort("category", "device", -pl.col("sum_ns"), "name")
+    )
+
+
+def annotation_kernels(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """The GPU events of each annotation: which kernels a named piece of code ran.
+
+    Source: HTA get_gpu_kernels_with_user_annotations, which takes any overlap for
+    containment, and of several ranges the one that it meets last.
+    """
+    gpu = with_annotation(with_kind(gpu_events(trace, steps)), trace.annotations)
+    found = gpu.group_by("device", "annotation", "kind", "name").agg(**DURATION_STATISTICS)
+    return found.with_columns(pl.col("annotation", "name").cast(pl.String)).sort(
+        "device", -pl.col("sum_ns"), "annotation", "name"
+    )
+
+
+def with_annotation(gpu: pl.DataFrame, annotations: pl.DataFrame) -> pl.DataFrame:
+    """GPU events with the innermost annotation around each.
+
+    The same rows, by device and stream, with `annotation`; null outside of all.
+    """
+    on_gpu = annotations.filter(pl.col("category") == GPU_CATEGORY)
+    ranges = on_gpu.with_columns(device="pid", stream="tid")
+    by_stream = ranges.partition_by("device", "stream", as_dict=True, maintain_order=True)
+    empty = ranges.clear()
+    parts = [
+        events.with_columns(annotation=_enclosing(events, by_stream.get(key, empty)))
+        for key, events in gpu.group_by("device", "stream", maintain_order=True)
+    ]
+    nothing = gpu.clear().with_columns(annotation=empty["name"])
+    return pl.concat([nothing, *parts])
+
+
+def _enclosing(events: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
+    starts = ranges["ts_ns"].to_numpy()
+    ends = starts + ranges["dur_ns"].to_numpy()
+    place = innermost(starts, ends, events["ts_ns"].to_numpy())
+    return ranges["name"].gather(pl.Series(place).replace(-1, None)).alias("annotation")
+
+
+def innermost(starts: Ints, ends: Ints, times: Ints) -> Ints:
+    """The innermost range around each time: the one that began last."""
+    place: Ints = np.searchsorted(starts, times, side="right") - 1
+    outer = _longer_before(ends)
+    while True:
+        missed = (place >= 0) & (ends[place] <= times if len(ends) else False)
+        if not missed.any():
+            return place
+        place[missed] = outer[place[missed]]
+
+
+def _longer_before(ends: Ints) -> Ints:
+    """For each range the last earlier one that ends later; -1 without any."""
+    found: Ints = np.arange(len(ends), dtype=np.int64) - 1
+    while True:
+        early = (found >= 0) & (ends[found] <= ends)
+        if not early.any():
+            return found
+        found[early] = found[found[early]]
+
+
+def _annotations(trace: Trace, steps: Steps) -> pl.DataFrame:
+    """Annotations with their device, those of some steps only."""
+    on_gpu = pl.col("category") == GPU_CATEGORY
+    ranges = pl.concat([trace.annotations, trace.phase_ranges])
+    every = ranges.with_columns(device=pl.when(on_gpu).then("pid"))
+    if steps is None:
+        return every
+    start_ns, end_ns = step_window(trace, steps)
+    origins = every.filter(~on_gpu, pl.col("external_id") > 0).group_by("external_id", "name")
+    known = every.join(
+        origins.agg(origin_ns=pl.col("ts_ns").min()), on=["external_id", "name"], how="left"
+    )
+    when = pl.when(on_gpu).then(pl.coalesce("origin_ns", "ts_ns")).otherwise("ts_ns")
+    return known.filter(when.is_between(start_ns, end_ns, closed="left"))
+
 
 CAUSES = ("kernel", "memcpy", "memset", "communication", "runtime", "dataloader", "cpu_exec")
 """Of concurrent causes the first one counts; time that none covers is `other`."""
@@ -151,3 +263,69 @@ def _whole(roles: dict[str, Intervals | None]) -> pl.DataFrame:
     last = max((int(own.ends[-1]) for own in real), default=0)
     schema = {"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64}
     return pl.DataFrame([(None, first, last)] if real else [], schema=schema, orient="row")
+
+
+_GZIP_LEVEL = 1
+
+
+@contextlib.contextmanager
+def with_range_lanes(path: Path) -> Iterator[Path]:
+    """The trace with its ranges (profiler steps, `record_function`) beside their thread.
+
+    With Python stacks a range begins inside the call that opens it and ends after that call:
+    neither contains the other, and Perfetto drops the range. In a lane of its own it is shown
+    unchanged.
+    """
+    try:
+        trace = Trace(path)
+        lanes = _lanes(trace)
+    except TraceFormatError:
+        lanes = []
+    if not lanes or trace.report.lost_count:
+        yield path
+        return
+    with MadeFolder.temporary("haiprof-perfetto-") as folder:
+        copy = folder / "trace.json.gz"
+        with (
+            whole_file(copy, below=folder) as packed,
+            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
+        ):
+            for text in _text(trace, lanes):
+                file.write(text)
+        yield copy
+
+
+def _lanes(trace: Trace) -> list[tuple[int, int]]:
+    """Process and thread of every lane; none without Python functions."""
+    if trace.python.is_empty():
+        return []
+    threads = _ranges(trace).select("pid", "tid").drop_nulls().unique().sort("pid", "tid")
+    return [(pid, tid) for pid, tid in threads.iter_rows() if 0 <= tid < LANE]
+
+
+def _ranges(trace: Trace) -> pl.DataFrame:
+    ranges = pl.concat([trace.annotations, trace.phase_ranges])
+    return ranges.filter(pl.col("category") != "gpu_user_annotation")
+
+
+def _text(trace: Trace, lanes: list[tuple[int, int]]) -> Iterator[bytes]:
+    """Yields the new file's text; the metadata follows the events."""
+    threads = pl.DataFrame(lanes, schema=["pid", "tid"], orient="row")
+    moved = _ranges(trace).join(threads, on=["pid", "tid"], how="semi").sort("event")
+    waiting = list(moved.select("event", "tid").iter_rows())[::-1]
+    text, first = TraceText(trace.path), 0
+    yield b'{"traceEvents": [\n' + b",\n".join(_name(pid, tid) for pid, tid in lanes)
+    for piece in event_texts(text):
+        events = [bytes(one) for one in TEXTS.decode(b"[" + piece + b"]")]
+        while waiting and waiting[-1][0] < first + len(events):
+            place, tid = waiting.pop()
+            events[place - first] = with_number(events[place - first], "tid", LANE + tid)
+        first += len(events)
+        yield b",\n" + b",\n".join(events)
+    rest = json.dumps(text.metadata)[1:].encode()
+    yield b"\n]" + (b", " if text.metadata else b"") + rest
+
+
+def _name(pid: int, tid: int) -> bytes:
+    event = {"ph": "M", "name": "thread_name", "pid": pid, "tid": LANE + tid, "ts": 0}
+    return json.dumps({**event, "args": {"name": f"ranges of thread {tid}"}}).encode()

@@ -20,12 +20,12 @@ from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.diagnosis.functions.reports import function_reports
 from haiprof.trace_analysis import report_cache
-from haiprof.trace_analysis.execution.chakra import chakra_graph, write_chakra
-from haiprof.trace_analysis.memory_file import memory_by_category
-from haiprof.trace_analysis.patterns.pattern_file import patterns_of_files, reduce_patterns
+from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
+from haiprof.trace_analysis.memory_timeline import memory_by_category
+from haiprof.trace_analysis.pattern_file import patterns_of_files, reduce_patterns
+from haiprof.trace_analysis.report_cache import read_summary, write_summary
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
-from haiprof.trace_analysis.summaries import read_summary, write_summary
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 from haiprof.trace_format.execution.trace import load_execution_trace
 from haiprof.trace_format.flight_recorder import read_flight

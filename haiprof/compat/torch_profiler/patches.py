@@ -13,7 +13,7 @@ from typing import Any
 
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.run_format.unpack import read_text
-from haiprof.trace_analysis.classify import COMMUNICATION_NAMES
+from haiprof.trace_analysis.device_time import COMMUNICATION_NAMES
 
 _COMMUNICATION = re.compile(COMMUNICATION_NAMES)
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')

@@ -28,7 +28,7 @@ from haiprof.diagnosis.thresholds import (
     COMPARE_WAIT_RATIO,
 )
 from haiprof.trace_analysis.diff import TraceDiff
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 TRACE_LIMIT_BYTES = 500_000_000
 State = Literal["slower", "faster", "same", "undecided"]

@@ -16,10 +16,10 @@ from haiprof.diagnosis.functions.report import (
     over_ranks,
     too_few_ranks,
 )
-from haiprof.trace_analysis.patterns.kinds import COMMUNICATION
+from haiprof.trace_analysis.kernel_names import COMMUNICATION
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 TITLE = "Communication"
 SLOW_LINK, UNSTEADY = "slow link", "unsteady link"

@@ -23,12 +23,10 @@ from haiprof.diagnosis.thresholds import (
     PER_BLOCK_RATIO,
     SAME_COUNT_RATIO,
 )
-from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.launch_geometry import split_geometry
-from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
+from haiprof.trace_analysis.kernel_names import GPU_COMPUTE, short_kernel_name, split_geometry
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 TITLE = "GPU compute"
 _PACE, _WORK, _USE = "pace_ratio", "work_ratio", "utilization_ratio"

@@ -7,9 +7,9 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.trace_analysis.patterns.function_counters import COUNTERS_SCHEMA, function_counters
-from haiprof.trace_analysis.temporal import Steps
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.device_time import Steps
+from haiprof.trace_analysis.pattern_gathering import COUNTERS_SCHEMA, function_counters
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _HARDWARE = ("gpu", "gpu_health", "dcgm", "burst", "infiniband", "host", "memory_bandwidth")
 

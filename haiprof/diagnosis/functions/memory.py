@@ -16,10 +16,10 @@ from haiprof.diagnosis.functions.report import (
     too_few_ranks,
 )
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
-from haiprof.trace_analysis.patterns.kinds import MEMORY
+from haiprof.trace_analysis.kernel_names import MEMORY
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 TITLE = "GPU memory operations"
 _RATE = "bandwidth_bytes_per_s"

@@ -16,7 +16,7 @@ from haiprof.diagnosis.functions.python import python_report
 from haiprof.diagnosis.functions.report import FunctionReport, spread_of
 from haiprof.diagnosis.functions.runtime import runtime_report
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
-from haiprof.trace_analysis.patterns.kinds import (
+from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
     GPU_COMPUTE,
     MEMORY,
@@ -25,7 +25,7 @@ from haiprof.trace_analysis.patterns.kinds import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
     GPU_COMPUTE: gpu_compute_report,

@@ -9,11 +9,11 @@ import polars as pl
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.functions.host import abnormal_host, by_function
 from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, FunctionReport, too_few_ranks
-from haiprof.trace_analysis.patterns.kinds import RUNTIME
-from haiprof.trace_analysis.patterns.worker import NO_GPU
+from haiprof.trace_analysis.function_patterns import NO_GPU
+from haiprof.trace_analysis.kernel_names import RUNTIME
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 TITLE = "CUDA runtime"
 _ADVICE = (

@@ -12,7 +12,7 @@ from haiprof.diagnosis.thresholds import (
     WAITING_RATIO,
 )
 from haiprof.diagnosis.traced_window import typical
-from haiprof.trace_analysis.patterns.kinds import COMMUNICATION
+from haiprof.trace_analysis.kernel_names import COMMUNICATION
 
 RULE = "exposed_communication"
 

@@ -9,7 +9,7 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_analysis.patterns.kinds import MEMORY
+from haiprof.trace_analysis.kernel_names import MEMORY
 
 RULE = "pageable_copies"
 _SIGN = "Pageable -> Device"

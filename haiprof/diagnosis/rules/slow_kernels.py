@@ -13,7 +13,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 RULE = "slow_kernels"
 _NO_GRIDS = "whether it got larger inputs: kernels' grids are not in the traces"

@@ -14,7 +14,7 @@ from haiprof.diagnosis.traced_window import at_places, missing_lines, places
 from haiprof.trace_format.blocking_calls import FREE
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.pattern_gathering import Patterns
 
 RULE = "synchronising_calls"
 _FREES = pl.col("call").str.contains(FREE)

@@ -13,8 +13,7 @@ from haiprof.diagnosis.thresholds import (
     TF32_CAPABILITY,
 )
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.patterns.kinds import GPU_COMPUTE
+from haiprof.trace_analysis.kernel_names import GPU_COMPUTE, short_kernel_name
 
 RULE = "tensor_cores_unused"
 

@@ -17,7 +17,7 @@ from haiprof.show.figures.style import (
 )
 from haiprof.show.figures.trace_bars import layout_rows, row_names
 from haiprof.show.views.functions import kernel_label as short_label
-from haiprof.trace_analysis.kernels import OTHERS
+from haiprof.trace_analysis.device_time import OTHERS
 
 _COLORED = 8
 """So many kernels have a colour of their own: colours repeat after them."""

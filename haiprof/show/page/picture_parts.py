@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 
 from haiprof.show.text import printable
 from haiprof.show.trace_pictures import TracePicture, all_pictures
-from haiprof.trace_analysis.temporal import Steps
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.device_time import Steps
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _TITLE_PX = 100
 """What a figure's own title and legend take; on the page they stand above it."""

@@ -20,7 +20,7 @@ from haiprof.show.figures.style import PHASES
 from haiprof.show.page.tables import PageTable, page_table, text_table
 from haiprof.show.summary import OverviewSummary, rank_name
 from haiprof.show.text import moment_text, number_text, printable, share_text
-from haiprof.trace_analysis.worker_files import files_by_window
+from haiprof.trace_analysis.files import files_by_window
 
 _SLOW_LIMIT, _LATE_LIMIT = 10, 16
 _ONLY_GPU = ("GPU", "GPU memory")

@@ -17,7 +17,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.show.page.page_state import CachedPage
 from haiprof.show.servers.local_server import free_port, new_access, url_of
 from haiprof.show.servers.perfetto import has_viewer, perfetto_served, viewer_folder
-from haiprof.trace_analysis.range_lanes import with_range_lanes
+from haiprof.trace_analysis.step_time import with_range_lanes
 
 if TYPE_CHECKING:
     from werkzeug.serving import BaseWSGIServer

@@ -10,9 +10,9 @@ from haiprof.show.page.render import trace_html
 from haiprof.show.page.tables import page_table
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.trace_report import shown_tables
+from haiprof.trace_analysis.files import fault_lines
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport
-from haiprof.trace_analysis.trace_check import fault_lines
-from haiprof.trace_analysis.trace_questions import TraceQuestions
 from haiprof.trace_format.checks.finding import EVERYTHING
 
 

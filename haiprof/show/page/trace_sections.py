@@ -18,8 +18,8 @@ from haiprof.show.views.functions import TITLES
 from haiprof.show.views.functions import shown_tables as function_tables
 from haiprof.show.views.memory_timeline import MemoryAnswers, memory_answers
 from haiprof.show.views.trace_report import shown_tables
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import standard_report
-from haiprof.trace_analysis.trace_questions import TraceQuestions
 
 _FUNCTION_LIMIT, _MEMORY_LIMIT, _OPERATOR_LIMIT = 12, 10, 15
 _OUTSIDE_MODULES = "(outside all modules)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.run_format.layout import RunPaths
-from haiprof.trace_analysis.worker_files import files_by_window
+from haiprof.trace_analysis.files import files_by_window
 from haiprof.trace_format.find import merged_files
 
 

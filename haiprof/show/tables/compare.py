@@ -14,7 +14,7 @@ from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
 from haiprof.show.flame import PHASE_TITLES
 from haiprof.show.page.tables import PageTable, page_table, text_table
 from haiprof.show.text import printable, value_text
-from haiprof.trace_analysis.diff_steps import KERNEL, NOTHING
+from haiprof.trace_analysis.diff import KERNEL, NOTHING
 
 _MAIN_RATIO, _ALL_RATIO = 0.5, 0.995
 _DIGEST = 12

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import polars as pl
 
-from haiprof.trace_analysis.group_parts import WHOLE_JOB
+from haiprof.trace_analysis.collectives import WHOLE_JOB
 
 Tables = Mapping[str, pl.DataFrame]
 

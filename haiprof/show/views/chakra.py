@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.trace_analysis.execution.chakra import ChakraGraph
+from haiprof.trace_analysis.chakra import ChakraGraph
 
 
 def row_of(graph: ChakraGraph, path: Path) -> dict[str, Any]:

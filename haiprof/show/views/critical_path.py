@@ -12,7 +12,7 @@ from haiprof.base.units import duration_text
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
-from haiprof.trace_analysis.critical.path import CriticalPath
+from haiprof.trace_analysis.critical_path import CriticalPath
 
 _CAUSES = (
     ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),

@@ -16,14 +16,14 @@ from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.tables.frame_table import Columns, frame_table
 from haiprof.show.text import count_text, value_text
 from haiprof.show.views.blocks import bullets, section
-from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.launch_geometry import split_geometry
-from haiprof.trace_analysis.patterns.kinds import (
+from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
     GPU_COMPUTE,
     MEMORY,
     PYTHON,
     RUNTIME,
+    short_kernel_name,
+    split_geometry,
 )
 
 _LIMIT = 6

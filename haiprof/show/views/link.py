@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.trace_analysis.execution.link import LinkShare
+from haiprof.trace_analysis.execution_link import LinkShare
 
 _NAMES_SHOWN = 3
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from haiprof.base.units import bytes_text, duration_text
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.views.blocks import section
-from haiprof.trace_analysis.memory_file import CATEGORIES, memory_by_category
+from haiprof.trace_analysis.memory_timeline import CATEGORIES, memory_by_category
 
 _COLUMNS = (
     ("name", "category"), ("at_peak_bytes", "at the peak"), ("share_ratio", "share"),

@@ -16,7 +16,7 @@ from haiprof.show.figures.style import SKY
 from haiprof.show.sparkline import Sparkline
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.views.blocks import missing_block, section
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _BUCKETS = 100
 _DEVICE = ["rank", "device_type", "device"]

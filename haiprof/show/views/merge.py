@@ -9,7 +9,7 @@ from rich.text import Text
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
-from haiprof.trace_analysis.alignment import RULE
+from haiprof.trace_analysis.matching import RULE
 from haiprof.trace_analysis.merge import MergeReport
 
 _COLUMNS = (

@@ -14,9 +14,9 @@ from haiprof.show.tables import trace_report as rows
 from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, missing_block, notes_block, section
-from haiprof.trace_analysis.group_parts import WHOLE_JOB
+from haiprof.trace_analysis.collectives import WHOLE_JOB
+from haiprof.trace_analysis.files import fault_lines, fault_names
 from haiprof.trace_analysis.report import TraceReport
-from haiprof.trace_analysis.trace_check import fault_lines, fault_names
 from haiprof.trace_format.checks.finding import EVERYTHING
 
 _MANY = 12

@@ -13,10 +13,10 @@ from haiprof.base.errors import UsageError
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import NS_PER_US
 from haiprof.show.tables.frame_table import frame_table
+from haiprof.trace_analysis.attribution import MIN_PATTERN_LENGTH, TOP_K
+from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
-from haiprof.trace_analysis.sequences import MIN_PATTERN_LENGTH, TOP_K
-from haiprof.trace_analysis.temporal import Steps
-from haiprof.trace_analysis.trace_questions import TraceQuestions
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 _ROWS = 40
 

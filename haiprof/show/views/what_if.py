@@ -17,9 +17,9 @@ from haiprof.show.tables.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.pool import Pool
-from haiprof.trace_analysis.trace_questions import TraceQuestions
-from haiprof.trace_analysis.what_if.changes import Change
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
+from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
 
 _COMMON = (

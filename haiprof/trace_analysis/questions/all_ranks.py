@@ -1,36 +1,49 @@
-"""Questions that need all ranks: collectives, waits, stragglers, clocks, function patterns."""
+"""Questions that need all ranks, questions about causes, and `TraceQuestions` with all of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
-from haiprof.trace_analysis.clocks import on_one_clock
-from haiprof.trace_analysis.collectives import collective_kernels
-from haiprof.trace_analysis.communication_parts import communication_parts, waits_by_part
-from haiprof.trace_analysis.pool import Progress
-from haiprof.trace_analysis.questions.base import RankTraces, Steps
-from haiprof.trace_analysis.skew import (
+from haiprof.trace_analysis.arrivals import (
+    arrival_lateness,
     collective_waits,
     collectives,
     process_groups,
     rank_collectives,
+    stragglers,
+    who_is_late,
 )
-from haiprof.trace_analysis.stragglers import stragglers
+from haiprof.trace_analysis.collectives import (
+    collective_kernels,
+    communication_parts,
+    waits_by_part,
+)
+from haiprof.trace_analysis.diff import KERNEL, OPERATOR, step_samples
+from haiprof.trace_analysis.kernel_names import FULL
+from haiprof.trace_analysis.matching import on_one_clock
+from haiprof.trace_analysis.pool import Progress
+from haiprof.trace_analysis.questions.base import RankTraces, Steps
+from haiprof.trace_analysis.questions.one_rank import HostQuestions, TimeQuestions
 from haiprof.trace_format.find import is_reduced_to_functions
+from haiprof.trace_format.kineto.rank_trace import Trace
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.patterns.gather import Patterns
+    from haiprof.trace_analysis.critical_path import CriticalPath
+    from haiprof.trace_analysis.diff import TraceDiff
+    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.what_if.replay_parts import Change
 
 
 class RankQuestions(RankTraces):
     """Questions that need all ranks: collectives, waits, stragglers, clocks, function patterns."""
 
     def collectives(self, steps: Steps = None) -> pl.DataFrame:
-        """Skew, transfer time and bandwidth of each collective: `haiprof.trace_analysis.skew`.
+        """Skew, transfer time and bandwidth of each collective: `haiprof.trace_analysis.arrivals`.
 
         Returns:
             One row per collective that is found on several ranks: `collective`, `step`, `kind`,
@@ -87,7 +100,7 @@ class RankQuestions(RankTraces):
     def patterns(
         self, steps: Steps = None, *, geometry: bool = False, progress: Progress | None = None
     ) -> Patterns:
-        """What bounds each rank, function by function: `haiprof.trace_analysis.patterns`.
+        """What bounds each rank, function by function: `haiprof.trace_analysis.function_patterns`.
 
         Args:
             steps: First profiler step and the one after the last; None takes all.
@@ -99,10 +112,9 @@ class RankQuestions(RankTraces):
             `functions`, `totals` (a row per rank) and `signs`; `haiprof.diagnosis.workers` makes
             PerfTracker's five reports of them.
         """
-        from haiprof.trace_analysis.patterns.cached import cached_patterns
-        from haiprof.trace_analysis.patterns.gather import gather_patterns
-        from haiprof.trace_analysis.patterns.pattern_file import patterns_of_files
-        from haiprof.trace_analysis.patterns.worker import worker_pattern
+        from haiprof.trace_analysis.function_patterns import worker_pattern
+        from haiprof.trace_analysis.pattern_file import patterns_of_files
+        from haiprof.trace_analysis.pattern_gathering import cached_patterns, gather_patterns
 
         paths = [file.path for file in self.files.values()]
         if is_reduced_to_functions(paths):
@@ -126,7 +138,7 @@ class RankQuestions(RankTraces):
         return self.patterns(steps).functions
 
     def stragglers(self, steps: Steps = None, *, by_step: bool = False) -> pl.DataFrame:
-        """Which rank arrives last at collectives: `haiprof.trace_analysis.stragglers`.
+        """Which rank arrives last at collectives: `haiprof.trace_analysis.arrivals`.
 
         Args:
             steps: First profiler step and the one after the last; None takes all.
@@ -140,7 +152,7 @@ class RankQuestions(RankTraces):
         return stragglers(self._collective_waits(steps), by_step=by_step)
 
     def arrival_lateness(self, steps: Steps = None) -> pl.DataFrame:
-        """Who is late, and how sure that is: `haiprof.trace_analysis.arrival_lateness`.
+        """Who is late, and how sure that is: `haiprof.trace_analysis.arrivals`.
 
         Args:
             steps: First profiler step and the one after the last; None takes all.
@@ -169,3 +181,171 @@ class RankQuestions(RankTraces):
             `corrected`. Without collectives in common offsets are null: unknown.
         """
         return self._clocks(self._matched_collectives(steps))
+
+
+class CauseQuestions(RankTraces):
+    """Questions about causes: critical path, what-if, what changed between two traces."""
+
+    def diff(
+        self,
+        other: RankTraces,
+        *,
+        of: tuple[str, ...] = (KERNEL, OPERATOR),
+        names: str = FULL,
+        geometry: bool = False,
+        steps: Steps = None,
+        other_steps: Steps = None,
+        by_step: bool = True,
+    ) -> TraceDiff:
+        """These traces as the control, others as the test: `haiprof.trace_analysis.diff`.
+
+        Args:
+            other: What is judged.
+            of: `kernel`, `operator`, `runtime`, `annotation`.
+            names: `full`; `short` without template arguments; `generic` also without what differs
+                between GPU generations.
+            geometry: Whether a kernel with another grid or block is another one.
+            steps: First profiler step of these and the one after the last; None takes all.
+            other_steps: The same of the others.
+            by_step: False compares whole traces, however long each is.
+
+        Returns:
+            `names` (a row per name with times per step, spread, significance and what it explains
+            of the step's difference), `steps`, `step_time`, `notes`. `diff.verdict` says in words
+            whether the test is slower.
+        """
+        from haiprof.trace_analysis.diff import compare_traces
+
+        asked: dict[str, Any] = {
+            "of": of, "names": names, "geometry": geometry, "by_step": by_step,
+        }  # fmt: skip
+        control = self.per_rank(step_samples, steps=steps, **asked)
+        return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
+
+    def what_if(self, *changes: Change, steps: Steps = None) -> pl.DataFrame:
+        """Step time if something were faster: `haiprof.trace_analysis.what_if`.
+
+        Args:
+            changes: From `haiprof.trace_analysis.what_if.replay_parts`: `faster_kernel`,
+                `faster_operator`, `faster_loader`, `faster_network`, `faster_collective`,
+                `rank_as_others`, `together`.
+            steps: First profiler step and the one after the last; None takes all.
+
+        Returns:
+            One row per change: `change`, `measured_step_ns`, `reproduced_step_ns`, `error_ratio`,
+            `unexplained_ratio`, `predicted_step_ns` with its interval (95 %) from `low_step_ns` to
+            `high_step_ns`, `saved_ratio`, `shortened_ns`, `changed_count`, `held_count`,
+            `collective_count`, `unmatched_count`, `apart_count`, `ahead_count`.
+        """
+        from haiprof.trace_analysis.arrivals import collective_waits
+        from haiprof.trace_analysis.what_if.predict import predictions
+        from haiprof.trace_analysis.what_if.replay import rank_graph
+
+        paths = [file.path for file in self.files.values()]
+        graphs = self._ask(rank_graph, paths, {"steps": steps, "changes": changes})
+        kernels = self._matched_collectives(None)
+        clocks = self._clocks(kernels)
+        ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
+        waits = collective_waits(on_one_clock(kernels, clocks))
+        by_rank = dict(zip(self.files, graphs, strict=True))
+        return predictions(by_rank, waits, changes, ahead, kernels)
+
+    def write_counter_traces(
+        self,
+        folder: str | Path | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        counters: tuple[str, ...] | None = None,
+        suffix: str | None = None,
+    ) -> pl.DataFrame:
+        """Writes each trace anew with counter tracks: `haiprof.trace_analysis.launches`.
+
+        Args:
+            folder: Where; None is beside each trace.
+            ranks: Only these; None takes all.
+            counters: `queue_length` or `memory_bandwidth`; None takes both.
+            suffix: What the files' names end in; None is `_with_counters`.
+
+        Returns:
+            One row per rank: `rank`, `path`, `counter_event_count`.
+        """
+        from haiprof.trace_analysis.launches import write_counter_trace
+
+        asked = {"folder": folder and Path(folder), "counters": counters, "suffix": suffix}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return self.per_rank(write_counter_trace, ranks=ranks, **given)
+
+    def critical_path(
+        self,
+        rank: int | None = None,
+        *,
+        steps: Steps = None,
+        annotation: str | None = None,
+        instance: int | tuple[int, int] = 0,
+        data_loading: str | None = None,
+    ) -> CriticalPath:
+        """The chain of events that a window consists of: `haiprof.trace_analysis.critical_path`.
+
+        Args:
+            rank: Whose; None is the lowest.
+            steps: First profiler step and the one after the last.
+            annotation: Part of the name of a record_function range.
+            instance: Which of those ranges, from 0, or the first and the last of several. With
+                neither steps nor annotation, the whole trace.
+            data_loading: Regular expression of the ranges in which the host loads data; None takes
+                torch's own.
+
+        Returns:
+            Frames by `summary()`, `top()` and `segments()`, and what they rest on: `confidence`,
+            `caveats`.
+        """
+        from haiprof.trace_analysis.critical_path import DATA_LOADING, critical_path
+
+        return critical_path(
+            self._trace_of(rank),
+            steps=steps,
+            annotation=annotation,
+            instance=instance,
+            data_loading=DATA_LOADING if data_loading is None else data_loading,
+        )
+
+    def overlay_critical_path(
+        self,
+        path: CriticalPath,
+        rank: int | None = None,
+        *,
+        folder: str | Path | None = None,
+        only_path: bool = False,
+    ) -> Path:
+        """Writes the trace anew with its path drawn in: `haiprof.trace_analysis.critical_path`.
+
+        Args:
+            path: From `critical_path()` of the same rank.
+            rank: Whose; None is the lowest.
+            folder: Where; None is beside the trace.
+            only_path: Events that are not on the path are left out.
+
+        Returns:
+            The new file.
+        """
+        from haiprof.trace_analysis.critical_path import write_overlay
+
+        target = Path(folder) if folder else None
+        return write_overlay(self._trace_of(rank), path, folder=target, only_path=only_path)
+
+    def _trace_of(self, rank: int | None) -> Trace:
+        chosen = min(self.traces) if rank is None else rank
+        if chosen not in self.traces:
+            known = ", ".join(map(str, self.traces))
+            raise MissingDataError(f"{self.path}: no trace of rank {chosen}; there are: {known}")
+        return self.traces[chosen]
+
+
+class TraceQuestions(TimeQuestions, RankQuestions, HostQuestions, CauseQuestions):
+    """The traces of one window of a job, a file per rank; each is read at the first question.
+
+    `steps` is always the first profiler step and the one after the last; None takes all.
+
+    Frames are polars'; `frame.to_pandas()` makes pandas' of them where pandas and pyarrow are
+    installed: haiprof does not need them.
+    """

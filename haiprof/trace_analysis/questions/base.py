@@ -11,13 +11,16 @@ from typing import Any, TypeVar
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.clocks import clock_offsets, host_offsets, on_one_clock
+from haiprof.trace_analysis.arrivals import collective_waits
 from haiprof.trace_analysis.collectives import collective_kernels
-from haiprof.trace_analysis.files import TraceFile, load_frame, trace_file
-from haiprof.trace_analysis.matching import match_collectives
+from haiprof.trace_analysis.files import TraceFile, check_frame, load_frame, trace_file
+from haiprof.trace_analysis.matching import (
+    clock_offsets,
+    host_offsets,
+    match_collectives,
+    on_one_clock,
+)
 from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
-from haiprof.trace_analysis.skew import collective_waits
-from haiprof.trace_analysis.trace_check import check_frame
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
@@ -80,7 +83,7 @@ class RankTraces:
         """
         paths = self.paths()
         if is_reduced_to_functions(paths):
-            from haiprof.trace_analysis.patterns.pattern_file import read_pattern
+            from haiprof.trace_analysis.pattern_file import read_pattern
 
             return by_rank(read_pattern(path).file for path in paths)
         found = self._ask(trace_file, paths, {})
@@ -111,7 +114,7 @@ class RankTraces:
         return load_frame(self.files)
 
     def trace_check(self) -> pl.DataFrame:
-        """What is odd about the traces: `haiprof.trace_analysis.trace_check`.
+        """What is odd about the traces: `haiprof.trace_analysis.files`.
 
         Returns:
             One row per trace and finding: `rank` (null of all ranks together), `file`, `check`,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.classify import COMMUNICATION
+from haiprof.trace_analysis.device_time import COMMUNICATION
 from haiprof.trace_analysis.kernel_names import short_kernel_name
-from haiprof.trace_analysis.what_if.changes import (
+from haiprof.trace_analysis.what_if.replay_parts import (
     KERNEL,
     LOADER_NAME,
     OPERATOR,
@@ -24,7 +24,7 @@ from haiprof.trace_analysis.what_if.changes import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.trace_analysis.trace_questions import TraceQuestions
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 SPEEDUP = 2.0
 """The speed-up of each change in the default scenarios."""

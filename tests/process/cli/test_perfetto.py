@@ -16,7 +16,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.cli.app import run_command
 from haiprof.show.servers import perfetto
 from haiprof.show.servers.perfetto_trace import trace_to_show
-from haiprof.trace_analysis.range_lanes import with_range_lanes
+from haiprof.trace_analysis.step_time import with_range_lanes
 from haiprof.trace_format.merge.overlaps import LANE
 from tests.browser import Page, browser
 from tests.served import Served, served

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from haiprof.trace_analysis.execution.link import link
-from haiprof.trace_analysis.execution.pairs import pairs
+from haiprof.trace_analysis.execution_link import link
+from haiprof.trace_analysis.execution_pairs import pairs
 from tests.conftest import Once
 from tests.unit.traces.execution import record, record_pair
 from tests.unit.traces.test_link import check_links, check_nesting, hosts

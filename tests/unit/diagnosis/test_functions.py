@@ -17,7 +17,7 @@ from haiprof.cli.app import run_command
 from haiprof.diagnosis.functions.distance import differs, with_distance
 from haiprof.diagnosis.functions.report import FunctionReport
 from haiprof.diagnosis.functions.reports import function_reports
-from haiprof.trace_analysis.patterns.gather import Patterns
+from haiprof.trace_analysis.pattern_gathering import Patterns
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, traces
 from tests.unit.diagnosis.trace_stories import ALL_REDUCE, ALL_TO_ALL, GEMM, Story, write_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from haiprof.trace_analysis.memory_file import CATEGORIES, memory_by_category
+from haiprof.trace_analysis.memory_timeline import CATEGORIES, memory_by_category
 
 
 def test_category_file_agrees_with_torch(tmp_path: Path) -> None:

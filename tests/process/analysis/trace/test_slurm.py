@@ -13,9 +13,8 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof.base.errors import MissingExtraError, UsageError
-from haiprof.trace_analysis.cluster import cluster_pool
+from haiprof.trace_analysis.cluster import SlurmCluster, SlurmOptions, cluster_pool
 from haiprof.trace_analysis.report import standard_report
-from haiprof.trace_analysis.slurm import SlurmCluster, SlurmOptions
 from tests.unit.analysis.trace.shared import kernel, rank_file, traces
 
 

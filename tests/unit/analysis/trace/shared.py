@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import polars as pl
 import pytest
 
+from haiprof.trace_analysis.device_time import with_launch
 from haiprof.trace_analysis.pool import Progress, Question, Serial
-from haiprof.trace_analysis.temporal import with_launch
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.annotations import annotation_breakdown, annotation_kernels, innermost
+from haiprof.trace_analysis.step_time import annotation_breakdown, annotation_kernels, innermost
 from tests.unit.analysis.trace.shared import (
     Event,
     event,

@@ -13,7 +13,7 @@ from haiprof.diagnosis.functions.reports import function_reports
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.show.views.what_if import what_if_answers
 from haiprof.trace_analysis.report import standard_report
-from haiprof.trace_analysis.what_if.changes import rank_as_others
+from haiprof.trace_analysis.what_if.replay_parts import rank_as_others
 from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces
 
 STEPS, RANKS = 6, 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.bandwidth import memory_bandwidth, memory_bandwidth_summary
+from haiprof.trace_analysis.launches import memory_bandwidth, memory_bandwidth_summary
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
     Event,

@@ -12,8 +12,8 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.patterns.cached import as_answers, cached_patterns, from_answers
-from haiprof.trace_analysis.patterns.worker import WorkerPattern, worker_pattern
+from haiprof.trace_analysis.function_patterns import WorkerPattern, worker_pattern
+from haiprof.trace_analysis.pattern_gathering import as_answers, cached_patterns, from_answers
 from haiprof.trace_analysis.report_cache import pack_answers, unpack_answers
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, traces

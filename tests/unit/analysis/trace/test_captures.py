@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.trace_analysis.attribution import kernel_operators, operator_kernels
-from haiprof.trace_analysis.modules import module_times
+from haiprof.trace_analysis.python_code import module_times
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of
 
 NODE = "graph node id"

@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from haiprof.trace_analysis.classify import COMMUNICATION, COMPUTATION, MEMORY, with_kind
+from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY, with_kind
 from tests.unit.analysis.trace.shared import kernel, ranks_of, reference_frame, trace_of
 
 # HTA classes by name only (D13): these are left out of its tables, or are communication there.

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import HaiprofError
-from haiprof.trace_analysis.bandwidth import memory_bandwidth
-from haiprof.trace_analysis.counter_trace import COUNTERS, write_counter_trace
-from haiprof.trace_analysis.queue import queue_length
+from haiprof.trace_analysis.launches import (
+    COUNTERS,
+    memory_bandwidth,
+    queue_length,
+    write_counter_trace,
+)
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of

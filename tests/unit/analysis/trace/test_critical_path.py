@@ -10,8 +10,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.critical.overlay import write_overlay
-from haiprof.trace_analysis.critical.path import CriticalPath, critical_path
+from haiprof.trace_analysis.critical_path import CriticalPath, critical_path, write_overlay
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import (

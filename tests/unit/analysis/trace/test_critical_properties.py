@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.critical.path import CriticalPath, critical_path
+from haiprof.trace_analysis.critical_path import CriticalPath, critical_path
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of
 from tests.unit.analysis.trace.test_critical_path import call, check_covers, mark, op

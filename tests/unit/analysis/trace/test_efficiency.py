@@ -13,9 +13,8 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli import main
-from haiprof.trace_analysis.efficiency.peaks import PEAKS, parse_peak, peak_of
-from haiprof.trace_analysis.efficiency.tensors import arguments_of
-from haiprof.trace_analysis.efficiency.work import Work, work_of
+from haiprof.trace_analysis.operator_efficiency import PEAKS, parse_peak, peak_of
+from haiprof.trace_analysis.operator_work import Work, arguments_of, work_of
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
 
 # AMD-AGI/TraceLens, tests/traces/h100/Qwen_Qwen1.5-0.5B-Chat__1016005_perf_report_csvs (MIT):

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.trace_analysis.patterns.function_counters import function_counters
+from haiprof.trace_analysis.pattern_gathering import function_counters
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import kernel, launch, trace_of
 

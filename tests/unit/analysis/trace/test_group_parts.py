@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.group_parts import part_of
+from haiprof.trace_analysis.collectives import part_of
 from tests.unit.analysis.trace.shared import Event, kernel, step, traces
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

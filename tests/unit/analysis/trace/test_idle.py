@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.idle import gaps, idle_breakdown
-from haiprof.trace_analysis.temporal import gpu_events, union_of
+from haiprof.trace_analysis.device_time import gaps, gpu_events, idle_breakdown, union_of
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
     WITHOUT_D11,

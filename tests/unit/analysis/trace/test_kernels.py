@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.kernels import across_ranks, kernels, limit_kernels
+from haiprof.trace_analysis.device_time import across_ranks, kernels, limit_kernels
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     WITHOUT_D11,

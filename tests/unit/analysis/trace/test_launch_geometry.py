@@ -11,8 +11,8 @@ from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.cli import main
 from haiprof.diagnosis.functions.reports import function_reports
-from haiprof.trace_analysis.launch_geometry import block_counts
-from haiprof.trace_analysis.patterns.pattern_file import reduce_patterns
+from haiprof.trace_analysis.kernel_names import block_counts
+from haiprof.trace_analysis.pattern_file import reduce_patterns
 from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces
 
 RANKS = 4

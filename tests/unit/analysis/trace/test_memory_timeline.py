@@ -13,10 +13,10 @@ import pytest
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.cli import main
-from haiprof.trace_analysis.memory_file import memory_by_category
 from haiprof.trace_analysis.memory_timeline import (
     memory_allocations,
     memory_at_peak,
+    memory_by_category,
     memory_by_operator,
     memory_timeline,
 )

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.intervals import total
-from haiprof.trace_analysis.classify import KINDS
-from haiprof.trace_analysis.overlap import _combinations, kernel_types, overlap
-from haiprof.trace_analysis.temporal import gpu_events, union_of
+from haiprof.trace_analysis.device_time import (
+    KINDS,
+    _combinations,
+    gpu_events,
+    kernel_types,
+    overlap,
+    union_of,
+)
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
     WITHOUT_D11,

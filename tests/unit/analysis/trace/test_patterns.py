@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.patterns.kinds import PRIORITY, PYTHON
-from haiprof.trace_analysis.patterns.priority import (
+from haiprof.trace_analysis.function_evidence import (
     PatternWindow,
     Spans,
     busy,
@@ -27,9 +26,14 @@ from haiprof.trace_analysis.patterns.priority import (
     join_spans,
     kind_ns,
 )
-from haiprof.trace_analysis.patterns.tensor_cores import is_matrix_work, uses_tensor_cores
-from haiprof.trace_analysis.patterns.transfer_types import transfer_type
-from haiprof.trace_analysis.patterns.worker import KEPT_RATIO, WorkerPattern, worker_pattern
+from haiprof.trace_analysis.function_patterns import KEPT_RATIO, WorkerPattern, worker_pattern
+from haiprof.trace_analysis.kernel_names import (
+    PRIORITY,
+    PYTHON,
+    is_matrix_work,
+    transfer_type,
+    uses_tensor_cores,
+)
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.analysis.trace.shared import (

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.python_functions import folded_stacks, python_functions, python_stacks
+from haiprof.trace_analysis.python_code import folded_stacks, python_functions, python_stacks
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import Event, event, kernel, step, trace_of, traces

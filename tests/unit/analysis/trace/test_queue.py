@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from haiprof.trace_analysis.queue import full_queue, queue_length, queue_length_summary
+from haiprof.trace_analysis.launches import full_queue, queue_length, queue_length_summary
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
     as_hta_sees,

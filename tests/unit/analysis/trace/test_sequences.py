@@ -5,9 +5,12 @@ from pathlib import Path
 
 import polars as pl
 
-from haiprof.trace_analysis.attribution import kernel_operators
+from haiprof.trace_analysis.attribution import (
+    kernel_operators,
+    kernel_sequences,
+    operator_sequences,
+)
 from haiprof.trace_analysis.call_tree import call_tree
-from haiprof.trace_analysis.sequences import kernel_sequences, operator_sequences
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, ranks_of, trace_of
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.temporal import gpu_events, temporal_breakdown, with_launch
+from haiprof.trace_analysis.device_time import gpu_events, temporal_breakdown, with_launch
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
     WITHOUT_D11,

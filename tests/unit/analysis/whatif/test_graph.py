@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.trace_analysis.what_if.graph import Graph, plan_graph, times
+from haiprof.trace_analysis.what_if.predict import Graph, plan_graph, times
 
 
 def graph_of(edges: list[tuple[int, int]], points: int) -> Graph:

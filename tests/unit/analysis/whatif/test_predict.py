@@ -11,7 +11,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.trace_analysis.what_if.changes import (
+from haiprof.trace_analysis.what_if.replay_parts import (
     Change,
     faster_kernel,
     faster_loader,

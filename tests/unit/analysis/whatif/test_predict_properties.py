@@ -10,7 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
-from haiprof.trace_analysis.what_if.changes import faster_kernel, faster_network, faster_operator
+from haiprof.trace_analysis.what_if.replay_parts import (
+    faster_kernel,
+    faster_network,
+    faster_operator,
+)
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step
 

@@ -1,0 +1,483 @@
+"""How ranks arrive at collectives: waits and bandwidth, stragglers, and lateness per step."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.intervals import covered_lengths, union
+from haiprof.base.statistics.bootstrap import student_quantile
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
+from haiprof.trace_analysis.matching import MAD_TO_SIGMA
+
+_GROUP = ("process_group", "group_ranks")
+
+
+def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
+    """How long each rank was in communication of its other groups before a collective.
+
+    The same with `elsewhere_ns`: from the end of the rank's last collective of the same group
+    (of the first: from its first collective of all) to the beginning of this one, the time in
+    kernels of other groups, waiting included. 0 where a rank has one group.
+    """
+    texts = (pl.col(name).fill_null("") for name in _GROUP)
+    group = pl.concat_str(*texts, separator="|").rank("dense").cast(pl.Int64)
+    placed = kernels.with_columns(group=group).with_row_index("place")
+    found = np.zeros(len(kernels), dtype=np.int64)
+    for own in placed.sort("start_ns").partition_by("rank"):
+        if own["group"].n_unique() > 1:
+            found[own["place"].to_numpy()] = _elsewhere(own)
+    return kernels.with_columns(pl.Series("elsewhere_ns", found, dtype=pl.Int64))
+
+
+def _elsewhere(own: pl.DataFrame) -> Ints:
+    """Of one rank's kernels by start."""
+    starts, ends = own["start_ns"].to_numpy(), own["end_ns"].to_numpy()
+    groups = own["group"].to_numpy()
+    found = np.zeros(len(own), dtype=np.int64)
+    for group in np.unique(groups):
+        mine = groups == group
+        others = union(starts[~mine], ends[~mine])
+        left = np.append(starts[0], np.maximum.accumulate(ends[mine])[:-1])
+        found[mine] = covered_lengths(others, np.minimum(left, starts[mine]), starts[mine])
+    return found
+
+
+def with_passed_on(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """With `passed_on`: how much longer than the others' each rank's time elsewhere was."""
+    found = above_others(arrivals, "elsewhere_ns", "passed_on")
+    return found.with_columns(pl.col("passed_on").clip(0))
+
+
+def above_others(arrivals: pl.DataFrame, column: str, name: str) -> pl.DataFrame:
+    """With a value of each rank less the median of the other ranks' in the same collective."""
+    values = pl.col(column).sort().over("collective", mapping_strategy="join")
+    place = pl.col(column).rank("ordinal").over("collective").cast(pl.Int64) - 1
+    others = pl.len().over("collective").cast(pl.Int64) - 1
+    placed = arrivals.with_columns(values=values, place=place, others=others)
+    for end, middle in (("lower", (pl.col("others") - 1) // 2), ("upper", pl.col("others") // 2)):
+        placed = placed.with_columns(at=middle)
+        kept = pl.col("at") + (pl.col("place") <= pl.col("at")).cast(pl.Int64)  # not its own
+        placed = placed.with_columns(pl.col("values").list.get(kept, null_on_oob=True).alias(end))
+    apart = ((pl.col(column) - pl.col("lower")) + (pl.col(column) - pl.col("upper"))) / 2
+    return placed.with_columns(apart.alias(name)).drop(
+        "values", "place", "others", "at", "lower", "upper"
+    )
+
+
+# Bus bandwidth over algorithm bandwidth, for n ranks. Source: nccl-tests, doc/PERFORMANCE.md.
+_BUS_FACTOR = {
+    "all_reduce": 2 * (pl.col("group_size") - 1) / pl.col("group_size"),
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+        (pl.col("group_size") - 1) / pl.col("group_size"),
+    ),
+    **dict.fromkeys(("broadcast", "reduce"), pl.lit(1.0)),
+}
+
+WAITS = ("wait_ns", "transfer_ns")
+
+
+def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
+    """What each rank did in each collective.
+
+    The same, matched ones only, with `group_size` (recorded; else the world's size where all
+    ranks take part; else null), `rank_count` of those traced; `late_ns`, start less the first
+    start; `wait_ns` until the last rank has started; `transfer_ns` from then to its own end;
+    `elsewhere_ns` in collectives of other groups before it (`other_groups`);
+    `arrived_last` (nobody where two tie); `missing`, the reason why the last three are null:
+    a rank of the group without trace (the last one may be it), a kind that a rank may leave
+    before others enter, or times that contradict each other.
+    """
+    inside = with_time_elsewhere(kernels).filter(pl.col("collective").is_not_null())
+    count = pl.col("rank").n_unique().over("collective").cast(pl.Int64)
+    world = pl.when(count == pl.col("world_size")).then("world_size")
+    known = inside.with_columns(
+        rank_count=count,
+        group_size=pl.coalesce(pl.col("group_size").max().over("collective"), world),
+    )
+    last = pl.col("start_ns").max().over("collective")
+    lasts = (pl.col("start_ns") == last).sum().over("collective")
+    timed = known.with_columns(
+        late_ns=pl.col("start_ns") - pl.col("start_ns").min().over("collective"),
+        wait_ns=last - pl.col("start_ns"),
+        transfer_ns=pl.col("end_ns") - last,
+        arrived_last=(pl.col("start_ns") == last) & (lasts == 1),
+        missing=_why_not(),
+    )
+    return timed.with_columns(
+        pl.when(pl.col("missing").is_null()).then(pl.col(name)).alias(name)
+        for name in (*WAITS, "arrived_last")
+    ).sort("collective", "rank")
+
+
+def _why_not() -> pl.Expr:
+    """Why waiting and transfer cannot be separated; null where they can."""
+    synchronising = pl.col("kind").is_in(SYNCHRONISING)
+    ended = pl.col("end_ns").min().over("collective")
+    possible = ended >= pl.col("start_ns").max().over("collective")
+    return (
+        pl.when(pl.col("group_size").is_null())
+        .then(pl.lit("size of the group not recorded"))
+        .when(pl.col("rank_count") < pl.col("group_size"))
+        .then(pl.format("{} of {} ranks traced", "rank_count", "group_size"))
+        .when(~synchronising)
+        .then(pl.lit("ranks may leave before others enter"))
+        .when(~possible)
+        .then(pl.lit("a rank ends before another starts: clocks differ"))
+    )
+
+
+def collectives(waits: pl.DataFrame) -> pl.DataFrame:
+    """One row per collective: skew, transfer, bytes and bandwidth.
+
+    Source: nccl-tests doc/PERFORMANCE.md. Bytes: of one rank's buffer (all-reduce, broadcast,
+    reduce), of all ranks' parts together (all-gather, reduce-scatter, gather, scatter), of what
+    a rank sends (all-to-all; the mean over ranks where they differ, which nccl-tests has not).
+    Bus bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter,
+    all-to-all, gather and scatter, 1 for broadcast and reduce. The time is the transfer's,
+    since nccl-tests' ranks start together.
+    """
+    starts = pl.col("start_ns").sort()
+    rows = (
+        waits.with_columns(own_bytes=_own_bytes())
+        .group_by("collective")
+        .agg(
+            pl.col("step", "kind", "process_group", "part", "sequence", "dtype").first(),
+            pl.col("group_size").first(),
+            pl.col("rank_count", "matched_by", "confidence", "missing").first(),
+            start_ns=pl.col("start_ns").min(),
+            start_skew_ns=pl.col("start_ns").max() - pl.col("start_ns").min(),
+            last_rank=pl.col("rank").filter("arrived_last").first(),
+            behind_second_ns=starts.last() - starts.slice(-2, 1).first(),
+            transfer_ns=pl.col("transfer_ns").max(),
+            bytes=pl.col("own_bytes").mean().round().cast(pl.Int64),
+        )
+    )
+    known = pl.col("missing").is_null()
+    rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("bytes") / (pl.col("transfer_ns") / 1e9))
+    bus = pl.coalesce(
+        pl.when(pl.col("kind") == kind).then(factor) for kind, factor in _BUS_FACTOR.items()
+    )
+    return (
+        rows.with_columns(
+            pl.when(known).then("behind_second_ns").alias("behind_second_ns"),
+            rate.alias("algorithm_bandwidth_bytes_per_s"),
+            (rate * bus).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .select(pl.exclude("missing"), "missing")
+        .sort("collective")
+    )
+
+
+def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
+    """What each rank's collectives moved, as its own trace tells it."""
+    keys = ("rank", "process_group", "part", "kind", "dtype", "group_size")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    sized = pl.col("own_bytes").is_not_null()
+    grouped = kernels.with_columns(own_bytes=_own_bytes()).group_by(keys).agg(
+        collective_count=pl.len().cast(pl.Int64),
+        sized_count=sized.sum().cast(pl.Int64),
+        time_ns=length.sum(),
+        bytes=pl.when(sized.any()).then(pl.col("own_bytes").sum()),
+        sized_ns=length.filter(sized).sum(),
+    )  # fmt: skip
+    rate = pl.when(pl.col("sized_ns") > 0).then(pl.col("bytes") / (pl.col("sized_ns") / 1e9))
+    bus = pl.coalesce(
+        pl.when(pl.col("kind") == kind).then(factor) for kind, factor in _BUS_FACTOR.items()
+    )
+    return (
+        grouped.with_columns(
+            rate.alias("algorithm_bandwidth_bytes_per_s"),
+            (rate * bus).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .drop("sized_ns")
+        .sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
+    )
+
+
+def _own_bytes() -> pl.Expr:
+    """Bytes of the collective as nccl-tests counts them, from one rank's counts."""
+    sent, received = pl.col("in_count"), pl.col("out_count")
+    size, ranks = pl.col("element_bytes"), pl.col("group_size")
+    everything = {
+        "all_reduce": pl.coalesce(sent, received),
+        "broadcast": pl.coalesce(sent, received),
+        "reduce": pl.coalesce(sent, received),
+        "all_to_all": sent,
+        "all_gather": pl.coalesce(received, sent * ranks),
+        "reduce_scatter": pl.coalesce(sent, received * ranks),
+        "gather": sent * ranks,
+        "scatter": received * ranks,
+    }
+    return pl.coalesce(
+        pl.when(pl.col("kind") == kind).then(count * size) for kind, count in everything.items()
+    )
+
+
+def process_groups(rows: pl.DataFrame) -> pl.DataFrame:
+    """Bandwidth by process group and kind."""
+    timed = pl.col("algorithm_bandwidth_bytes_per_s").is_not_null()
+    grouped = rows.group_by("process_group", "part", "kind", "group_size").agg(
+        pl.len().cast(pl.Int64).alias("collective_count"),
+        timed.sum().cast(pl.Int64).alias("timed_count"),
+        *(_sum_of(name, timed) for name in ("bytes", "transfer_ns")),
+        (pl.col("bus_bandwidth_bytes_per_s") / pl.col("algorithm_bandwidth_bytes_per_s"))
+        .drop_nulls()
+        .first()
+        .alias("factor"),
+    )
+    rate = pl.col("bytes") / (pl.col("transfer_ns") / 1e9)
+    return (
+        grouped.with_columns(
+            rate.alias("algorithm_bandwidth_bytes_per_s"),
+            (rate * pl.col("factor")).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .drop("factor")
+        .sort("process_group", "kind", "group_size")
+    )
+
+
+def _sum_of(name: str, which: pl.Expr) -> pl.Expr:
+    """The sum; null where there is no value."""
+    found = pl.col(name).filter(which)
+    return pl.when(found.len() > 0).then(found.sum()).alias(name)
+
+
+def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
+    """Who arrives last.
+
+    The order is that of arrival at each collective, of every kind that all must enter. HTA's
+    get_potential_stragglers drops a rank's kernels below 1 % of the step first, which are
+    those of the rank that came last, and compares what is left (docs/hta-differences.md).
+    """
+    known = waits.filter(pl.col("missing").is_null())
+    starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
+    second = starts.list.get(-2, null_on_oob=True)
+    behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
+    known = with_passed_on(known.with_columns(behind=behind))
+    passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
+    own = pl.col("behind") - passed
+    keys = ["rank", "step"] if by_step else ["rank"]
+    rows = (
+        known.with_columns(behind=own)
+        .group_by(keys)
+        .agg(
+            collective_count=pl.len().cast(pl.Int64),
+            last_count=pl.col("arrived_last").sum().cast(pl.Int64),
+            last_ratio=pl.col("arrived_last").mean(),
+            held_up_ns=pl.col("behind").sum(),
+            waited_ns=pl.col("wait_ns").sum(),
+            collective_ns=(pl.col("end_ns") - pl.col("start_ns")).sum(),
+            step_count=pl.col("step").drop_nulls().n_unique().cast(pl.Int64),
+        )
+    )
+    steps = pl.when(pl.col("step_count") > 0).then("step_count")
+    return rows.with_columns(
+        (pl.col("held_up_ns") / steps).round().cast(pl.Int64).alias("held_up_ns_per_step"),
+        (pl.col("waited_ns") / steps).round().cast(pl.Int64).alias("waited_ns_per_step"),
+    ).sort(["held_up_ns", "rank"], descending=[True, False])
+
+
+CONFIDENCE = 0.95
+MIN_FREEDOM = 3
+"""With fewer degrees of freedom, (ranks - 1) (steps - 1), there is no interval: it would be wider
+than three standard errors of one value, and the quantile itself is not exact."""
+UNEQUAL_START_RATIO = 3
+"""Ranks came apart to the window where the first collective's spread is this many others'."""
+NEAR_RATIO = 0.25
+"""Lateness in two groups that differs by no more is one and the same: a rank that is late a little
+at each collective of the smaller is late by their sum in the larger. Own choice."""
+LATENESS_SCHEMA = {
+    "rank": pl.Int64,
+    "process_group": pl.String,
+    "part": pl.String,
+    "late_ns": pl.Int64,
+    "low_ns": pl.Int64,
+    "high_ns": pl.Int64,
+    "clock_ns": pl.Int64,
+    "step_count": pl.Int64,
+    "collective_count": pl.Int64,
+    "is_late": pl.Boolean,
+    "said": pl.String,
+}
+
+
+def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
+    """How much later than the others each rank begins its collectives, and how sure that is.
+
+    Kernels of one group follow each other on a stream, so no time is counted twice. The
+    interval is Student's t over the steps, by the rank's own deviation or that of all ranks of
+    its group, whichever is larger, with Bonferroni's correction for the number of ranks,
+    widened by what the clocks may be wrong by.
+
+    Source: process arrival patterns of collectives, Faraj, Patarasuk and Yuan, "A study of
+    process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
+    others in place of the mean of all, which a late rank itself moves.
+    """
+    steps = _by_step(_without_first(waits))
+    if steps.is_empty():
+        return pl.DataFrame(schema=LATENESS_SCHEMA)
+    groups = steps.group_by("rank", *_GROUP).agg(
+        pl.len().cast(pl.Int64).alias("step_count"),
+        pl.col("part", "group_size").first(),
+        pl.col("late").mean().alias("mean"),
+        pl.col("late").var().alias("variance"),
+        pl.col("count").sum().cast(pl.Int64).alias("collective_count"),
+        pl.col("count").mean().alias("per_step"),
+    )
+    clock = pl.col("per_step") * pl.col("clock")
+    known = _with_half_width(groups).join(_clock_errors(offsets), on="rank", how="left")
+    known = known.with_columns(clock=clock, half=pl.col("half") + clock)
+    rows = known.with_columns(
+        late_ns=_ns("mean"),
+        low_ns=_ns(pl.col("mean") - pl.col("half")),
+        high_ns=_ns(pl.col("mean") + pl.col("half")),
+        clock_ns=_ns("clock"),
+    ).with_columns(is_late=(pl.col("low_ns") > 0).fill_null(value=False))
+    one = _nearest_groups(rows).sort(
+        ["is_late", "mean", "rank"], descending=[True, True, False], maintain_order=True
+    )
+    said = pl.lit("; ".join([_verdict(one), *_unequal_starts(waits)]))
+    return one.with_columns(said=said).select(
+        pl.col(name).cast(dtype) for name, dtype in LATENESS_SCHEMA.items()
+    )
+
+
+def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
+    """The answer in words, or why there is none."""
+    if not lateness.is_empty():
+        return str(lateness["said"][0])
+    why = waits["missing"].drop_nulls().mode().sort().to_list()
+    first = f" ({why[0]})" if why else ""
+    return f"who is late is not known: arrivals at fewer than two collectives compare{first}"
+
+
+def _nearest_groups(rows: pl.DataFrame) -> pl.DataFrame:
+    """One row per rank: of the groups where it is about as late the smallest."""
+    most = pl.col("mean").max().over("rank", "is_late")
+    near = pl.col("mean") >= most - NEAR_RATIO * most.abs()
+    order = ["is_late", "near", "group_size", "mean", "rank", *_GROUP]
+    falling = [True, True, False, True, False, False, False]
+    ordered = rows.with_columns(near=near).sort(order, descending=falling)
+    return ordered.unique("rank", keep="first", maintain_order=True)
+
+
+def _ns(value: str | pl.Expr) -> pl.Expr:
+    found = pl.col(value) if isinstance(value, str) else value
+    return found.round().cast(pl.Int64)
+
+
+def _with_known_arrivals(waits: pl.DataFrame) -> pl.DataFrame:
+    """Collectives whose arrivals are known, with whether each is the first of its group."""
+    known = waits.filter(pl.col("missing").is_null())
+    first = pl.col("collective").min().over(_GROUP)
+    return known.with_columns(is_first=pl.col("collective") == first)
+
+
+def _without_first(waits: pl.DataFrame) -> pl.DataFrame:
+    """Without the first of each group, and in steps where there are any."""
+    found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
+    return found.drop_nulls("step") if found["step"].count() else found
+
+
+def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """`late`, arrivals less the median of the others' in sum, and `count`, by rank and step."""
+    apart = with_passed_on(above_others(arrivals, "start_ns", "late"))
+    passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
+    return apart.group_by("rank", *_GROUP, "step").agg(
+        pl.col("part", "group_size").first(),
+        (pl.col("late") - passed).sum().alias("late"),
+        pl.len().alias("count"),
+    )
+
+
+def _clock_errors(offsets: pl.DataFrame) -> pl.DataFrame:
+    """What each rank's clock may be wrong by: an offset that was not corrected, and its spread."""
+    left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
+    spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()
+    return offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0))
+
+
+def _with_half_width(groups: pl.DataFrame) -> pl.DataFrame:
+    """With `half`, half the width of the interval over steps; null where nothing tells."""
+    larger = pl.max_horizontal("variance", pl.col("variance").mean().over(_GROUP))
+    sized = groups.with_columns(
+        freedom=(pl.len().over(_GROUP).cast(pl.Int64) - 1) * (pl.col("step_count") - 1),
+        error=(larger / pl.col("step_count")).sqrt(),
+    )
+    tail = (1 - CONFIDENCE) / 2 / groups["rank"].n_unique()
+    widths = [
+        None if freedom < MIN_FREEDOM else student_quantile(1 - tail, freedom) * error
+        for freedom, error in sized.select("freedom", "error").iter_rows()
+    ]
+    return sized.with_columns(half=pl.Series(widths, dtype=pl.Float64))
+
+
+def _verdict(rows: pl.DataFrame) -> str:
+    """Who is late, in words."""
+    most = rows.row(0, named=True)
+    steps = f"{most['step_count']} step" + ("s" if most["step_count"] != 1 else "")
+    rank = f"rank {most['rank']}"
+    collectives = f"its {most['part']} collectives" if _is_split(most) else "its collectives"
+    much = duration_text(max(most["late_ns"], 0))
+    if most["low_ns"] is None:
+        if most["late_ns"] <= 0:
+            return f"no rank is later than the others in {steps}"
+        return (
+            f"who is late cannot be told from {steps}: in what was recorded "
+            f"{rank} begins {collectives} latest, {much} later than the others"
+            f"{_followers(rows)}"
+        )
+    between = f"{ratio_text(CONFIDENCE)} interval {_sign_text(most['low_ns'])} to "
+    between += f"{_sign_text(most['high_ns'])}, {steps}"
+    if most["is_late"]:
+        late = int(rows["is_late"].sum())
+        more = f"; {late - 1} more ranks are late too" if late > 1 else ""
+        return (
+            f"{rank} begins {collectives} {much} per step later than the others ({between}){more}"
+        )
+    return f"no rank is late beyond chance: the latest is {rank}, {much} per step ({between})"
+
+
+def _is_split(row: dict[str, object]) -> bool:
+    """Whether the group serves a known part of the job that is not the whole of it."""
+    return row["part"] not in (None, WHOLE_JOB)
+
+
+def _followers(rows: pl.DataFrame) -> str:
+    """The ranks that are nearly as late as the first."""
+    most = rows["late_ns"][0]
+    near = rows[1:].filter(pl.col("late_ns") > most / 2).head(2)
+    pairs = near.select("rank", "late_ns").iter_rows()
+    found = ", ".join(f"rank {rank} {duration_text(late)}" for rank, late in pairs)
+    return f" ({found})" if found else ""
+
+
+def _sign_text(ns: int) -> str:
+    return f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
+
+
+def _unequal_starts(waits: pl.DataFrame) -> list[str]:
+    """Why steps of the ranks differ in length where they came to the window at different times."""
+    spread = (
+        _with_known_arrivals(waits)
+        .group_by("collective")
+        .agg(
+            (pl.col("start_ns").max() - pl.col("start_ns").min()).alias("spread"),
+            pl.col("is_first").first(),
+            first=pl.col("rank").sort_by("start_ns").first(),
+            last=pl.col("rank").sort_by("start_ns").last(),
+        )
+    )
+    begun = spread.filter("is_first").sort(-pl.col("spread")).row(0, named=True)
+    usual = spread.filter(~pl.col("is_first"))["spread"].median()
+    if usual is None or begun["spread"] <= UNEQUAL_START_RATIO * float(str(usual)):
+        return []
+    return [
+        f"ranks came to the first collective {duration_text(begun['spread'])} apart, rank "
+        f"{begun['first']} first and rank {begun['last']} last: that comes from before the traces "
+        "and does not count, but the first step of the early ranks is that much longer"
+    ]

@@ -1,0 +1,461 @@
+"""A rank's execution trace as a Chakra file: typed nodes, dependencies, durations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
+from haiprof.base.safe_files import whole_file
+from haiprof.trace_analysis.collectives import kind_of
+from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES
+from haiprof.trace_analysis.execution_link import link
+from haiprof.trace_analysis.execution_pairs import execution_files, pairs
+from haiprof.trace_format.chakra.messages import (
+    COLLECTIVES,
+    COMM_COLL,
+    COMM_RECV,
+    COMM_SEND,
+    COMP,
+    MEM_LOAD,
+    MEM_STORE,
+    METADATA,
+    NODE_TYPES,
+    Attribute,
+    global_metadata,
+    io_info,
+    node,
+)
+from haiprof.trace_format.chakra.wire import delimit
+from haiprof.trace_format.execution.trace import ExecutionTrace, integer, load_execution_trace
+from haiprof.trace_format.file_ranks import rank_in_name
+from haiprof.trace_format.find import LINKED_NAME, TRACE_ENDINGS, trace_files
+
+GROUPS_NOTE = "## process_group:init ##"
+_KERNEL = re.compile(r"^(?:void )?(?:nccl|rccl|hccl)|nccl(?:Dev)?Kernel|rcclKernel")
+_BACKEND = re.compile(r"^(?:nccl|gloo|mpi|ucc|xccl|hccl):")
+_TO_DEVICE = re.compile(r"HtoD|Host ?To ?Device|HostToDevice", re.IGNORECASE)
+_ANCESTORS = 4  # nccl:all_to_all, record_param_comms, c10d::alltoall_base_ and one more
+_ROLES = {"send": COMM_SEND, "receive": COMM_RECV}
+
+TYPE_SCHEMA: dict[str, Any] = {
+    "type": pl.Int64,
+    "collective_kind": pl.String,
+    "comm_bytes": pl.Int64,
+    "peer": pl.Int64,
+    "tag": pl.Int64,
+    "group": pl.String,
+}
+
+
+def with_type(nodes: pl.DataFrame) -> pl.DataFrame:
+    """Adds the type of each node."""
+    rows = _Rows(nodes)
+    found = [rows.type_of(place) for place in range(len(nodes))]
+    return nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row"))
+
+
+_Row = tuple[int, str | None, int | None, int | None, int | None, str | None]
+
+
+class _Rows:
+    """The columns that the type depends on, and where parents are."""
+
+    def __init__(self, nodes: pl.DataFrame) -> None:
+        self.names = nodes["name"].to_list()
+        self.categories = nodes["category"].to_list()
+        self.groups = nodes["process_group"].to_list()
+        self.collectives = nodes["collective"].to_list()
+        self.values, self.types = nodes["input_values"], nodes["input_types"]
+        place = {number: at for at, number in enumerate(nodes["node"].to_list())}
+        self.parents = [place.get(number, -1) for number in nodes["parent"].to_list()]
+        self.launched = {
+            self.parents[at] for at, category in enumerate(self.categories)
+            if category is not None and _KERNEL.search(self.names[at])
+        }  # fmt: skip
+        self.only_group = self._only_group()
+
+    def type_of(self, at: int) -> _Row:
+        name, category = self.names[at], self.categories[at]
+        if name == GROUPS_NOTE:
+            return METADATA, None, None, None, None, None
+        if category in MEMORY_CATEGORIES:
+            kind = MEM_LOAD if _TO_DEVICE.search(name) else MEM_STORE
+            return kind, None, None, None, None, None
+        pattern = _BACKEND if category is None else _KERNEL
+        if not pattern.search(name) or (category is None and at in self.launched):
+            return COMP, None, None, None, None, None
+        return self._communication(at)
+
+    def _communication(self, at: int) -> _Row:
+        chain = [at, *self._above(at)]
+        said = [self.collectives[place] or self.names[place] for place in chain]
+        kinds = [kind_of(text) for text in said if text]
+        # NCCL's all-to-all is also a send/receive kernel: only its caller says which it is.
+        plain = [kind for kind in kinds if kind not in ("other", "send_receive")]
+        kind = plain[0] if plain else kinds[0]
+        if self.categories[at] is None and kind == "other":
+            return COMP, None, None, None, None, None
+        peer, tag = self._peer(chain) if kind in _ROLES else (None, None)
+        group = next((self.groups[place] for place in chain if self.groups[place]), self.only_group)
+        size = next((size for place in chain if (size := self._bytes(place)) is not None), None)
+        return _ROLES.get(kind, COMM_COLL), kind, size, peer, tag, group
+
+    def _above(self, at: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < _ANCESTORS and (at := self.parents[at]) >= 0:
+            found.append(at)
+        return found
+
+    def _bytes(self, at: int) -> int | None:
+        """Of the input tensors; null without one."""
+        values, types = _json(self.values[at]), _json(self.types[at])
+        sizes = [
+            size
+            for value, kind in zip(values, types, strict=False)
+            if isinstance(kind, str) and "Tensor" in kind
+            for size in _tensor_bytes(value)
+        ]
+        return sum(sizes) if sizes else None
+
+    def _peer(self, chain: list[int]) -> tuple[int | None, int | None]:
+        """Peer and tag of `c10d::send(tensors, group, dst, tag)` and `c10d::recv_`."""
+        for at in chain:
+            if re.match(r"c10d::(send|recv_?)$", self.names[at]):
+                numbers = [value for value in _json(self.values[at]) if type(value) is int]
+                if len(numbers) >= 2:
+                    return numbers[-2], numbers[-1]
+        return None, None
+
+    def _only_group(self) -> str | None:
+        """The process group, where the observer noted a single one."""
+        noted = [self.values[at] for at, name in enumerate(self.names) if name == GROUPS_NOTE]
+        groups = [
+            group.get("pg_name")
+            for text in noted
+            for listed in map(_json, _texts(text))
+            for group in listed
+            if isinstance(group, dict)
+        ]
+        return str(groups[0]) if len(set(map(str, groups))) == 1 else None
+
+
+def _json(text: str | None) -> list[Any]:
+    try:
+        found = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _texts(text: str | None) -> list[str]:
+    return [value for value in _json(text) if isinstance(value, str)]
+
+
+def _tensor_bytes(value: object) -> list[int]:
+    """Of `[tensor, storage, offset, elements, bytes per element, device]`, or of a list of such."""
+    if not isinstance(value, list) or not value:
+        return []
+    if isinstance(value[0], list):
+        return [size for inner in value for size in _tensor_bytes(inner)]
+    whole = len(value) >= 5 and all(type(number) is int for number in value[:5])
+    return [value[3] * value[4]] if whole else []
+
+
+def comm_type(kind: str | None) -> int | None:
+    """Chakra's CollectiveCommType; None for what it has no name for."""
+    return COLLECTIVES.get(kind or "")
+
+
+THREAD, LAUNCH, STREAM, GAP, SYNC = "thread", "launch", "stream", "gap", "sync"
+"""Why there is an edge: the operator before on the thread; the operator that launched it; the GPU
+event before on the stream; another thread after a gap; a blocking call waited for the GPU."""
+EDGE_SCHEMA = {"before": pl.Int64, "after": pl.Int64, "why": pl.String}
+
+
+def data_dependencies(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Edges from nodes that must end first to nodes that depend on them.
+
+    Source: Chakra's converter, which makes the order of calls the data dependency, with
+    inter-thread and sync dependencies of the linker. Here the order is that of the timeline's
+    threads where nodes have times (the observer notes asynchronous work of gloo on the thread
+    that asked for it), and GPU events also follow the one before on their stream.
+    """
+    rows = nodes.with_row_index("place").select(
+        pl.col("place").cast(pl.Int64), "node", "parent", "tid", "host_tid", "ts_ns", "category",
+        "stream", "device", "thread_dependency", "sync_dependencies",
+    )  # fmt: skip
+    host, gpu = rows.filter(pl.col("category").is_null()), rows.drop_nulls("category")
+    linked = host.drop_nulls("ts_ns").sort("ts_ns", "node")
+    bare = host.filter(pl.col("ts_ns").is_null()).sort("node")
+    parts = [
+        _chain(linked, ["host_tid"], THREAD),
+        _chain(bare, ["tid"], THREAD),
+        _chain(gpu.sort("ts_ns", "node"), ["device", "stream"], STREAM),
+        gpu.select(before="parent", after="node", why=pl.lit(LAUNCH)),
+        _handed_over(linked),
+        linked.select(before="thread_dependency", after="node", why=pl.lit(GAP)),
+        linked.explode("sync_dependencies").select(
+            before="sync_dependencies", after="node", why=pl.lit(SYNC)
+        ),
+    ]
+    edges = pl.concat(parts).drop_nulls().unique(["before", "after"], maintain_order=True)
+    known = edges.filter(pl.col("before").is_in(nodes["node"].implode()))
+    kept = _acyclic(nodes, known)
+    return kept, len(known) - len(kept)
+
+
+def _chain(rows: pl.DataFrame, keys: list[str], why: str) -> pl.DataFrame:
+    """Each of a thread or stream after the one before it."""
+    before = pl.col("node").shift(1).over(keys)
+    return rows.select(before=before, after="node", why=pl.lit(why))
+
+
+def _handed_over(linked: pl.DataFrame) -> pl.DataFrame:
+    """Operators that run on another thread than the one that asked for them."""
+    callers = linked.select(parent="node", caller_tid="host_tid", caller_ns="ts_ns")
+    found = linked.join(callers, on="parent", how="inner")
+    other = (pl.col("caller_tid") != pl.col("host_tid")) & (pl.col("caller_ns") <= pl.col("ts_ns"))
+    return found.filter(other).select(before="parent", after="node", why=pl.lit(LAUNCH))
+
+
+def _acyclic(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
+    """Edges without those that close circles; the callers' tree stays."""
+    numbers = nodes["node"].to_numpy()
+    called = nodes.drop_nulls("parent")
+    tree = (np.searchsorted(numbers, called["parent"]), np.searchsorted(numbers, called["node"]))
+    for attempt in range(3):
+        before = np.searchsorted(numbers, edges["before"].to_numpy())
+        after = np.searchsorted(numbers, edges["after"].to_numpy())
+        stuck = in_circles(
+            len(numbers), np.concatenate([tree[0], before]), np.concatenate([tree[1], after])
+        )
+        if not stuck.any():
+            break
+        inside = stuck[before] & stuck[after]
+        backward = (before >= after) if attempt == 0 else np.ones(len(before), dtype=np.bool_)
+        edges = edges.filter(pl.Series(~(inside & backward), dtype=pl.Boolean))
+    return edges
+
+
+def in_circles(count: int, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
+    """Nodes in circles, or behind one: a topological order never reaches them."""
+    order = np.argsort(before, kind="stable")
+    targets = after[order].tolist()
+    first = np.searchsorted(before[order], np.arange(count + 1)).tolist()
+    waiting = np.bincount(after, minlength=count).tolist()
+    ready = deque(at for at in range(count) if not waiting[at])
+    while ready:
+        at = ready.popleft()
+        for target in targets[first[at] : first[at + 1]]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                ready.append(target)
+    return np.array(waiting, dtype=np.int64) > 0
+
+
+_COMMUNICATION = (COMM_COLL, COMM_SEND, COMM_RECV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChakraGraph:
+    """One rank's nodes and what each depends on."""
+
+    rank: int
+    nodes: pl.DataFrame
+    """`NODE_SCHEMA` and `graph_nodes.TYPE_SCHEMA`, by number."""
+    edges: pl.DataFrame
+    """`before`, `after`, `why`: data dependencies; with the callers free of circles."""
+    dropped_count: int
+    """Dependencies that would have closed a circle."""
+    header: dict[str, Any]
+    """`schema`, `pid`, `time`, `start_ts`, `finish_ts`."""
+
+    @property
+    def type_counts(self) -> dict[str, int]:
+        """Nodes by type."""
+        counted = self.nodes["type"].value_counts().sort("type").iter_rows()
+        return {NODE_TYPES[kind]: count for kind, count in counted}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person must know."""
+        kind, size = pl.col("collective_kind"), pl.col("comm_bytes")
+        talking = self.nodes.filter(pl.col("type").is_in(_COMMUNICATION))
+        nameless = talking.filter((pl.col("type") == COMM_COLL) & ~kind.is_in(list(COLLECTIVES)))
+        sizeless = talking.filter(size.is_null() & (kind != "barrier"))
+        groupless = talking["group"].null_count()
+        counted = (
+            (self.nodes["ts_ns"].is_null().all(), "nodes have no times: link them with a timeline"),
+            (self.dropped_count, f"{self.dropped_count} dependencies closed circles: left out"),
+            (len(nameless), f"{len(nameless)} collectives of a kind that Chakra has no name for"),
+            (len(sizeless), f"{len(sizeless)} communications without comm_size: no input tensor"),
+            (groupless, f"{groupless} communications without pg_name: nothing says which group"),
+        )
+        return [f"rank {self.rank}: {note}" for is_so, note in counted if is_so]
+
+
+def chakra_graph(nodes: pl.DataFrame, rank: int, header: Mapping[str, Any]) -> ChakraGraph:
+    """Types and dependencies of one rank's nodes."""
+    edges, dropped = data_dependencies(nodes)
+    return ChakraGraph(
+        rank=rank,
+        nodes=with_type(nodes),
+        edges=edges,
+        dropped_count=dropped,
+        header=dict(header),
+    )
+
+
+def write_chakra(path: Path, graph: ChakraGraph) -> None:
+    """Writes a Chakra file; it is complete or absent.
+
+    Durations are exclusive, as in Chakra's converter, whole microseconds, and 0 of what is not
+    linked; attributes `ts_ns`, `dur_ns` (inclusive) and `self_ns` are exact, and absent there.
+    """
+    try:
+        with whole_file(path, below=path.parent) as file:
+            file.write(delimit(_metadata(graph)))
+            for message in _messages(graph):
+                file.write(delimit(message))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def _metadata(graph: ChakraGraph) -> bytes:
+    plain = {
+        name: value for name, value in graph.header.items() if isinstance(value, (int, str, bool))
+    }
+    return global_metadata({**plain, "rank": graph.rank})
+
+
+def _messages(graph: ChakraGraph) -> Iterator[bytes]:
+    before = dict(graph.edges.group_by("after").agg(pl.col("before").sort()).iter_rows())
+    for row in graph.nodes.iter_rows(named=True):
+        yield node(
+            row["node"],
+            row["name"],
+            row["type"],
+            control=[] if row["parent"] is None else [row["parent"]],
+            data=before.get(row["node"], []),
+            start_us=_micros(row["ts_ns"]),
+            duration_us=_micros(row["self_ns"]),
+            inputs=_io(row, "input"),
+            outputs=_io(row, "output"),
+            attributes=_attributes(row),
+        )
+
+
+def _micros(ns: int | None) -> int | None:
+    return None if ns is None else max(0, ns) // 1000
+
+
+def _io(row: dict[str, Any], direction: str) -> bytes:
+    parts = ("values", "shapes", "types")
+    return io_info(*(row[f"{direction}_{part}"] or "[]" for part in parts))
+
+
+def _attributes(row: dict[str, Any]) -> dict[str, Attribute | None]:
+    """Attributes with the names of Chakra's converter, then exact times, then communication's."""
+    found: dict[str, Attribute | None] = {
+        "rf_id": row["record_function_id"],
+        "fw_parent": row["forward_parent"],
+        "seq_id": row["sequence_number"],
+        "scope": row["scope"],
+        "tid": row["tid"],
+        "fw_tid": row["forward_tid"],
+        "op_schema": row["op_schema"] or "",
+        "is_cpu_op": row["category"] is None,
+        "ts_ns": row["ts_ns"],
+        "dur_ns": row["dur_ns"],
+        "self_ns": row["self_ns"],
+        "linked_by": row["linked_by"],
+    }
+    if row["category"] is not None:
+        found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
+    if row["type"] in _COMMUNICATION:
+        found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
+        found |= {"comm_type": comm_type(row["collective_kind"])}
+    if row["type"] == COMM_SEND:
+        found |= {"comm_dst": row["peer"], "comm_tag": row["tag"], "comm_type": None}
+    if row["type"] == COMM_RECV:
+        found |= {"comm_src": row["peer"], "comm_tag": row["tag"], "comm_type": None}
+    return found
+
+
+def graphs(
+    source: Path,
+    execution: Path | None = None,
+    *,
+    window: int | None = None,
+    rank: int | None = None,
+) -> Iterator[tuple[ChakraGraph, list[str]]]:
+    """Yields the graph of each rank, with notes for people."""
+    bare = [] if execution or window is not None else _execution_only(source)
+    if bare:
+        yield from _load(bare, rank)
+        return
+    found, alone = pairs(source, execution, window=window, rank=rank)
+    for pair in found:
+        linked = link(pair)
+        header = {"schema": pair.execution.schema, "pid": pair.execution.pid}
+        graph = chakra_graph(linked.nodes, pair.rank, header | pair.execution.header)
+        yield graph, [*alone, *linked.share.notes, *graph.notes]
+        alone = []
+
+
+def _execution_only(source: Path) -> list[ExecutionTrace]:
+    """Joined files if there are any; bare ones where no timeline is beside them."""
+    if source.is_file():
+        try:
+            return [load_execution_trace(source)]
+        except TraceFormatError:
+            trace_files(source)
+            if execution_files(source):
+                return []
+            raise
+    if not source.is_dir():
+        raise TraceFormatError(f"{source}: no such file or folder")
+    folder = source / "traces" if (source / "traces").is_dir() else source
+    joined = sorted(
+        path for path in folder.iterdir()
+        if path.name.startswith(f"{LINKED_NAME}.") and path.name.endswith(TRACE_ENDINGS)
+    )  # fmt: skip
+    if joined:
+        return [load_execution_trace(path) for path in joined]
+    files = execution_files(source)
+    try:
+        timelines = {path for path in trace_files(source) if path not in files}
+    except TraceFormatError:
+        timelines = set()
+    return [] if timelines else [load_execution_trace(path) for path in files]
+
+
+def _load(found: list[ExecutionTrace], rank: int | None) -> Iterator[tuple[ChakraGraph, list[str]]]:
+    taken: dict[int, Path] = {}
+    for place, execution in enumerate(found):
+        said = integer(execution.header.get("rank"))
+        own = rank_in_name(execution.path.name) if said is None else said
+        own = place if own is None else own
+        if own in taken:
+            raise TraceFormatError(
+                f"two execution traces of rank {own}: {taken[own]} and {execution.path}"
+            )
+        taken[own] = execution.path
+        if rank in (None, own):
+            header = {"schema": execution.schema, "pid": execution.pid} | execution.header
+            graph = chakra_graph(execution.nodes, own, header)
+            yield graph, [*execution.report.notes, *graph.notes]
+    if rank is not None and rank not in taken:
+        known = ", ".join(map(str, sorted(taken)))
+        raise MissingDataError(f"no execution trace of rank {rank}; there are those of {known}")

@@ -1,0 +1,520 @@
+"""The critical path of one rank's window: segments, causes, confidence, and a marked trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
+from haiprof.base.intervals import union
+from haiprof.base.safe_files import whole_file
+from haiprof.base.units import duration_text
+from haiprof.trace_analysis.call_tree import innermost
+from haiprof.trace_analysis.critical_walk import (
+    DELAY,
+    HAND_OVER,
+    LAUNCH,
+    ON_GPU,
+    ON_HOST,
+    RETURN,
+    STREAM,
+    Graph,
+    Instance,
+    PathWindow,
+    Stretches,
+    causes,
+    find_window,
+    joins_by_thread,
+    longest_path,
+)
+from haiprof.trace_analysis.device_dependencies import (
+    USUAL_DELAY_NS,
+    DeviceEvents,
+    device_events,
+    runtime_calls,
+)
+from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
+from haiprof.trace_analysis.host_dependencies import HostEvents
+from haiprof.trace_format.blocking_calls import DEVICE_SYNC, STREAM_SYNC
+from haiprof.trace_format.find import OVERLAY_SUFFIX
+from haiprof.trace_format.kineto.added_arguments import add_marks
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.text import TraceText
+
+CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
+    "cpu_bound", "data_loading", "gpu_compute_bound", "gpu_communication_bound",
+    "gpu_memory_bound", "gpu_kernel_kernel_overhead", "gpu_kernel_launch_overhead",
+    "synchronisation", "unexplained",
+)  # fmt: skip
+BOUNDS = (CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED)
+DATA_LOADING = r"^enumerate\(DataLoader\)"
+"""PyTorch's own mark around a data loader's `__next__`."""
+_WRAPPER = r"^ProfilerStep#\d+$"
+"""Marks of whole steps: they hold a step's work and are no work themselves."""
+
+SEGMENTS: dict[str, type[pl.DataType]] = {
+    "start_ns": pl.Int64, "duration_ns": pl.Int64, "bound_by": pl.String, "event": pl.Int64,
+    "name": pl.String, "kind": pl.String, "pid": pl.Int64, "tid": pl.Int64,
+    "device": pl.Int64, "stream": pl.Int64,
+}  # fmt: skip
+_OF_KIND = {COMPUTATION: COMPUTE, COMMUNICATION: TALK, MEMORY: COPIES}
+_DELAY_OF = {LAUNCH: LAUNCHING, STREAM: KERNEL_GAP}
+
+
+def segments(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
+    """A row per segment of a path, in order; columns in `SEGMENTS`."""
+    parts = [_on_host(graph, path, data_loading), _returns(graph, path), _hand_overs(graph, path),
+             _on_gpu(graph, path)]  # fmt: skip
+    types = [pl.col(name).cast(type_) for name, type_ in SEGMENTS.items()]
+    return pl.concat([part.select(types) for part in parts]).sort("start_ns")
+
+
+def _on_host(graph: Graph, path: Stretches, data_loading: str) -> pl.DataFrame:
+    """Cuts host time at every start and end of an event; each piece is its innermost event's."""
+    chosen = path.kind == ON_HOST
+    threads, starts, ends = path.where[chosen], path.starts[chosen], path.ends[chosen]
+    pieces = [
+        _pieces(graph, int(thread), starts[threads == thread], ends[threads == thread])
+        for thread in np.unique(threads)
+    ]
+    if not pieces:
+        return pl.DataFrame(schema=SEGMENTS)
+    whole = pl.concat(pieces)
+    row = innermost(graph.host.tree, whole)
+    whole = whole.with_columns(row=pl.Series(row, dtype=pl.Int64))
+    loading = _loading(graph, whole, data_loading)
+    return _describe(graph, _merge(whole.with_columns(loading=pl.Series(loading))))
+
+
+def _pieces(graph: Graph, thread: int, starts: Ints, ends: Ints) -> pl.DataFrame:
+    tree, rows = graph.host.tree, graph.host.rows_of(thread)
+    cuts = np.unique(np.concatenate([tree.starts[rows], tree.ends[rows], starts, ends]))
+    begins, stops = cuts[:-1], cuts[1:]
+    at = np.searchsorted(starts, begins, side="right") - 1
+    inside = (at >= 0) & (stops <= ends[np.maximum(at, 0)])
+    pid, tid = graph.host.threads[thread]
+    begins, stops, at = begins[inside], stops[inside], at[inside]
+    return pl.DataFrame(
+        {"ts_ns": begins, "dur_ns": stops - begins, "stretch": at},
+        schema={"ts_ns": pl.Int64, "dur_ns": pl.Int64, "stretch": pl.Int64},
+    ).select(pl.lit(pid, pl.Int64).alias("pid"), pl.lit(tid, pl.Int64).alias("tid"), pl.all())
+
+
+def _loading(graph: Graph, pieces: pl.DataFrame, pattern: str) -> npt.NDArray[np.bool_]:
+    """Whether each piece is inside a data loading range on its thread."""
+    host = graph.host
+    rows = host.rows_named(pattern)
+    starts = host.frame["ts_ns"].to_numpy()[rows]
+    ends = starts + host.frame["dur_ns"].to_numpy()[rows]
+    begins, tids = pieces["ts_ns"].to_numpy(), pieces["tid"].to_numpy()
+    found = np.zeros(len(begins), dtype=np.bool_)
+    for number in np.unique(host.thread_of_row[rows]):
+        own = host.thread_of_row[rows] == number
+        ranges = union(starts[own], ends[own])
+        at = np.searchsorted(ranges.starts, begins, side="right") - 1
+        inside = (at >= 0) & (begins < ranges.ends[np.maximum(at, 0)])
+        found |= inside & (tids == host.threads[int(number)][1])
+    return found
+
+
+def _merge(pieces: pl.DataFrame) -> pl.DataFrame:
+    """Merges neighbouring pieces of one event."""
+    run = pl.struct("tid", "stretch", "row", "loading").rle_id()
+    return pieces.group_by(run.alias("run"), maintain_order=True).agg(
+        pl.col("pid", "tid", "row", "loading", "ts_ns").first(), pl.col("dur_ns").sum()
+    )
+
+
+def _describe(graph: Graph, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Pieces of host time with their event and what they are bound by."""
+    events = _host_events(graph)
+    waiting = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
+    return (
+        pieces.join(events, on="row", how="left")
+        .with_columns(
+            bound_by=pl.when(waiting.fill_null(value=False)).then(pl.lit(SYNC))
+            .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
+            device=pl.lit(None), stream=pl.lit(None),
+        )
+        .rename({"ts_ns": "start_ns", "dur_ns": "duration_ns"})
+    )  # fmt: skip
+
+
+def _host_events(graph: Graph) -> pl.DataFrame:
+    """`event`, `name` and category (`kind`) of each row of the host's events.
+
+    A mark of a whole step has neither name nor category: time of its own is time that no other
+    event covers.
+    """
+    name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
+    is_work = pl.col("row").is_in(graph.host.rows_named(_WRAPPER)).not_()
+    return graph.host.frame.with_row_index("row").select(
+        pl.col("row").cast(pl.Int64), "event", name=pl.when(is_work).then(name),
+        kind=pl.when(is_work).then(kind),
+    )  # fmt: skip
+
+
+def _base(path: Stretches, chosen: npt.NDArray[np.bool_]) -> pl.DataFrame:
+    return pl.DataFrame({
+        "row": path.where[chosen],
+        "what": path.kind[chosen],
+        "start_ns": path.starts[chosen],
+        "duration_ns": path.ends[chosen] - path.starts[chosen],
+    })  # fmt: skip
+
+
+def _returns(graph: Graph, path: Stretches) -> pl.DataFrame:
+    """From the end of what a blocking call waited for to its return.
+
+    Time that a copy or free takes to return after the GPU is done is the host's own work.
+    """
+    waits = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
+    of = graph.host.frame.with_row_index("row").select(pl.col("row").cast(pl.Int64), "pid", "tid")
+    return (
+        _base(path, path.kind == RETURN)
+        .join(_host_events(graph), on="row", how="left")
+        .join(of, on="row", how="left")
+        .with_columns(
+            bound_by=pl.when(waits | (pl.col("duration_ns") <= USUAL_DELAY_NS))
+            .then(pl.lit(SYNC)).otherwise(pl.lit(CPU)),
+            device=pl.lit(None), stream=pl.lit(None),
+        )
+    )  # fmt: skip
+
+
+def _hand_overs(graph: Graph, path: Stretches) -> pl.DataFrame:
+    """From one thread's last event to the first event of the thread that it started or woke."""
+    threads = pl.DataFrame(
+        graph.host.threads, schema={"pid": pl.Int64, "tid": pl.Int64}, orient="row"
+    )
+    numbered = threads.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    return (
+        _base(path, path.kind == HAND_OVER)
+        .join(numbered, on="row", how="left")
+        .with_columns(
+            bound_by=pl.lit(CPU), event=pl.lit(None), name=pl.lit(None), kind=pl.lit(None),
+            device=pl.lit(None), stream=pl.lit(None),
+        )
+    )  # fmt: skip
+
+
+def _on_gpu(graph: Graph, path: Stretches) -> pl.DataFrame:
+    """GPU events, and the delays before them, which carry the event that began late."""
+    base = _base(path, (path.kind == ON_GPU) | (path.kind == DELAY))
+    why = graph.causes.why[base["row"].to_numpy()]
+    events = graph.gpu.frame.with_row_index("row").select(
+        pl.col("row").cast(pl.Int64), "event", pl.col("name").cast(pl.String),
+        pl.col("category").cast(pl.String), of="kind", pid="pid", tid="tid", device="device",
+        stream="stream",
+    )  # fmt: skip
+    delay = (
+        pl.when((pl.col("duration_ns") > USUAL_DELAY_NS) & (pl.col("why") != LAUNCH))
+        .then(pl.lit(UNEXPLAINED))
+        .otherwise(pl.col("why").replace_strict(_DELAY_OF, default=SYNC, return_dtype=pl.String))
+    )
+    running = pl.col("what") == ON_GPU
+    return (
+        base.with_columns(why=pl.Series(why, dtype=pl.Int64))
+        .join(events, on="row", how="left")
+        .with_columns(
+            bound_by=pl.when(running).then(pl.col("of").replace_strict(
+                _OF_KIND, default=None, return_dtype=pl.String)).otherwise(delay),
+            kind=pl.when(running).then("category").otherwise(pl.lit("delay")),
+        )
+    )  # fmt: skip
+
+
+RECORDED, ASSUMED = "recorded", "assumed"
+_NEAR_TIE_RATIO = 0.01  # of the window: with a slightly faster host the path would run over the GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """The chain of events that determines a window's length, and how certain it is."""
+
+    start_ns: int
+    end_ns: int
+    host_end_ns: int
+    """Where the window ends on the host; before `end_ns` where the GPU was still working."""
+    window: str
+    """The requested window, in words."""
+    confidence: str
+    """`recorded`: every dependency on the path is in the trace; `assumed`: some are inferred, or
+    part of the path is unexplained."""
+    dependency_count: int
+    """Changes between threads and streams on the path."""
+    assumed_count: int
+    """Those of them that were inferred."""
+    caveats: tuple[str, ...]
+    """Caveats for readers of the numbers."""
+    rows: pl.DataFrame
+
+    @property
+    def length_ns(self) -> int:
+        """Length of the window, which the path covers exactly."""
+        return self.end_ns - self.start_ns
+
+    def segments(self) -> pl.DataFrame:
+        """The path, a row per segment in order of time, without gaps.
+
+        `start_ns`; `duration_ns`; `bound_by`, one of `segments.BOUNDS`; `event`, its place in
+        the file, null for host time that no event covers; `name`; `kind`, the event's
+        category, or `delay` before a GPU event; `pid`; `tid`; `device` and `stream` of what
+        ran on a GPU. `name` and `kind` are null, too, where only the mark of a profiler step
+        covers the host's time.
+        """
+        return self.rows
+
+    def summary(self) -> pl.DataFrame:
+        """The window's length by cause.
+
+        One row per cause, in the order of `segments.BOUNDS`: `bound_by`, `duration_ns`,
+        `share_ratio` (of the window; null where it is empty), `segment_count`. The durations
+        add up to the window. Causes: the host works (`cpu_bound`) or loads data
+        (`data_loading`); a kernel computes, communicates or a copy runs (`gpu_..._bound`); a
+        GPU event was launched and not yet running (`gpu_kernel_launch_overhead`) or could run
+        as its stream was free (`gpu_kernel_kernel_overhead`); calls that wait for the GPU,
+        from the moment at which it was done, and streams that wait for streams
+        (`synchronisation`); `unexplained`: something the trace does not hold.
+        """
+        causes_frame = pl.DataFrame({"bound_by": BOUNDS})
+        sums = self.rows.group_by("bound_by").agg(
+            pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")
+        )
+        joined = causes_frame.join(sums, on="bound_by", how="left", maintain_order="left")
+        length = self.length_ns or None
+        return joined.select(
+            "bound_by",
+            pl.col("duration_ns").fill_null(0),
+            (pl.col("duration_ns").fill_null(0) / pl.lit(length, pl.Float64)).alias("share_ratio"),
+            pl.col("segment_count").fill_null(0),
+        )
+
+    def top(self, count: int = 20) -> pl.DataFrame:
+        """The names that most of the path consists of.
+
+        `bound_by`, `kind`, `name`, `duration_ns`, `share_ratio`, `segment_count`; the longest
+        first. A null name is host time outside of all events but a profiler step's mark:
+        Python, mostly.
+        """
+        sums = self.rows.group_by("bound_by", "kind", "name").agg(
+            pl.col("duration_ns").sum(), pl.len().cast(pl.Int64).alias("segment_count")
+        )
+        length = self.length_ns or None
+        share = (pl.col("duration_ns") / pl.lit(length, pl.Float64)).alias("share_ratio")
+        ordered = sums.sort("duration_ns", "name", descending=[True, False]).head(count)
+        return ordered.select("bound_by", "kind", "name", "duration_ns", share, "segment_count")
+
+
+def critical_path(
+    trace: Trace,
+    *,
+    steps: tuple[int, int] | None = None,
+    annotation: str | None = None,
+    instance: Instance = 0,
+    data_loading: str = DATA_LOADING,
+) -> CriticalPath:
+    """The critical path of a window of one rank.
+
+    It ends with the window: at its end on the host, or with the last GPU event launched within it
+    where that ends later. From there it goes back, from every event to the last thing that it had
+    waited for (see `walk`), to the window's start. It covers the window without a gap.
+    """
+    host = HostEvents(trace)
+    window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
+    calls = runtime_calls(trace)
+    gpu = device_events(trace, calls)
+    main = host.number_of(window.thread)
+    graph = Graph(
+        host=host, gpu=gpu, causes=causes(trace, gpu, calls), main=main,
+        joins=joins_by_thread(trace, host, gpu, calls, main=main),
+    )  # fmt: skip
+    end_ns, end_row = _end(gpu, window)
+    if end_ns <= window.start_ns:
+        raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
+    path = longest_path(graph, window.start_ns, end_ns, end_row)
+    rows = segments(graph, path, data_loading)
+    unsure = path.assumed or (rows["bound_by"] == UNEXPLAINED).any()
+    return CriticalPath(
+        start_ns=window.start_ns,
+        end_ns=end_ns,
+        host_end_ns=window.host_end_ns,
+        window=window.label,
+        confidence=ASSUMED if unsure else RECORDED,
+        dependency_count=path.jumps,
+        assumed_count=path.assumed,
+        rows=rows,
+        caveats=tuple(_caveats(trace, gpu, window, end_ns, path, rows)),
+    )
+
+
+def _launched_within(gpu: DeviceEvents, window: PathWindow) -> npt.NDArray[np.int64]:
+    return np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
+
+
+def _end(gpu: DeviceEvents, window: PathWindow) -> tuple[int, int]:
+    """When the window ends, and the GPU event that ends it, or -1."""
+    own = _launched_within(gpu, window)
+    if len(own):
+        last = int(own[np.argmax(gpu.ends[own])])
+        if gpu.ends[last] > window.host_end_ns:
+            return int(gpu.ends[last]), last
+    return window.host_end_ns, -1
+
+
+def _slack_ns(gpu: DeviceEvents, window: PathWindow) -> int | None:
+    """How long before the window's end on the host the GPU was idle; None where it was not."""
+    own = _launched_within(gpu, window)
+    if not len(own):
+        return None
+    slack = window.host_end_ns - int(gpu.ends[own].max())
+    return slack if slack > 0 else None
+
+
+def _caveats(
+    trace: Trace,
+    gpu: DeviceEvents,
+    window: PathWindow,
+    end_ns: int,
+    path: Stretches,
+    rows: pl.DataFrame,
+) -> list[str]:
+    found = list(trace.report.notes)
+    if not len(gpu.starts):
+        return [*found, "no GPU events in the trace: the path is the host's"]
+    if not trace.sync.height and path.assumed:
+        found.append(
+            f"{path.assumed} of {path.jumps} dependencies on the path are assumed: the trace has "
+            "no sync events (experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
+        )
+    elif path.assumed:
+        found.append(f"{path.assumed} of {path.jumps} dependencies on the path are assumed")
+    if end_ns > window.host_end_ns:
+        found.append(
+            f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
+            "on the host"
+        )
+    slack = _slack_ns(gpu, window)
+    if slack is not None and slack < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
+        found.append(
+            f"the GPU was done only {duration_text(slack)} before the host: its work is almost as "
+            "critical"
+        )
+    early = _before_window(gpu, window, rows)
+    if early:
+        found.append(f"{duration_text(early)} are GPU work that was launched before the window")
+    skewed = gpu.launched > gpu.starts
+    if skewed.any():
+        most = int((gpu.launched - gpu.starts).max())
+        found.append(
+            f"{int(skewed.sum())} GPU events began up to {duration_text(most)} before their "
+            "launch: the clocks of host and GPU differ"
+        )
+    by_cause = dict(rows.group_by("bound_by").agg(pl.col("duration_ns").sum()).iter_rows())
+    if by_cause.get(TALK):
+        found.append("communication includes waiting for other ranks; one rank's trace cannot tell")
+    if by_cause.get(UNEXPLAINED):
+        found.append(
+            f"{duration_text(by_cause[UNEXPLAINED])} passed before GPU events that were launched "
+            "and whose stream was free: they waited for something that is not in the trace"
+        )
+    return found
+
+
+def _before_window(gpu: DeviceEvents, window: PathWindow, rows: pl.DataFrame) -> int:
+    """How much of the path is GPU work launched before the window."""
+    events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
+    earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
+    return int(rows.filter(earlier)["duration_ns"].sum())
+
+
+CATEGORY = "critical_path"
+MARK = "critical"
+_GZIP_LEVEL = 1
+_ROWS = 20_000
+
+
+def write_overlay(
+    trace: Trace, path: CriticalPath, *, folder: Path | None = None, only_path: bool = False
+) -> Path:
+    """Writes `<name>_critical_path.json.gz`, for Perfetto or chrome://tracing.
+
+    The trace's text is passed through piece by piece, whatever its size. Events on the path get
+    the argument `critical`; where the path changes its thread or stream stands an arrow (a flow
+    event of category `critical_path`) that carries what bounds the next stretch. The file appears
+    whole or not at all.
+    """
+    if trace.report.lost_count:
+        raise TraceFormatError(
+            f"{trace.path}: {trace.report.lost_count} events are no JSON, so the others cannot be "
+            "marked in its text",
+            hint="the path itself is in segments()",
+        )
+    stem = trace.path.name.removesuffix(".gz").removesuffix(".json")
+    target = (folder or trace.path.parent) / f"{stem}{OVERLAY_SUFFIX}.json.gz"
+    try:
+        with (
+            whole_file(target, below=target.parent) as packed,
+            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
+        ):
+            for text in _text(trace.path, path, only_path=only_path):
+                file.write(text)
+    except OSError as error:
+        raise HaiprofError(
+            f"{target}: {error.strerror or error}", hint="name a folder that can be written"
+        ) from None
+    return target
+
+
+def _text(source: Path, path: CriticalPath, *, only_path: bool) -> Iterator[bytes]:
+    """Yields the new file's text; the metadata follows the events."""
+    running = path.rows.filter(pl.col("kind") != "delay")["event"].drop_nulls()
+    events = np.unique(running.to_numpy())
+    text = TraceText(source)
+    separator = b'{"traceEvents": [\n'
+    for piece in add_marks(text, events, MARK, only_marked=only_path):
+        yield separator
+        yield piece
+        separator = b",\n"
+    arrows = arrow_events(path)
+    for start in range(0, len(arrows), _ROWS):
+        yield separator
+        yield ",\n".join(arrows[start : start + _ROWS]).encode()
+        separator = b",\n"
+    if separator != b",\n":
+        yield separator
+    rest = json.dumps(text.metadata)[1:]
+    yield b"\n]" + (b", " if text.metadata else b"") + rest.encode()
+
+
+def arrow_events(path: CriticalPath) -> pl.Series:
+    """Arrows between events on the path that lie on different threads or streams, as JSON."""
+    events = path.rows.filter(pl.col("event").is_not_null() & (pl.col("kind") != "delay"))
+    here = ("pid", "tid", "start_ns")
+    moves = events.with_columns(pl.col(*here).shift(-1).name.prefix("next_"),
+                                bound=pl.col("bound_by").shift(-1)).filter(
+        (pl.col("pid") != pl.col("next_pid")) | (pl.col("tid") != pl.col("next_tid"))
+    ).with_row_index("id")  # fmt: skip
+    ends = [_arrow("s", "", moves, "pid", "tid", "start_ns"),
+            _arrow("f", ', "bp": "e"', moves, "next_pid", "next_tid", "next_start_ns")]  # fmt: skip
+    return pl.concat(ends)
+
+
+def _arrow(phase: str, more: str, moves: pl.DataFrame, pid: str, tid: str, time: str) -> pl.Series:
+    ns = pl.col(time)
+    parts = (
+        pl.lit(f'{{"ph": "{phase}", "cat": "{CATEGORY}", "name": "'), pl.col("bound"),
+        pl.lit(f'"{more}, "id": "{CATEGORY}'), pl.col("id"), pl.lit('", "pid": '), pl.col(pid),
+        pl.lit(', "tid": '), pl.col(tid), pl.lit(', "ts": '),
+        pl.when(ns < 0).then(pl.lit("-")).otherwise(pl.lit("")), ns.abs() // 1000, pl.lit("."),
+        (ns.abs() % 1000).cast(pl.String).str.zfill(3), pl.lit("}"),
+    )  # fmt: skip
+    return moves.select(event=pl.concat_str(*parts)).to_series()

@@ -1,0 +1,508 @@
+"""The longest path of a window, found backwards from its end: what each event waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import covered_lengths, union
+from haiprof.trace_analysis.device_dependencies import (
+    NEVER,
+    QUEUE,
+    USUAL_DELAY_NS,
+    WAIT_CALL,
+    Bools,
+    DeviceEvents,
+    Pairs,
+    RuntimeCalls,
+    host_waits,
+    recorded_waits,
+    stream_order,
+)
+from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS, HostEvents, Thread, hand_overs
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+Instance = int | tuple[int, int]
+"""One of several ranges of a name, from 0; or the first and the last of those that are meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathWindow:
+    """The window of a critical path on the host, and its thread."""
+
+    start_ns: int
+    host_end_ns: int
+    """Its end on the host; work that was launched in it may run longer on the GPU."""
+    thread: Thread
+    label: str
+    """In words."""
+
+
+def find_window(
+    trace: Trace,
+    host: HostEvents,
+    *,
+    steps: tuple[int, int] | None,
+    annotation: str | None,
+    instance: Instance,
+) -> PathWindow:
+    """Finds the requested window."""
+    if steps is not None and annotation is not None:
+        raise ValueError("give steps or an annotation, not both")
+    if steps is not None:
+        return _of_steps(trace, steps)
+    if annotation is not None:
+        return _of_annotation(trace, annotation, instance)
+    return _of_everything(trace, host)
+
+
+def _of_steps(trace: Trace, steps: tuple[int, int]) -> PathWindow:
+    marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+    if marks.is_empty():
+        known = trace.steps["step"].to_list()
+        hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
+        if known:
+            hint = f"it has the steps {min(known)} to {max(known)}"
+        raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
+    first, after_last = steps
+    return _window(_marks_as_ranges(trace, marks), f"profiler steps {first} to {after_last - 1}")
+
+
+def _marks_as_ranges(trace: Trace, marks: pl.DataFrame) -> pl.DataFrame:
+    """Steps as ranges with their process."""
+    ranges = _ranges(trace, "ProfilerStep#").unique("ts_ns", keep="first")
+    return ranges.join(marks.select(ts_ns="start_ns"), on="ts_ns", how="semi")
+
+
+def _of_annotation(trace: Trace, annotation: str, instance: Instance) -> PathWindow:
+    found = _ranges(trace, annotation)
+    first, last = (instance, instance) if isinstance(instance, int) else instance
+    if not 0 <= first <= last < found.height:
+        raise MissingDataError(
+            f"{trace.path}: {found.height} annotations with {annotation!r} in their name; "
+            f"instance {instance} was asked for",
+            hint="record_function(name) around a part of the program makes one",
+        )
+    chosen = found[first : last + 1]
+    which = f"instance {first}" if first == last else f"instances {first} to {last}"
+    return _window(chosen, f"{chosen['name'][0]} ({which})")
+
+
+def _ranges(trace: Trace, part: str) -> pl.DataFrame:
+    """Ranges on the host with a text in their name, by time; before 2022 they were operators."""
+    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    for table in (marks, trace.ops):
+        named = table.with_columns(pl.col("name").cast(pl.String))
+        found = named.filter(pl.col("name").str.contains(part, literal=True))
+        if found.height:
+            return found.select("name", "ts_ns", "dur_ns", "pid", "tid").sort("ts_ns")
+    return pl.DataFrame(schema={"name": pl.String, "ts_ns": pl.Int64, "dur_ns": pl.Int64,
+                                "pid": pl.Int64, "tid": pl.Int64})  # fmt: skip
+
+
+def _window(ranges: pl.DataFrame, label: str) -> PathWindow:
+    ends = ranges["ts_ns"] + ranges["dur_ns"]
+    first = ranges.row(0, named=True)
+    return PathWindow(
+        start_ns=first["ts_ns"],
+        host_end_ns=int(ends.to_numpy().max()),
+        thread=(first["pid"], first["tid"]),
+        label=label,
+    )
+
+
+def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
+    times = [
+        table.select(start="ts_ns", end=pl.col("ts_ns") + pl.col("dur_ns"))
+        for table in (trace.ops, trace.runtime, trace.gpu)
+    ]
+    spans = pl.concat(times)
+    if spans.is_empty():
+        raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
+    thread = host.busiest_thread()
+    on_thread = host.frame.filter(
+        pl.col("pid").eq_missing(thread[0])
+        & pl.col("tid").eq_missing(thread[1])
+        & ~pl.col("is_mark")
+    )
+    ends = (on_thread["ts_ns"] + on_thread["dur_ns"]).to_numpy()
+    start = int(spans["start"].to_numpy().min())
+    return PathWindow(
+        start_ns=start,
+        host_end_ns=int(ends.max()) if len(ends) else start,
+        thread=thread,
+        label="the whole trace",
+    )
+
+
+LAUNCH, STREAM, EVENT, INFERRED, HOST = range(5)
+"""Why an event began when it did: its launch; the event before it on its stream; another stream's
+event, by a recorded wait or assumed; the host, by a launch that is not in the trace.
+"""
+_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Causes:
+    """The last thing that each GPU event waited for."""
+
+    why: Ints
+    """LAUNCH, STREAM, EVENT, INFERRED or HOST."""
+    row: Ints
+    """The GPU event; of a launch, its call in `Trace.runtime`; -1 for HOST."""
+    time: Ints
+    """When that ended, at most the start of the waiting event."""
+
+
+def causes(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Causes:
+    """What each GPU event waited for last: only that decided when it could start."""
+    count = len(gpu.starts)
+    why = np.full(count, HOST, dtype=np.int64)
+    row = np.full(count, -1, dtype=np.int64)
+    time = gpu.starts.copy()
+    best = np.full(count, NEVER, dtype=np.int64)
+    for kind, (found_row, found_time) in (
+        (LAUNCH, _by_launch(calls, gpu)),
+        (STREAM, _by_pairs(gpu, stream_order(gpu))),
+        (EVENT, _by_pairs(gpu, recorded_waits(trace, gpu, calls))),
+    ):
+        better = (found_row >= 0) & (found_time >= best)
+        why[better], row[better], best[better] = kind, found_row[better], found_time[better]
+    unknown = ~gpu.known & (gpu.starts - np.maximum(best, gpu.starts.min(initial=0))
+                             > USUAL_DELAY_NS)  # fmt: skip
+    why[unknown], row[unknown] = HOST, -1
+    best[unknown] = gpu.starts[unknown]
+    inferred_row = _infer_waits(trace, calls, gpu, best, why)
+    some = inferred_row >= 0
+    why[some], row[some], best[some] = INFERRED, inferred_row[some], gpu.ends[inferred_row[some]]
+    known = row >= 0
+    time[known] = best[known]
+    return Causes(why=why, row=row, time=time)
+
+
+def _by_launch(calls: RuntimeCalls, gpu: DeviceEvents) -> tuple[Ints, Ints]:
+    """The start of the launch call, as HTA has it.
+
+    For a call that took unusually long (it loaded a module, or the queue was full) the time in it
+    is the host's: its end counts, or the kernel's start if that is earlier.
+    """
+    begun = np.minimum(gpu.launched, gpu.starts)
+    done = np.minimum(np.append(calls.ends, 0)[gpu.call], gpu.starts)
+    return gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun)
+
+
+def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
+    """Of the events that each one waited for, the one that ended last; at most at its start."""
+    earlier, later = pairs
+    row = np.full(len(gpu.starts), -1, dtype=np.int64)
+    order = np.argsort(gpu.ends[earlier], kind="stable")  # the latest is written last
+    row[later[order]] = earlier[order]
+    return row, np.minimum(gpu.ends[row], gpu.starts) if len(row) else row
+
+
+def _infer_waits(
+    trace: Trace, calls: RuntimeCalls, gpu: DeviceEvents, best: Ints, why: Ints
+) -> Ints:
+    """Another stream's event that ended just before a waiting one began.
+
+    Assumed where the launching thread called cudaStreamWaitEvent since the stream's last launch
+    and no sync events are recorded, where both are of one CUDA graph, or where the event began
+    unusually late and just after it (that need not be an order: it may have waited for room).
+    """
+    late = gpu.starts - best > USUAL_DELAY_NS
+    told = _wait_called(calls, gpu) if not trace.sync.height else np.zeros_like(late)
+    correlation = gpu.frame["correlation"].fill_null(-1)
+    graph = (correlation.is_duplicated() & (correlation > 0)).to_numpy()
+    looking = np.flatnonzero((late | told | graph) & (why != EVENT) & (why != HOST))
+    found = np.full(len(gpu.starts), -1, dtype=np.int64)
+    by_end = np.argsort(gpu.ends, kind="stable")
+    at = np.searchsorted(gpu.ends[by_end], gpu.starts[looking], side="right") - 1
+    floor = np.where(told, best, np.maximum(best, gpu.starts - USUAL_DELAY_NS))
+    only_graph = graph & ~late & ~told
+    numbers = correlation.to_numpy()
+    for _ in range(_TRIES):
+        good = at >= 0
+        looking, at = looking[good], at[good]
+        other = by_end[at]
+        real = (gpu.line[other] != gpu.line[looking]) & (gpu.device[other] == gpu.device[looking])
+        real &= (gpu.ends[other] > floor[looking]) & (gpu.starts[other] < gpu.starts[looking])
+        real &= ~told[looking] | (gpu.launched[other] <= gpu.launched[looking])
+        real &= ~only_graph[looking] | (numbers[other] == numbers[looking])
+        found[looking[real]] = other[real]
+        going = ~real & (gpu.ends[other] > floor[looking])
+        looking, at = looking[going], at[going] - 1
+    return found
+
+
+def _wait_called(calls: RuntimeCalls, gpu: DeviceEvents) -> Bools:
+    """Whether the launching thread made its stream wait since the stream's launch before."""
+    waits = calls.find(WAIT_CALL)
+    told = np.zeros(len(gpu.starts), dtype=np.bool_)
+    before = np.full(len(gpu.starts), NEVER, dtype=np.int64)
+    for line in gpu.lines():
+        own = gpu.launch_order(line)
+        before[own[1:]] = gpu.launched[own[:-1]]
+    launched = np.flatnonzero(gpu.known)
+    for thread in np.unique(calls.thread[waits]):
+        times = calls.starts[waits[calls.thread[waits] == thread]]
+        own = launched[calls.thread[gpu.call[launched]] == thread]
+        last = np.searchsorted(times, gpu.launched[own], side="right") - 1
+        told[own] = (last >= 0) & (times[np.maximum(last, 0)] > before[own])
+    return told
+
+
+NOTHING: Ints = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joins:
+    """Points at which a host thread resumed because something else had finished; by time."""
+
+    time: Ints
+    """When the thread resumed, ns."""
+    cause_time: Ints
+    """When what it waited for finished, ns."""
+    gpu_row: Ints
+    """That GPU event; -1 where it was another thread."""
+    thread: Ints
+    """Number of that other thread; -1 where it was a GPU event."""
+    call_row: Ints
+    """Row of the call that waited; -1 without one."""
+    assumed: Bools
+    """Whether it was inferred, not recorded."""
+
+
+_FIELDS = ("time", "cause_time", "gpu_row", "thread", "call_row", "assumed")
+
+
+def joins_by_thread(
+    trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls, *, main: int
+) -> dict[int, Joins]:
+    """The joins of each thread, by its number."""
+    parts = [*_blocking_calls(trace, host, gpu, calls), *_between_threads(host, main)]
+    names = ("of", *_FIELDS)
+    columns = zip(*((of, *values) for of, values in parts), strict=True)
+    whole: dict[str, Ints] = dict.fromkeys(names, NOTHING)
+    whole |= {name: np.concatenate(column) for name, column in zip(names, columns, strict=False)}
+    order = np.lexsort((whole["cause_time"], whole["time"], whole["of"]))
+    whole = {name: values[order] for name, values in whole.items()}
+    found = {}
+    for number in np.unique(whole["of"]):
+        own = whole["of"] == number
+        found[int(number)] = Joins(**{
+            name: whole[name][own].astype(np.bool_ if name == "assumed" else np.int64)
+            for name in _FIELDS
+        })  # fmt: skip
+    return found
+
+
+_Part = tuple[Ints, tuple[Ints, Ints, Ints, Ints, Ints, Bools]]
+"""Thread numbers, and the columns of `Joins`."""
+
+
+def _blocking_calls(
+    trace: Trace, host: HostEvents, gpu: DeviceEvents, calls: RuntimeCalls
+) -> Iterator[_Part]:
+    """Calls that returned when a GPU event had ended within them."""
+    for why, call, event, assumed in host_waits(trace, gpu, calls):
+        starts, ends = calls.starts[call], calls.ends[call]
+        cause = np.minimum(gpu.ends[event], ends)
+        waited = (event >= 0) & (cause > starts)
+        waited &= (why != QUEUE) | (ends - starts > USUAL_DELAY_NS)
+        rows = host.row_of_call[call[waited]]
+        none = np.full(len(rows), -1, dtype=np.int64)
+        yield (
+            host.thread_of_row[rows],
+            (ends[waited], cause[waited], event[waited], none, rows, assumed[waited]),
+        )
+
+
+def _between_threads(host: HostEvents, main: int) -> Iterator[_Part]:
+    """Hand-overs to and from threads of backward passes, and threads woken after a pause."""
+    held = [union(NOTHING, NOTHING)] * len(host.threads)
+    for found in hand_overs(host, host.threads[main]) if main >= 0 else ():
+        waiting, working = host.number_of(found.waiting), host.number_of(found.working)
+        held[working] = union(found.left, found.back)
+        began, left = found.began[found.was_idle], found.left[found.was_idle]
+        yield _hand_over(waiting, found.back, found.ended, working, assumed=False)
+        yield _hand_over(working, began, left, waiting, assumed=False)
+    for number, thread in enumerate(host.threads):
+        if number != main:
+            starts = _resume_times(*host.work_of(thread))
+            starts = starts[covered_lengths(held[number], starts, starts + 1) == 0]
+            yield _hand_over(number, starts, starts, main, assumed=True)
+
+
+def _resume_times(starts: Ints, ends: Ints) -> Ints:
+    """When a thread begins, or goes on after a long pause: assumed to be woken by the main one."""
+    gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
+    found: Ints = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
+    return found
+
+
+def _hand_over(of: int, time: Ints, cause_time: Ints, thread: int, *, assumed: bool) -> _Part:
+    none = np.full(len(time), -1, dtype=np.int64)
+    inferred = np.full(len(time), assumed, dtype=np.bool_)
+    return none + 1 + of, (time, cause_time, none, none + 1 + thread, none, inferred)
+
+
+ON_HOST, RETURN, HAND_OVER, ON_GPU, DELAY = range(5)
+"""Kinds of segments: a thread works; a blocking call returns; one thread starts another; a GPU
+event runs; the delay between a GPU event's last dependency and its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretches:
+    """The path in order, without gaps; shapes (n,)."""
+
+    kind: Ints
+    where: Ints
+    """ON_HOST and HAND_OVER: the thread's number; RETURN: the call's row; else the GPU event."""
+    starts: Ints
+    ends: Ints
+    jumps: int
+    """Changes between threads and streams."""
+    assumed: int
+    """Changes that were inferred."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Collects the path's chunks, from the end backwards."""
+
+    start_ns: int
+    chunks: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
+    jumps: int = 0
+    assumed: int = 0
+
+    def add(self, kind: int, where: int, start: int, end: int) -> None:
+        """Adds one segment."""
+        self.chunks.append(tuple(np.array([v], dtype=np.int64)  # type: ignore[arg-type]
+                                 for v in (kind, where, start, end)))  # fmt: skip
+
+    def jump(self, *, assumed: bool) -> None:
+        """Counts a change between threads and streams."""
+        self.jumps += 1
+        self.assumed += assumed
+
+    def finish(self) -> Stretches:
+        """In order of time, cut to the window, without empty ones."""
+        parts = [np.concatenate(column) for column in zip(*reversed(self.chunks), strict=True)]
+        kind, where, starts, ends = parts
+        starts = np.maximum(starts, self.start_ns)
+        real = ends > starts
+        return Stretches(
+            kind=kind[real], where=where[real], starts=starts[real], ends=ends[real],
+            jumps=self.jumps, assumed=self.assumed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """GPU events by stream; in a run each event waited for the one before it on the stream."""
+
+    order: Ints
+    position: Ints
+    """Position of each event in `order`."""
+    head: Ints
+    """Position of the first event of each position's run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """The dependencies of a window."""
+
+    host: HostEvents
+    gpu: DeviceEvents
+    causes: Causes
+    joins: dict[int, Joins]
+    main: int
+    """Number of the window's thread."""
+
+
+def longest_path(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Stretches:
+    """The critical path of a window."""
+    walk, runs = _Walk(start_ns), _runs(graph)
+    used: set[tuple[int, int]] = set()
+    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
+    while now > start_ns:
+        if row >= 0:
+            thread, row, now = _along_stream(graph, runs, walk, used, row, now)
+        else:
+            thread, row, now = _along_thread(graph, walk, used, thread, now)
+    return walk.finish()
+
+
+def _runs(graph: Graph) -> _Runs:
+    gpu, found = graph.gpu, graph.causes
+    order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    before = np.append(-1, order[:-1])[: len(order)]
+    follows = (found.why[order] == STREAM) & (found.row[order] == before)
+    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
+    return _Runs(order=order, position=position, head=head)
+
+
+def _along_stream(
+    graph: Graph, runs: _Runs, walk: _Walk, used: set[tuple[int, int]], row: int, now: int
+) -> tuple[int, int, int]:
+    """Follows a run of GPU events back to what its first event waited for."""
+    gpu, found = graph.gpu, graph.causes
+    at = int(runs.position[row])
+    first = int(runs.head[at])
+    rows = runs.order[first : at + 1]
+    begun = int(np.searchsorted(gpu.starts[rows], walk.start_ns, side="right")) - 1
+    rows = rows[max(begun, 0) :]  # nothing before the window
+    ends = np.append(found.time[rows[1:]], now)
+    begins = np.minimum(gpu.starts[rows], now)
+    _add_run(walk, rows, begins, ends)
+    head, now = int(rows[0]), int(begins[0])
+    if now <= walk.start_ns:
+        return -1, -1, walk.start_ns
+    why, cause, time = int(found.why[head]), int(found.row[head]), int(found.time[head])
+    if why == HOST or (-2, head) in used:  # the second visit at one time: contradictory timestamps
+        walk.jump(assumed=True)
+        return graph.main, -1, now
+    used.add((-2, head))
+    walk.add(DELAY, head, time, now)
+    walk.jump(assumed=why == INFERRED)
+    if why == LAUNCH:
+        return int(graph.host.thread_of_row[graph.host.row_of_call[cause]]), -1, time
+    return -1, cause, time
+
+
+def _add_run(walk: _Walk, rows: Ints, starts: Ints, ends: Ints) -> None:
+    """The events of a run and the delays between them."""
+    count = len(rows)
+    kind, where = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
+    begin, end = np.empty(2 * count - 1, np.int64), np.empty(2 * count - 1, np.int64)
+    kind[::2], where[::2], begin[::2], end[::2] = ON_GPU, rows, starts, ends
+    kind[1::2], where[1::2] = DELAY, rows[1:]
+    begin[1::2], end[1::2] = ends[:-1], starts[1:]
+    walk.chunks.append((kind, where, begin, end))
+
+
+def _along_thread(
+    graph: Graph, walk: _Walk, used: set[tuple[int, int]], thread: int, now: int
+) -> tuple[int, int, int]:
+    """Follows a host thread back to the last point at which it had waited."""
+    joins = graph.joins.get(thread)
+    at = -1 if joins is None else int(np.searchsorted(joins.time, now, side="right")) - 1
+    while at >= 0 and (thread, at) in used:
+        at -= 1
+    if joins is None or at < 0 or joins.time[at] <= walk.start_ns:
+        walk.add(ON_HOST, thread, walk.start_ns, now)
+        return -1, -1, walk.start_ns
+    used.add((thread, at))
+    went_on, cause = int(joins.time[at]), int(joins.cause_time[at])
+    walk.add(ON_HOST, thread, went_on, now)
+    call = int(joins.call_row[at])
+    walk.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
+    walk.jump(assumed=bool(joins.assumed[at]))
+    return int(joins.thread[at]), int(joins.gpu_row[at]), cause

@@ -1,0 +1,423 @@
+"""What GPU events wait for, and the calls that block on them: launches, streams, waits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
+from haiprof.trace_format.blocking_calls import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+Bools = npt.NDArray[np.bool_]
+
+USUAL_DELAY_NS = 100_000
+"""A kernel on a free stream starts sooner than this after its launch: in single-stream traces 99 %
+start within 40 us. One that starts later was waiting."""
+FULL_QUEUE = 1000
+"""A launch with this many events before it waits for room: CUDA queues 1024 per stream."""
+NEVER = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeCalls:
+    """Calls of the CUDA or HIP runtime and driver; a number of a call is its row in `frame`."""
+
+    frame: pl.DataFrame
+    """`Trace.runtime`."""
+    starts: Ints
+    ends: Ints
+    thread: Ints
+    """A number per process and thread."""
+    names: tuple[str, ...]
+    name: Ints
+    """Place in `names`."""
+
+    def find(self, pattern: str) -> Ints:
+        """Calls with a name that matches a regular expression."""
+        matching = np.array([re.search(pattern, name) is not None for name in self.names], bool)
+        return np.flatnonzero(matching[self.name]) if len(self.name) else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEvents:
+    """GPU events by start, as arrays; a number of an event is its row in `frame`."""
+
+    frame: pl.DataFrame
+    """`Trace.gpu` with `kind` and the thread of the launch, `launch_tid`."""
+    starts: Ints
+    ends: Ints
+    line: Ints
+    """A number per device and stream."""
+    device: Ints
+    call: Ints
+    """The launch call, in `RuntimeCalls`; -1 where it is not recorded."""
+    launched: Ints
+    """When the launch call began; see `_launch_times` for those that are not recorded."""
+    known: Bools
+    """Whether that is in the trace."""
+    talks: Bools
+    """Whether it is communication."""
+
+    def take(self, rows: Ints) -> DeviceEvents:
+        """Some of the events, in the given order."""
+        arrays = [field.name for field in fields(self) if field.name != "frame"]
+        return replace(self, frame=self.frame[rows], **{n: getattr(self, n)[rows] for n in arrays})
+
+    def lines(self, rows: Ints | None = None) -> list[Ints]:
+        """The events of each stream by their start; `rows` are those that count, rising."""
+        line = self.line if rows is None else self.line[rows]
+        order = np.argsort(line, kind="stable")
+        cuts = np.flatnonzero(np.diff(line[order])) + 1
+        parts = np.split(order if rows is None else rows[order], cuts)
+        return [part for part in parts if len(part)]
+
+    def of_stream(self, device: int, stream: int) -> Ints:
+        """The events of a stream, by launch; a negative device stands for any."""
+        own = self.frame["stream"].fill_null(-1).to_numpy() == stream
+        own &= (self.device == device) | (device < 0)
+        return self.launch_order(np.flatnonzero(own))
+
+    def launch_order(self, rows: Ints) -> Ints:
+        """Events by their launch."""
+        return rows[np.lexsort((rows, self.launched[rows]))]
+
+    def last_to_end(self, ordered: Ints) -> Ints:
+        """For each of some events in order, the one up to it that ends last."""
+        ends = self.ends[ordered]
+        latest = ends >= np.maximum.accumulate(ends)
+        return ordered[np.maximum.accumulate(np.where(latest, np.arange(len(ordered)), 0))]
+
+    def last_before(self, ordered: Ints, times: Ints) -> Ints:
+        """Of events by launch, the one launched before each time that ends last; or -1."""
+        count = np.searchsorted(self.launched[ordered], times)
+        return np.append(self.last_to_end(ordered), -1)[count - 1]
+
+    def latest_within(self, starts: Ints, ends: Ints) -> Ints:
+        """The event that ended last within each call and was launched before it; or -1."""
+        by_end = np.argsort(self.ends, kind="stable")
+        found = np.full(len(starts), -1, dtype=np.int64)
+        looking = np.arange(len(starts))
+        at = np.searchsorted(self.ends[by_end], ends, side="right") - 1
+        for _ in range(_TRIES):
+            row = by_end[np.maximum(at, 0)]
+            inside = (at >= 0) & (self.ends[row] > starts[looking])
+            real = inside & (self.launched[row] < starts[looking])
+            found[looking[real]] = row[real]
+            going = inside & ~real
+            looking, at = looking[going], at[going] - 1
+        return found
+
+
+_TRIES = 8
+
+
+def runtime_calls(trace: Trace) -> RuntimeCalls:
+    """The runtime calls of a trace, by start."""
+    frame = trace.runtime
+    starts = frame["ts_ns"].to_numpy()
+    codes = frame["name"].to_physical().to_numpy()
+    _, first, name = np.unique(codes, return_index=True, return_inverse=True)
+    return RuntimeCalls(
+        frame=frame,
+        starts=starts,
+        ends=starts + frame["dur_ns"].to_numpy(),
+        thread=_numbers(frame.select("pid", "tid")),
+        names=tuple(frame["name"].gather(first).cast(pl.String)),
+        name=name,
+    )
+
+
+def device_events(trace: Trace, calls: RuntimeCalls) -> DeviceEvents:
+    """The GPU events of a trace with their launches: the first call of the same correlation."""
+    named = calls.frame.select(
+        "correlation", "ts_ns", launch_tid="tid", call=pl.int_range(pl.len(), dtype=pl.Int64)
+    )
+    first = named.filter(pl.col("correlation") > 0).unique("correlation", keep="first")
+    gpu = with_kind(trace.gpu).join(
+        first.rename({"ts_ns": "launch_ns"}),
+        on="correlation", how="left", maintain_order="left",
+    )  # fmt: skip
+    keys = gpu.select(pl.col("device", "stream").fill_null(-1))
+    starts = gpu["ts_ns"].to_numpy()
+    return DeviceEvents(
+        frame=gpu.drop("launch_ns", "call"),
+        starts=starts,
+        ends=starts + gpu["dur_ns"].to_numpy(),
+        line=_numbers(keys),
+        device=keys["device"].to_numpy(),
+        call=gpu["call"].fill_null(-1).to_numpy(),
+        launched=_launch_times(keys, gpu["launch_ns"], starts, _begin(trace, starts)),
+        known=gpu["call"].is_not_null().to_numpy(),
+        talks=(gpu["kind"] == COMMUNICATION).to_numpy(),
+    )
+
+
+def launches_around(gpu: DeviceEvents, calls: RuntimeCalls, rows: Ints) -> tuple[Ints, Ints]:
+    """The event that each of some calls' thread launched last before it, and next; -1 for none."""
+    launched = gpu.launch_order(np.flatnonzero(gpu.call >= 0))
+    threads = calls.thread[gpu.call[launched]]
+    last, following = np.full((2, len(rows)), -1, dtype=np.int64)
+    for thread in np.unique(calls.thread[rows]):
+        of = np.flatnonzero(calls.thread[rows] == thread)
+        own = launched[threads == thread]
+        at = np.searchsorted(gpu.launched[own], calls.starts[rows[of]])
+        last[of], following[of] = np.append(own, -1)[at - 1], np.append(own, -1)[at]
+    return last, following
+
+
+def _numbers(keys: pl.DataFrame) -> Ints:
+    """A number of each row; equal rows have the same."""
+    found: Ints = keys.select(pl.struct(pl.all()).rank("dense")).to_series().to_numpy()
+    return found.astype(np.int64)
+
+
+def _begin(trace: Trace, starts: Ints) -> int:
+    """When anything on the host began first; without a host the GPU."""
+    marks = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    tables = [table["ts_ns"].to_numpy() for table in (marks, trace.ops, trace.runtime)]
+    times = np.concatenate(tables)
+    return int(times.min(initial=int(starts.min(initial=0))))
+
+
+def _launch_times(keys: pl.DataFrame, known: pl.Series, starts: Ints, begin: int) -> Ints:
+    """When each event was launched, as far as the trace tells.
+
+    A stream runs in order, so an event without a recorded launch was launched after its
+    predecessors: it gets the latest of their launches. Before the first recorded one of its stream
+    it was launched before the trace began. A stream without any: its events count from their start.
+    """
+    own = pl.col("known")
+    streams = ("device", "stream")
+    times = keys.with_columns(known=known, start=pl.Series(starts, dtype=pl.Int64)).select(
+        pl.when(own.is_not_null())
+        .then(own)
+        .when(own.is_not_null().any().over(streams))
+        .then(pl.min_horizontal(own.cum_max().forward_fill().over(streams).fill_null(begin - 1),
+                                "start"))
+        .otherwise("start")
+    )  # fmt: skip
+    found: Ints = times.to_series().to_numpy()
+    return found
+
+
+WAIT_CALL = r"^(?:cuda|cu|hip)StreamWaitEvent"
+"""Calls that make a stream wait for another; they return at once."""
+ROUNDING_NS = 1000
+"""Old traces have whole microseconds: what waited may seem to begin so much too early."""
+Pairs = tuple[Ints, Ints]
+"""Edges: the events that end first, and those that wait for them."""
+
+
+def stream_order(gpu: DeviceEvents) -> Pairs:
+    """Each event and, of those before it on its stream, the one that ends last.
+
+    They may overlap: programmatic dependent launch lets a kernel begin before that one has ended.
+    """
+    parts = [(gpu.last_to_end(own)[:-1], own[1:]) for own in gpu.lines()]
+    return _concatenate(parts)
+
+
+def recorded_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Pairs:
+    """What streams waited for by cudaStreamWaitEvent, from events of category cuda_sync.
+
+    The first event launched to the waiting stream after the call waits for the last one launched
+    to the other stream before cudaEventRecord; before the wait itself, where the record's
+    correlation is missing (PyTorch records and waits in one go). Source: CUDA runtime API,
+    cudaStreamWaitEvent: all future work of the stream waits for what the event captured.
+    """
+    parts = []
+    for (device, stream, other), rows in _wait_calls(trace, calls) if len(trace.sync) else ():
+        waiting, awaited = gpu.of_stream(device, stream), gpu.of_stream(device, other)
+        later = np.searchsorted(gpu.launched[waiting], rows["called"].to_numpy())
+        before = np.searchsorted(gpu.launched[awaited], rows["recorded"].to_numpy(), side="right")
+        real = (later < len(waiting)) & (before > 0)
+        first, second = awaited[before[real] - 1], waiting[later[real]]
+        possible = gpu.ends[first] <= gpu.starts[second] + ROUNDING_NS
+        parts.append((first[possible], second[possible]))
+    return _concatenate(parts)
+
+
+def _wait_calls(
+    trace: Trace, calls: RuntimeCalls
+) -> list[tuple[tuple[int, int, int], pl.DataFrame]]:
+    """Times of the wait calls and of their records by device, stream and awaited stream.
+
+    Correlations count up with the calls, so one whose call is not in the trace has its place too.
+    """
+    waits = trace.sync.filter(pl.col("sync_kind") == "Stream Wait Event")
+    times = calls.frame.select("correlation", "ts_ns").drop_nulls().sort("correlation", "ts_ns")
+    times = times.unique("correlation", keep="first", maintain_order=True)
+    keys = ("device", "stream", "wait_on_stream")
+    device, record = pl.col("device").fill_null(-1), pl.col("wait_on_correlation")
+    noted = pl.when(record > 0).then(record).otherwise("correlation")
+    found = (
+        waits.select(device, *keys[1:], "correlation", record=noted)
+        .drop_nulls(["correlation", *keys])
+        .sort("record")
+        .join_asof(times.select("correlation", recorded="ts_ns"),
+                   left_on="record", right_on="correlation", coalesce=True)
+        .sort("correlation")
+        .join_asof(times.select("correlation", called="ts_ns"), on="correlation",
+                   strategy="forward")
+        .drop_nulls(["called", "recorded"])
+    )  # fmt: skip
+    groups = found.group_by(keys, maintain_order=True)
+    return [((int(str(a)), int(str(b)), int(str(c))), rows) for (a, b, c), rows in groups]
+
+
+def _concatenate(parts: list[Pairs]) -> Pairs:
+    nothing = np.empty(0, dtype=np.int64)
+    first, second = zip((nothing, nothing), *parts, strict=True)
+    return np.concatenate(first), np.concatenate(second)
+
+
+_COPIES, _TO_HOST = "Memcpy|Memset", "DtoH|DeviceToHost"
+
+
+COPY, COPY_TO_HOST, SHORT_COPY, DEVICE, STREAM, MEMORY_FREE, QUEUE = range(7)
+"""Why a call waits: for its copy, as its name says; for a copy to the host's memory, or for
+another one, that was seen to end first; for the device; for a stream; to free memory that may be in
+use; for room in the queue of its stream."""
+
+
+class HostWaits(NamedTuple):
+    """Calls that may wait, and for what."""
+
+    why: int
+    """One of the above."""
+    call: Ints
+    """In `RuntimeCalls`."""
+    event: Ints
+    """The GPU event that it waits for last, which may have ended before; -1 without one."""
+    assumed: Bools
+    """Whether that was inferred, not recorded."""
+
+
+def host_waits(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
+    """Yields the calls that return only when a GPU event has ended, by kind of call.
+
+    Source: CUDA runtime API, "API synchronization behavior".
+    """
+    if not len(gpu.starts):
+        return
+    for found in (
+        *_own_copies(gpu, calls),
+        _device_syncs(gpu, calls),
+        _frees(gpu, calls),
+        _stream_syncs(trace, gpu, calls),
+        _full_queue(gpu, calls),
+    ):
+        call, event, assumed = found.call, found.event.copy(), found.assumed.copy()
+        late = gpu.ends[event] > calls.ends[call] + USUAL_DELAY_NS  # not what it waited for
+        wrong = (event >= 0) & late
+        event[wrong] = gpu.latest_within(calls.starts[call[wrong]], calls.ends[call[wrong]])
+        assumed[wrong] = True
+        yield HostWaits(found.why, call, event, assumed)
+
+
+def _device_syncs(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+    syncs, begun = calls.find(DEVICE_SYNC), gpu.launch_order(np.arange(len(gpu.starts)))
+    event = gpu.last_before(begun, calls.starts[syncs])
+    return HostWaits(DEVICE, syncs, event, np.zeros(len(syncs), np.bool_))
+
+
+def _frees(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+    frees = calls.find(FREE)
+    event = gpu.latest_within(calls.starts[frees], calls.ends[frees])
+    return HostWaits(MEMORY_FREE, frees, event, np.ones(len(frees), np.bool_))
+
+
+def _own_copies(gpu: DeviceEvents, calls: RuntimeCalls) -> Iterator[HostWaits]:
+    """Copies that ended before their call returned, which had waited for them.
+
+    cudaMemcpyAsync does so with pageable memory, whatever its name says. A call that always blocks
+    and whose copy is not in the trace waited for what ended last in it: copies come after all work
+    before them.
+    """
+    copies = np.flatnonzero((gpu.frame["kind"] == MEMORY).to_numpy() & (gpu.call >= 0))
+    own = gpu.call[copies]
+    alone = np.setdiff1d(calls.find(COPY_SYNC), own)
+    event = gpu.latest_within(calls.starts[alone], calls.ends[alone])
+    yield HostWaits(COPY, alone, event, np.ones(len(alone), np.bool_))
+    within = np.isin(own, calls.find(_COPIES)) & (gpu.ends[copies] <= calls.ends[own])
+    copies, own = copies[within], own[within]
+    to_host = gpu.frame["name"][copies].cast(pl.String).str.contains(_TO_HOST).to_numpy()
+    kinds = np.where(to_host, COPY_TO_HOST, SHORT_COPY)
+    kinds[np.isin(own, calls.find(COPY_SYNC))] = COPY
+    for why in (COPY, COPY_TO_HOST, SHORT_COPY):
+        these = kinds == why
+        yield HostWaits(why, own[these], copies[these], np.zeros(int(these.sum()), np.bool_))
+
+
+def _stream_syncs(trace: Trace, gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+    """What cudaStreamSynchronize and cudaEventSynchronize waited for.
+
+    Where a sync event names the stream, its last event; else the last event of the stream that
+    the thread launched to before, as PyTorch does after a copy; else what ended last in the call.
+    """
+    syncs = calls.find(STREAM_SYNC)
+    starts, ends = calls.starts[syncs], calls.ends[syncs]
+    event = np.full(len(syncs), -1, dtype=np.int64)
+    stream, device, until = _recorded_scopes(trace, calls, syncs)
+    assumed = stream < 0
+    last, _ = launches_around(gpu, calls, syncs)
+    guessed = assumed & (last >= 0)
+    stream[guessed] = gpu.frame["stream"].fill_null(-1).to_numpy()[last[guessed]]
+    device[guessed] = gpu.device[last[guessed]]
+    for key in np.unique(np.stack([device, stream], axis=1), axis=0) if len(syncs) else ():
+        own = np.flatnonzero((device == key[0]) & (stream == key[1]))
+        event[own] = gpu.last_before(gpu.of_stream(*key.tolist()), until[own])
+    done = gpu.ends[event]
+    missed = assumed & ((event < 0) | (done <= starts) | (done > ends))
+    within = gpu.latest_within(starts[missed], ends[missed])
+    event[missed] = np.where((within < 0) & (done[missed] <= starts[missed]), event[missed], within)
+    return HostWaits(STREAM, syncs, event, assumed)
+
+
+def _recorded_scopes(trace: Trace, calls: RuntimeCalls, syncs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Stream and device that each call waited for, -1 where no sync event says so, and until when.
+
+    That is when the event was recorded that it waited for; else when the call began.
+    """
+    starts = calls.starts[syncs]
+    if not len(trace.sync):
+        return np.full(len(syncs), -1), np.full(len(syncs), -1), starts
+    is_event = pl.col("sync_kind").cast(pl.String) == "Event Sync"
+    times = calls.frame.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
+    scopes = (
+        trace.sync.filter(is_event | (pl.col("sync_kind").cast(pl.String) == "Stream Sync"))
+        .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
+        .filter(pl.col("line").is_between(0, (1 << 31) - 1))
+        .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
+        .select("correlation", "device", "line", "recorded")
+        .unique("correlation", keep="first")
+    )
+    own = calls.frame.select("correlation")[syncs].join(
+        scopes, on="correlation", how="left", maintain_order="left"
+    )  # fmt: skip
+    stream, device = (own[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
+    recorded = own["recorded"].fill_null(1 << 62).to_numpy()
+    return stream, device, np.minimum(recorded, starts)
+
+
+def _full_queue(gpu: DeviceEvents, calls: RuntimeCalls) -> HostWaits:
+    """Launches into a full queue: they wait for room, until some event of the stream has ended."""
+    event = np.full(len(gpu.starts), -1, dtype=np.int64)
+    ahead = np.zeros(len(gpu.starts), dtype=np.int64)
+    for line in gpu.lines():
+        own = gpu.launch_order(line[gpu.call[line] >= 0])
+        times, reach = gpu.launched[own], np.maximum.accumulate(gpu.ends[own])
+        before = np.searchsorted(times, times)
+        ahead[own] = before - np.searchsorted(np.sort(gpu.ends[own]), times, side="right")
+        done = np.searchsorted(reach, calls.ends[gpu.call[own]], side="right")
+        event[own] = np.append(gpu.last_to_end(own), -1)[np.minimum(before, done) - 1]
+    full = np.flatnonzero(ahead >= FULL_QUEUE)
+    return HostWaits(QUEUE, gpu.call[full], event[full], np.ones(len(full), np.bool_))

@@ -1,0 +1,461 @@
+"""GPU events by kind, and a device's time: computing, communicating, idle, kernel by kernel."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Intervals, difference, intersection, total, union
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+COMPUTATION, COMMUNICATION, MEMORY = "computation", "communication", "memory"
+KINDS = (COMPUTATION, COMMUNICATION, MEMORY)
+
+MEMORY_CATEGORIES = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+# MTIA has one category for all that runs on the device; HTA knows copies by this name too.
+MTIA_CATEGORY, MTIA_COPIES = "mtia_ccp_events", r"(?i)^dma(?:[^a-z]|$)"
+COMMUNICATION_NAMES = "|".join(
+    (
+        # NCCL's are ncclKernel_* up to 2.18 and ncclDevKernel_* since, ncclSymDevKernel_* on
+        # symmetric memory; RCCL's have the same names. HCCL is Habana's and Huawei's.
+        r"^(?:nccl|rccl|hccl)",
+        r"nccl(?:Sym)?(?:Dev)?Kernel",
+        r"mscclKernel|mscclpp",
+        # oneCCL, as its SYCL kernels are called.
+        r"\b(?:oneccl|ccl::)",
+        # PyTorch's symmetric memory (CUDASymmetricMemoryOps.cu) and what came before it
+        # (intra_node_comm.cu); NVSHMEM's own and PyTorch's on top of it.
+        r"\bmultimem_(?:one_shot_)?(?:all_reduce|reduce|all_gather|reduce_scatter)",
+        r"\b(?:one|two)_shot_(?:all_reduce|reduce_scatter|all_to_all)",
+        r"\b(?:one|two)ShotAllReduceKernel|\bhybridCubeMeshAllReduceKernel",
+        r"\bnvshmem",
+        # Inference engines reduce small tensors themselves: vLLM and SGLang, AITER, quick reduce.
+        r"\bcross_device_reduce|\bquickreduce::|\ballreduce_prototype",
+        # DeepEP's exchange between experts.
+        r"\bdeep_ep::",
+    )
+)
+"""Names of kernels that move data between GPUs, or wait for another GPU to do it.
+
+A kernel whose event names a collective is one whatever its own name. Kernels that fuse a collective
+with computing (`allreduce_fusion_kernel`) count as computing: no name says how they share the time.
+"""
+
+
+def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
+    """GPU events with their kind.
+
+    The same with the column `kind`, one of `KINDS`. HTA takes names alone: any `hip...` is
+    communication there, and names with `Sync`, `dma` or `Memset` in them are left out (D13 in
+    docs/hta-differences.md); of communication it knows the kernels of NCCL and HCCL, as
+    TensorBoard's plugin knows those of NCCL, so that an all-reduce on symmetric memory or of
+    an inference engine is computing there (D25).
+    """
+    names = gpu.select(pl.col("name").unique()).to_series()
+    collective = names.cast(pl.String).str.contains(COMMUNICATION_NAMES)
+    talking = pl.col("name").is_in(names.filter(collective).implode()) | (
+        pl.col("collective").cast(pl.String) != ""
+    )
+    dma = names.filter(names.cast(pl.String).str.contains(MTIA_COPIES))
+    of_mtia = pl.col("category").cast(pl.String) == MTIA_CATEGORY
+    copying = of_mtia & pl.col("name").is_in(dma.implode())
+    return gpu.with_columns(
+        kind=pl.when(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES) | copying)
+        .then(pl.lit(MEMORY))
+        .when(talking)
+        .then(pl.lit(COMMUNICATION))
+        .otherwise(pl.lit(COMPUTATION))
+    )
+
+
+Steps = tuple[int, int] | None
+"""First profiler step and the one after the last; None is everything in the file."""
+
+TEMPORAL_SCHEMA = {
+    "device": pl.Int64,
+    "span_ns": pl.Int64,
+    "idle_ns": pl.Int64,
+    "compute_ns": pl.Int64,
+    "non_compute_ns": pl.Int64,
+}
+
+
+def temporal_breakdown(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Idle, computing and other time of each GPU of a trace.
+
+    Source: HTA get_temporal_breakdown. HTA rounds ns to us (D1), counts waits as work (D11),
+    lays all devices of a process into one timeline (D12), takes kernels with `Sync`, `dma` or
+    `Memset` in their name for no computation (D13), and leaves the last step out (D20).
+    """
+    gpu = with_kind(gpu_events(trace, steps))
+    rows = [_device(key[0], events) for key, events in gpu.group_by("device", maintain_order=True)]
+    nothing = [(None,) * len(TEMPORAL_SCHEMA)]
+    return pl.DataFrame(rows or nothing, schema=TEMPORAL_SCHEMA, orient="row").sort("device")
+
+
+def _device(device: object, events: pl.DataFrame) -> tuple[object, int, int, int, int]:
+    span = int(_ends(events).to_numpy().max() - events["ts_ns"].to_numpy().min())
+    compute = total(union_of(events.filter(pl.col("kind") == COMPUTATION)))
+    busy = total(union_of(events))
+    return device, span, span - busy, compute, busy - compute
+
+
+def _ends(events: pl.DataFrame) -> pl.Series:
+    return events["ts_ns"] + events["dur_ns"]
+
+
+def union_of(events: pl.DataFrame) -> Intervals:
+    """The time that any of the events covers; from their `ts_ns` and `dur_ns`."""
+    return union(events["ts_ns"].to_numpy(), _ends(events).to_numpy())
+
+
+def gpu_events(trace: Trace, steps: Steps) -> pl.DataFrame:
+    """`Trace.gpu`, or those events of it that were launched in some profiler steps.
+
+    Those whose launch call began between the beginning of the first and the end of the last
+    of the steps; an event without a launch in the trace counts by its own beginning. Where
+    the arguments name no device or stream, `pid` and `tid` do.
+    """
+    gpu = trace.gpu.with_columns(
+        device=pl.coalesce("device", "pid"), stream=pl.coalesce("stream", "tid")
+    )
+    if steps is None:
+        return gpu
+    start_ns, end_ns = step_window(trace, steps)
+    known = with_launch(gpu, trace.runtime)
+    when = pl.coalesce("launch_ns", "ts_ns")
+    return known.filter(when.is_between(start_ns, end_ns, closed="left")).drop("launch_ns")
+
+
+def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
+    """When some profiler steps began and ended, in ns."""
+    marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+    starts, ends = marks["start_ns"].to_list(), marks["end_ns"].to_list()
+    if not starts:
+        raise _no_such_step(trace, steps)
+    return min(starts), max(ends)
+
+
+def traced_window(trace: Trace, steps: Steps = None) -> tuple[int, int, int | None]:
+    """When the profiler steps of a trace began and ended, in ns, and how many there are."""
+    marks = trace.steps
+    if steps is not None:
+        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+    if len(marks):
+        low, high = marks.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+        return low, high, marks["step"].n_unique()
+    return *(trace.checked.window or (0, 0)), None
+
+
+def traced_time(trace: Trace, steps: Steps = None) -> pl.DataFrame:
+    """How long `traced_window` is; a question for a pool: one row, `wall_ns`."""
+    low, high, _ = traced_window(trace, steps)
+    return pl.DataFrame({"wall_ns": [high - low]}, schema={"wall_ns": pl.Int64})
+
+
+def _no_such_step(trace: Trace, steps: tuple[int, int]) -> MissingDataError:
+    numbers = trace.steps["step"].to_list()
+    if not numbers:
+        return MissingDataError(
+            f"{trace.path}: no profiler step was recorded",
+            hint="call profiler.step() once per step, or ask without steps=",
+        )
+    return MissingDataError(
+        f"{trace.path}: no step from {steps[0]} to before {steps[1]}; "
+        f"it has {min(numbers)} to {max(numbers)}"
+    )
+
+
+def with_launch(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:
+    """GPU events with the time of their launch.
+
+    The same rows in the same order, with `launch_ns`, the beginning of the call that launched
+    each; null where it is not in the trace. All kernels of a CUDA graph have one launch.
+    """
+    calls = runtime.select("correlation", launch_ns="ts_ns").filter(pl.col("correlation") > 0)
+    first = calls.group_by("correlation").agg(pl.col("launch_ns").min())
+    joined = gpu.with_row_index("place").join(first, on="correlation", how="left")
+    return joined.sort("place").drop("place")
+
+
+OVERLAP_SCHEMA = {
+    "device": pl.Int64,
+    "compute_ns": pl.Int64,
+    "communication_ns": pl.Int64,
+    "overlap_ns": pl.Int64,
+    "overlap_ratio": pl.Float64,
+}
+TYPES_SCHEMA = {
+    "device": pl.Int64,
+    "kernel_type": pl.String,
+    "time_ns": pl.Int64,
+    "time_ratio": pl.Float64,
+}
+
+
+def overlap(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """How much of the communication of each GPU computation hides.
+
+    Source: HTA get_comm_comp_overlap, in integer ns (D1) and per device (D12).
+    """
+    rows = [
+        (device, *_overlap(kinds[COMPUTATION], kinds[COMMUNICATION]))
+        for device, kinds in _times(trace, steps)
+    ]
+    nothing = [(None,) * len(OVERLAP_SCHEMA)]
+    return pl.DataFrame(rows or nothing, schema=OVERLAP_SCHEMA, orient="row").sort("device")
+
+
+def _overlap(compute: Intervals, talk: Intervals) -> tuple[int, int, int, float | None]:
+    both, talk_ns = total(intersection(compute, talk)), total(talk)
+    return total(compute), talk_ns, both, both / talk_ns if talk_ns else None
+
+
+def kernel_types(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """The busy time of each GPU by the kinds of event that ran at the same time.
+
+    Source: the first frame of HTA get_gpu_kernel_breakdown, which adds all ranks together,
+    cuts each piece to whole us (D3) and merges devices (D12).
+    """
+    rows = [
+        (device, name, time_ns) for device, kinds in _times(trace, steps)
+        for name, time_ns in _combinations(kinds)
+    ]  # fmt: skip
+    whole = pl.col("time_ns").sum().over("device")
+    found = pl.DataFrame(rows, schema=list(TYPES_SCHEMA.items())[:-1], orient="row")
+    return found.with_columns(time_ratio=pl.when(whole > 0).then(pl.col("time_ns") / whole)).sort(
+        "device", maintain_order=True
+    )
+
+
+def _times(trace: Trace, steps: Steps) -> list[tuple[object, dict[str, Intervals]]]:
+    """When each kind ran, per device."""
+    gpu = with_kind(gpu_events(trace, steps))
+    return [
+        (key[0], {kind: union_of(events.filter(pl.col("kind") == kind)) for kind in KINDS})
+        for key, events in gpu.group_by("device", maintain_order=True)
+    ]
+
+
+def _combinations(kinds: dict[str, Intervals]) -> list[tuple[str, int]]:
+    """Each combination of kinds, and how long just those ran."""
+    found = []
+    for bits in range(1, 1 << len(KINDS)):
+        inside = [kind for place, kind in enumerate(KINDS) if bits >> place & 1]
+        outside = [kind for kind in KINDS if kind not in inside]
+        both = reduce(intersection, (kinds[kind] for kind in inside))
+        alone = reduce(difference, (kinds[kind] for kind in outside), both)
+        found.append((len(inside), " overlapping ".join(inside), total(alone)))
+    return [(name, time_ns) for _, name, time_ns in sorted(found, key=lambda row: row[0])]
+
+
+HOST_WAIT, KERNEL_WAIT, OTHER, UNKNOWN = "host_wait", "kernel_wait", "other", "unknown"
+IDLE_CATEGORIES = (HOST_WAIT, KERNEL_WAIT, OTHER, UNKNOWN)
+
+CONSECUTIVE_KERNEL_DELAY_NS = 30_000
+"""HTA documents its default of 30 in ns but compares it with us (D9): its results mean 30 us."""
+
+_STREAM = ["device", "stream"]
+_STATISTICS = {
+    "count": pl.len().cast(pl.Int64),
+    "mean_ns": pl.col("gap_ns").mean(),
+    "std_ns": pl.col("gap_ns").std(),
+    "min_ns": pl.col("gap_ns").min(),
+    "q25_ns": pl.col("gap_ns").quantile(0.25, "linear"),
+    "median_ns": pl.col("gap_ns").median(),
+    "q75_ns": pl.col("gap_ns").quantile(0.75, "linear"),
+    "max_ns": pl.col("gap_ns").max(),
+}
+
+
+def idle_breakdown(
+    trace: Trace,
+    *,
+    steps: Steps = None,
+    streams: list[int] | None = None,
+    consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
+) -> pl.DataFrame:
+    """The idle time of each stream by what it waited for.
+
+    One row per device, stream and category: `device`, `stream`, `idle_category`, `idle_ns`,
+    `idle_ratio` (of the stream's idle time; null where it has none), `before_launch_ns` (the
+    part before the launch call began: what a faster host can save), `count` of idle
+    intervals and their `mean_ns`, `std_ns`, `min_ns`, `q25_ns`, `median_ns`, `q75_ns` and
+    `max_ns` (null without any; the sample's deviation: null of a single one). The categories:
+    `host_wait`: the next event was launched after all before it on the stream had ended;
+    `kernel_wait`: it was launched before, and the gap is below the delay; `other`: it was
+    launched before, and waited longer (an event of another stream, as a rule); `unknown`: its
+    launch is not in the trace. The idle time of a stream is that between its first start and
+    last end in which nothing ran on it. Empty without GPU events.
+
+    Source: HTA get_idle_time_breakdown. HTA takes the end of the one event before instead of
+    the latest end, so that overlaps give negative gaps (D10), counts waits as events (D11),
+    gaps of 0 as intervals, and puts what has no launch under `kernel_wait` or `other`.
+    """
+    gpu = gpu_events(trace, steps)
+    if streams is not None:
+        gpu = gpu.filter(pl.col("stream").is_in(streams))
+    parts = gaps(gpu, trace.runtime, consecutive_kernel_delay_ns).group_by(
+        *_STREAM, "idle_category"
+    ).agg(
+        idle_ns=pl.col("gap_ns").sum(), before_launch_ns=pl.col("before_launch_ns").sum(),
+        **_STATISTICS,
+    )  # fmt: skip
+    return _with_zeros(parts, gpu.select(_STREAM).unique())
+
+
+def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFrame:
+    """The idle intervals of every stream.
+
+    One row per interval: `device`, `stream`, `ts_ns` at which the next event begins, `gap_ns`,
+    `before_launch_ns`, `idle_category`.
+    """
+    end = pl.col("ts_ns") + pl.col("dur_ns")
+    timed = with_launch(gpu, runtime).with_columns(
+        busy_until_ns=end.cum_max().shift(1).over(_STREAM)
+    )
+    found = timed.with_columns(gap_ns=pl.col("ts_ns") - pl.col("busy_until_ns"))
+    category = (
+        pl.when(pl.col("launch_ns").is_null())
+        .then(pl.lit(UNKNOWN))
+        .when(pl.col("launch_ns") > pl.col("busy_until_ns"))
+        .then(pl.lit(HOST_WAIT))
+        .when(pl.col("gap_ns") < delay_ns)
+        .then(pl.lit(KERNEL_WAIT))
+        .otherwise(pl.lit(OTHER))
+    )
+    late_ns = (pl.col("launch_ns") - pl.col("busy_until_ns")).clip(0, pl.col("gap_ns"))
+    return found.filter(pl.col("gap_ns") > 0).select(
+        *_STREAM, "ts_ns", "gap_ns", before_launch_ns=late_ns, idle_category=category
+    )
+
+
+def _with_zeros(parts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
+    """Adds rows for categories without an interval, and shares."""
+    every = streams.join(pl.DataFrame({"idle_category": IDLE_CATEGORIES}), how="cross")
+    category, whole = pl.col("idle_category"), pl.col("idle_ns").sum().over(_STREAM)
+    return (
+        pl.concat([parts, every], how="diagonal")
+        .unique([*_STREAM, "idle_category"], keep="first", maintain_order=True)
+        .with_columns(
+            pl.col("idle_ns", "count").fill_null(0),
+            before_launch_ns=pl.when(category != UNKNOWN).then(
+                pl.col("before_launch_ns").fill_null(0)
+            ),
+            place=category.replace_strict(IDLE_CATEGORIES, range(len(IDLE_CATEGORIES))),
+        )
+        .with_columns(idle_ratio=pl.when(whole > 0).then(pl.col("idle_ns") / whole))
+        .sort(*_STREAM, "place")
+        .select(
+            *_STREAM, "idle_category", "idle_ns", "idle_ratio", "before_launch_ns", *_STATISTICS
+        )
+    )
+
+
+OTHERS = "others"
+TOP_KERNELS = 10
+"""How many of each kind pictures show; the rest are one part."""
+_GROUP = ["device", "kind"]
+DURATION_STATISTICS = {
+    "count": pl.len().cast(pl.Int64),
+    "sum_ns": pl.col("dur_ns").sum(),
+    "min_ns": pl.col("dur_ns").min(),
+    "max_ns": pl.col("dur_ns").max(),
+    "mean_ns": pl.col("dur_ns").mean(),
+    "std_ns": pl.col("dur_ns").std(),
+}
+"""Of a group of events; the sample's deviation, which is null of a single event."""
+
+
+def kernels(
+    trace: Trace,
+    *,
+    steps: Steps = None,
+    num_kernels: int | None = None,
+    duration_ratio: float | None = None,
+    include_memory: bool = True,
+) -> pl.DataFrame:
+    """Each kernel's count and time.
+
+    Source: the second frame of HTA get_gpu_kernel_breakdown. HTA's mean, min and max are the
+    sum, and its deviation 0, as soon as a limit takes effect (D2); its duration_ratio cuts at
+    a quantile of the running sum, not at a share of the time (D4).
+    """
+    gpu = with_kind(gpu_events(trace, steps)).select(*_GROUP, "name", "dur_ns")
+    if not include_memory:
+        gpu = gpu.filter(pl.col("kind") != MEMORY)
+    return limit_kernels(gpu, num_kernels=num_kernels, duration_ratio=duration_ratio)
+
+
+def limit_kernels(
+    gpu: pl.DataFrame, *, num_kernels: int | None, duration_ratio: float | None
+) -> pl.DataFrame:
+    """GPU events by name; those with the least time as one row `others`.
+
+    As `kernels`.
+    """
+    by_name = gpu.group_by(*_GROUP, "name").agg("dur_ns", longest_ns=pl.col("dur_ns").sum())
+    marked = _mark_kept_rows(by_name, num_kernels, duration_ratio).explode("dur_ns")
+    found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
+        **DURATION_STATISTICS, name_count=pl.col("name").n_unique().cast(pl.Int64)
+    )
+    return _with_shares(found)
+
+
+def _mark_kept_rows(
+    by_name: pl.DataFrame, num_kernels: int | None, duration_ratio: float | None
+) -> pl.DataFrame:
+    """With `is_kept`: whether a kernel has a row of its own."""
+    text, sum_ns = pl.col("name").cast(pl.String), pl.col("longest_ns")
+    ordered = by_name.with_columns(text=text).sort(*_GROUP, -sum_ns, "text")
+    keep = pl.lit(True)
+    if num_kernels is not None:
+        keep = keep & (sum_ns.cum_count().over(_GROUP) <= num_kernels)
+    if duration_ratio is not None:
+        before = (sum_ns.cum_sum() - sum_ns).over(_GROUP)
+        keep = keep & (before < duration_ratio * sum_ns.sum().over(_GROUP))
+    return ordered.with_columns(is_kept=keep)
+
+
+def _with_shares(found: pl.DataFrame) -> pl.DataFrame:
+    whole = pl.col("sum_ns").sum().over(_GROUP)
+    return (
+        found.with_columns(
+            name=pl.col("own").cast(pl.String).fill_null(OTHERS),
+            kind_ratio=pl.when(whole > 0).then(pl.col("sum_ns") / whole),
+        )
+        .sort(*_GROUP, -pl.col("is_kept").cast(pl.Int8), -pl.col("sum_ns"), "name")
+        .select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count")
+    )
+
+
+def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
+    """The same kernel on every rank: which one is slow at it, and what that costs."""
+    per_rank = breakdown.group_by("kind", "name", "rank").agg(
+        pl.col("count", "sum_ns").sum(),
+    ).with_columns(mean_ns=pl.col("sum_ns") / pl.col("count")).sort("rank")  # fmt: skip
+    mean = pl.col("mean_ns")
+    slowest, fastest = mean.arg_max(), mean.arg_min()
+    found = per_rank.group_by("kind", "name").agg(
+        mean.mean(),
+        rank_count=pl.len().cast(pl.Int64),
+        count=pl.col("count").sum(),
+        sum_ns=pl.col("sum_ns").sum(),
+        std_ns=mean.std(),
+        slowest_rank=pl.col("rank").get(slowest),
+        slowest_mean_ns=mean.max(),
+        slowest_count=pl.col("count").get(slowest),
+        fastest_rank=pl.col("rank").get(fastest),
+        fastest_mean_ns=mean.min(),
+        others_median_ns=mean.sort().head(pl.len() - 1).median(),
+    )
+    others = pl.col("others_median_ns")
+    above = pl.col("slowest_mean_ns") - others
+    return found.select(
+        "kind", "name", "rank_count", "count", "sum_ns", "mean_ns", "std_ns",
+        "slowest_rank", "slowest_mean_ns", "fastest_rank", "fastest_mean_ns", "others_median_ns",
+        distance_ratio=pl.when(others > 0).then(above / others),
+        excess_ns=above * pl.col("slowest_count"),
+    ).sort(-pl.col("excess_ns"), "kind", "name", nulls_last=True)  # fmt: skip

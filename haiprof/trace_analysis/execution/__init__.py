@@ -1,1 +1,0 @@
-"""Execution traces joined with timelines: which node is which operator, and its waits."""

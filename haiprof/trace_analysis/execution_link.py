@@ -1,0 +1,536 @@
+"""An execution trace joined with its timeline: times, GPU work and waits of each node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import UsageError
+from haiprof.trace_analysis.attribution import with_operator
+from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns
+from haiprof.trace_analysis.device_dependencies import (
+    COPY,
+    DEVICE,
+    STREAM,
+    RuntimeCalls,
+    device_events,
+    host_waits,
+    runtime_calls,
+)
+from haiprof.trace_analysis.execution_pairs import Pair
+from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS
+from haiprof.trace_format.blocking_calls import BLOCKING
+from haiprof.trace_format.execution.trace import NODE_SCHEMA
+from haiprof.trace_format.execution.write import write_linked
+from haiprof.trace_format.find import TRACE_ENDINGS
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+DIFFERENCE_LIMIT = 500
+"""Maximum number of names in only one of the sequences; beyond, they are different programs."""
+
+
+def align_names(first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Positions of the names in the longest common subsequence.
+
+    Source: Myers, An O(ND) Difference Algorithm and Its Variations, 1986: the greedy one.
+    """
+    head = _common(first, second)
+    tail = _common(first[head:][::-1], second[head:][::-1])
+    inner = _match(
+        first[head : len(first) - tail].tolist(), second[head : len(second) - tail].tolist()
+    )
+    left, right = np.array(inner, dtype=np.int64).reshape(-1, 2).T
+    begin, end = np.arange(head), np.arange(tail, 0, -1)
+    return (
+        np.concatenate([begin, left + head, len(first) - end]),
+        np.concatenate([begin, right + head, len(second) - end]),
+    )
+
+
+def _common(first: Ints, second: Ints) -> int:
+    """Length of the common beginning."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _match(first: list[int], second: list[int]) -> list[tuple[int, int]]:
+    """Pairs of places, by the furthest reaching paths."""
+    steps = _paths(first, second)
+    if steps is None:
+        return []
+    pairs: list[tuple[int, int]] = []
+    at, other = len(first), len(second)
+    for depth in range(len(steps) - 1, -1, -1):
+        before, diagonal = steps[depth], at - other
+        down = diagonal == -depth or (
+            diagonal != depth and before.get(diagonal - 1, -1) < before.get(diagonal + 1, -1)
+        )
+        last = diagonal + 1 if down else diagonal - 1
+        start = before.get(last, 0) if depth else 0
+        stop = start - last if depth else 0
+        while at > start and other > stop and first[at - 1] == second[other - 1]:
+            at, other = at - 1, other - 1
+            pairs.append((at, other))
+        at, other = start, stop
+    return pairs[::-1]
+
+
+def _paths(first: list[int], second: list[int]) -> list[dict[int, int]] | None:
+    """How far each diagonal reaches at each number of differences; None beyond the limit."""
+    reach, steps, sizes = {1: 0}, [], (len(first), len(second))
+    for depth in range(min(sum(sizes), DIFFERENCE_LIMIT) + 1):
+        steps.append({at: value for at, value in reach.items() if abs(at) <= depth})
+        for diagonal in range(-depth, depth + 1, 2):
+            down = diagonal == -depth or (
+                diagonal != depth and reach[diagonal - 1] < reach[diagonal + 1]
+            )
+            at = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
+            other = at - diagonal
+            while at < sizes[0] and other < sizes[1] and first[at] == second[other]:
+                at, other = at + 1, other + 1
+            reach[diagonal] = at
+            if at >= sizes[0] and other >= sizes[1]:
+                return steps
+    return None
+
+
+RECORD_FUNCTION_ID, EXTERNAL_ID, ORDER = "record_function_id", "external_id", "order"
+"""How a link was made."""
+SAME_NAMES_RATIO = 0.9
+"""Ids whose names agree less often are not the same ids (pytorch#122833: shifted by a constant;
+2023: counted over all threads in one file, per thread in the other)."""
+ROUNDING_NS = 1000
+"""Traces of before 2024 have whole microseconds: a child may seem to begin before its parent."""
+_ROOT = "[pytorch|profiler|"
+_NOT_IN_TIMELINE = "## process_group:init ##"
+_STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identified:
+    """Links of one process."""
+
+    row: Ints
+    """Row of the call tree of each node; -1 where there is none."""
+    by: str | None
+    """`record_function_id`, `external_id` or `order`; null where nothing could be linked."""
+    linkable: npt.NDArray[np.bool_]
+    """Nodes that a timeline shows: neither roots nor the observer's note of process groups."""
+    outside_count: int
+    """Links by id that begin before or after the operator of their parent on the same thread."""
+    refused: dict[str, int]
+    """Number of pairs with equal ids that were rejected, by reason."""
+    notes: tuple[str, ...]
+    """Why ids were not used, for people."""
+
+
+def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
+    """Links the nodes of an execution trace to the operators of a timeline."""
+    linkable = _linkable(nodes)
+    notes, refused = [], {}
+    for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):
+        row, differing = _by_id(nodes, tree, linkable, column)
+        found = int(np.count_nonzero(row >= 0))
+        if not found + differing:
+            continue
+        if found >= SAME_NAMES_RATIO * (found + differing):
+            refused["other name with the same id"] = differing
+            break
+        notes.append(
+            f"{column}: only {found} of {found + differing} operators with the same id have the "
+            "same name, so these ids count something else"
+        )
+    else:
+        column, row = ORDER, _by_order(nodes, tree, linkable)
+    outside = _outside_parent(nodes, tree, row)
+    if column == ORDER:
+        row[outside] = -1
+        refused["outside the operator of its parent"] = len(outside)
+    return Identified(
+        row=row,
+        by=column if (row >= 0).any() else None,
+        linkable=linkable,
+        outside_count=0 if column == ORDER else len(outside),
+        refused={reason: count for reason, count in refused.items() if count},
+        notes=tuple(notes),
+    )
+
+
+def _linkable(nodes: pl.DataFrame) -> npt.NDArray[np.bool_]:
+    name = pl.col("name")
+    host = pl.col("category").is_null()
+    found: npt.NDArray[np.bool_] = nodes.select(
+        host & ~name.str.starts_with(_ROOT) & (name != _NOT_IN_TIMELINE)
+    )["category"].to_numpy()
+    return found
+
+
+def _by_id(
+    nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool_], column: str
+) -> tuple[Ints, int]:
+    """Row of each node with the same id and name, and how many have the same id only."""
+    spans = tree.spans.select(pl.col("name").cast(pl.String).alias("span_name"), id=column)
+    spans = spans.with_row_index("row").drop_nulls("id").unique("id", keep="none")
+    own = nodes.select("name", id="record_function_id").with_row_index("place")
+    own = own.filter(pl.Series(linkable), pl.col("id") > 0).unique("id", keep="none")
+    pairs = own.join(spans, on="id", how="inner")
+    same = pairs.filter(pl.col("name") == pl.col("span_name"))
+    row = np.full(len(nodes), -1, dtype=np.int64)
+    row[same["place"].to_numpy()] = same["row"].to_numpy()
+    return row, len(pairs) - len(same)
+
+
+def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: npt.NDArray[np.bool_]) -> Ints:
+    """Row of each node, by order and name within threads that call the same names most."""
+    texts = pl.concat([nodes["name"], tree.spans["name"].cast(pl.String)]).rank("dense")
+    codes = texts.to_numpy().astype(np.int64)
+    own, others = codes[: len(nodes)], codes[len(nodes) :]
+    steps = tree.spans["name"].cast(pl.String).str.starts_with(_STEP).to_numpy()
+    row = np.full(len(nodes), -1, dtype=np.int64)
+    threads = _threads(nodes.select("tid"), linkable)
+    timelines = _threads(tree.spans.select("pid", "tid"), ~steps | np.isin(others, own))
+    for one, unordered in _pair_threads(threads, timelines, own, others):
+        other = _begin_order(unordered, tree)
+        left, right = align_names(own[one], others[other])
+        row[one[left]] = other[right]
+    return row
+
+
+def _threads(frame: pl.DataFrame, wanted: npt.NDArray[np.bool_]) -> list[Ints]:
+    """Places of each thread's rows, in their order."""
+    rows = frame.with_row_index("place").filter(pl.Series(wanted, dtype=pl.Boolean))
+    groups = rows.group_by(frame.columns, maintain_order=True).agg("place")["place"]
+    return [places.to_numpy().astype(np.int64) for places in groups]
+
+
+def _begin_order(rows: Ints, tree: CallTree) -> Ints:
+    """Rows of a thread as they began: by external id, which counts, where times do not object.
+
+    Whole microseconds leave the order of what began at the same time open.
+    """
+    ids = tree.spans["external_id"][rows]
+    if ids.null_count():
+        return rows
+    counted: Ints = rows[np.argsort(ids.to_numpy(), kind="stable")]
+    return counted if (np.diff(tree.starts[counted]) >= -ROUNDING_NS).all() else rows
+
+
+def _pair_threads(
+    threads: list[Ints], timelines: list[Ints], own: Ints, others: Ints
+) -> list[tuple[Ints, Ints]]:
+    """Threads of both, by how many calls of the same names they have: most first."""
+    size = int(max(own.max(initial=0), others.max(initial=0))) + 1
+    shared = [
+        (int(np.minimum(np.bincount(own[one], minlength=size),
+                        np.bincount(others[other], minlength=size)).sum()), at, place)
+        for at, one in enumerate(threads) for place, other in enumerate(timelines)
+    ]  # fmt: skip
+    found, used, taken = [], set(), set()
+    for count, at, place in sorted(shared, key=lambda each: -each[0]):
+        if count and at not in used and place not in taken:
+            used.add(at)
+            taken.add(place)
+            found.append((threads[at], timelines[place]))
+    return found
+
+
+def _outside_parent(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> Ints:
+    """Places of linked nodes that begin outside of their parent's operator on the same thread."""
+    above = _row_of_parent(nodes, row)
+    at = np.flatnonzero((above >= 0) & (row >= 0))
+    thread = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series().to_numpy()
+    inner, outer = row[at], above[at]
+    begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
+    running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
+    found: Ints = at[(thread[inner] == thread[outer]) & ~(begun & running)]
+    return found
+
+
+def _row_of_parent(nodes: pl.DataFrame, row: Ints) -> Ints:
+    """Row of the tree of each node's parent; -1 where it has none or that has none."""
+    if nodes.is_empty():
+        return row
+    numbers, parent = nodes["node"].to_numpy(), nodes["parent"].fill_null(-1).to_numpy()
+    place = np.searchsorted(numbers, parent).clip(0, len(numbers) - 1)
+    found: Ints = np.where(numbers[place] == parent, row[place], -1)
+    return found
+
+
+_LISTS = pl.List(pl.Int64)
+
+
+def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
+    """The node of another thread that the first node after a gap in its own thread waited for."""
+    linked = np.flatnonzero(row >= 0)
+    threads = tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
+    begun = pl.DataFrame({
+        "place": linked,
+        "node": nodes["node"].gather(linked),
+        "thread": threads.gather(row[linked]).cast(pl.Int64),
+        "start": tree.starts[row[linked]],
+        "end": tree.ends[row[linked]],
+    }).sort("start", "place")  # fmt: skip
+    gap = pl.col("start") - pl.col("end").shift(1).over("thread")
+    first = begun.filter(gap.is_null() | (gap > LONG_GAP_NS))
+    found = np.full(len(nodes), None, dtype=object)
+    for key, group in first.group_by("thread"):
+        others = begun.filter(pl.col("thread") != key[0])
+        at = np.searchsorted(others["start"].to_numpy(), group["start"].to_numpy(), "left") - 1
+        for place, before in zip(group["place"].to_list(), at.tolist(), strict=True):
+            found[place] = others["node"][before] if before >= 0 else None
+    return pl.Series("thread_dependency", found.tolist(), dtype=pl.Int64)
+
+
+def sync_dependencies(
+    trace: Trace, nodes: pl.DataFrame, numbers: pl.DataFrame, tree: CallTree, row: Ints
+) -> pl.Series:
+    """GPU nodes that a node's thread waited for in a blocking call right before it.
+
+    Source: as Chakra's sync_dep. It takes them from HTA's critical path, which fails with
+    today's pandas (chakra#217).
+    """
+    found: list[list[int]] = [[] for _ in range(len(nodes))]
+    calls = runtime_calls(trace)
+    if not len(numbers) or not len(calls.find(BLOCKING)):
+        return pl.Series("sync_dependencies", found, dtype=_LISTS)
+    held = _waits(trace, calls).join(numbers, on="event").sort("after")
+    begun = _begins(tree, row)
+    after = held.join_asof(
+        begun, left_on="after", right_on="start", by=["pid", "tid"], strategy="forward",
+        check_sortedness=False,
+    )  # fmt: skip
+    for place, node in after.drop_nulls("place").select("place", "node").unique().iter_rows():
+        found[place].append(node)
+    return pl.Series("sync_dependencies", [sorted(each) for each in found], dtype=_LISTS)
+
+
+def _waits(trace: Trace, calls: RuntimeCalls) -> pl.DataFrame:
+    """`pid`, `tid`, `after` (the end) of calls that waited, and the GPU `event`."""
+    gpu = device_events(trace, calls)
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for why, call, event, _ in host_waits(trace, gpu, calls):
+        if why in (COPY, DEVICE, STREAM):
+            waited = (event >= 0) & (gpu.ends[event] > calls.starts[call])
+            parts.append(np.stack([call, event], axis=1)[waited])
+    pairs: Ints = np.concatenate(parts)
+    ended = calls.frame.select("pid", "tid", after=pl.col("ts_ns") + pl.col("dur_ns"))
+    events = gpu.frame["event"].gather(pairs[:, 1])
+    return ended[pairs[:, 0]].with_columns(event=events)
+
+
+def _begins(tree: CallTree, row: Ints) -> pl.DataFrame:
+    """`pid`, `tid`, `start` and `place` of linked nodes, by start."""
+    linked = np.flatnonzero(row >= 0)
+    spans = tree.spans.select("pid", "tid")[row[linked]]
+    return spans.with_columns(
+        start=pl.Series(tree.starts[row[linked]]), place=pl.Series(linked)
+    ).sort("start", "place")
+
+
+_SPAN = (
+    "event", "name", "pid", "tid", "ts_ns", "dur_ns", "external_id", "record_function_id",
+)  # fmt: skip
+_EXAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkShare:
+    """How much of one rank was linked, and why not the rest."""
+
+    rank: int
+    trace: str
+    execution_trace: str
+    linked_by: str | None
+    """`record_function_id`, `external_id` or `order` (of begin, and name, in each thread)."""
+    node_count: int
+    linkable_count: int
+    """Nodes that a timeline shows: neither roots nor the observer's note of process groups."""
+    linked_count: int
+    linked_ratio: float | None
+    """Of the linkable; null where there is none."""
+    operator_count: int
+    """Operators and record_function ranges of the timeline."""
+    operator_linked_count: int
+    operator_linked_ratio: float | None
+    kernel_count: int
+    """GPU events: kernels, copies, sets."""
+    kernel_linked_count: int
+    kernel_linked_ratio: float | None
+    """Attributed to a node; null where the GPU was not recorded."""
+    not_linked: dict[str, int]
+    """Reason, and how many nodes, operators or kernels."""
+    nodes_not_linked: dict[str, int]
+    """Names of nodes without an operator, the most frequent first."""
+    operators_not_linked: dict[str, int]
+    """Names of operators without a node."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """One rank's execution trace with times and GPU work."""
+
+    pair: Pair
+    nodes: pl.DataFrame
+    """`NODE_SCHEMA`, by number: the nodes as they were, and one per GPU event behind them, whose
+    parent is the node that launched it."""
+    share: LinkShare
+
+
+def link(pair: Pair) -> Linked:
+    """Links one rank's execution trace to its timeline.
+
+    Each node with `ts_ns`, `dur_ns` and `self_ns` of its operator on the trace's clock,
+    `linked_by`, and what it waited for; null where it was not linked. GPU events are nodes of
+    their own with `category`, `stream`, `device`, `bytes`.
+
+    Source: the fields of Chakra's trace_linker (mlcommons/chakra 1.0.0). It takes an equal id
+    for a link whatever the names say, and sorts the whole file once more for each GPU event.
+    """
+    nodes = pair.execution.nodes.filter(pl.col("category").is_null())
+    tree = nest(_spans(pair.trace))
+    found = identify(nodes, tree)
+    timed = _add_times(nodes, tree, found)
+    gpu, numbers, reasons = _gpu_nodes(pair.trace, timed, tree, found)
+    joined = pl.concat([timed, gpu]) if len(gpu) else timed
+    joined = joined.with_columns(
+        sync_dependencies=sync_dependencies(pair.trace, joined, numbers, tree, found.row)
+    )
+    return Linked(pair=pair, nodes=joined, share=_share(pair, tree, found, gpu, reasons))
+
+
+def _spans(trace: Trace) -> pl.DataFrame:
+    """Operators and record_function ranges on the CPU, in the file's order."""
+    ranges = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
+    return pl.concat([ranges.select(_SPAN), trace.ops.select(_SPAN)]).sort("event")
+
+
+def _add_times(nodes: pl.DataFrame, tree: CallTree, found: Identified) -> pl.DataFrame:
+    rows = pl.Series(found.row, dtype=pl.Int64)
+    rows = rows.set(rows < 0, None)
+    own = pl.Series("self_ns", own_ns(tree), dtype=pl.Int64)
+    times = pl.DataFrame({
+        "ts_ns": tree.spans["ts_ns"].gather(rows),
+        "dur_ns": tree.spans["dur_ns"].gather(rows),
+        "self_ns": own.gather(rows),
+        "host_tid": tree.spans["tid"].gather(rows),
+    })  # fmt: skip
+    timed = nodes.with_columns(
+        times,
+        linked_by=pl.when(rows.is_not_null()).then(pl.lit(found.by, dtype=pl.String)),
+    )
+    return timed.with_columns(thread_dependency=thread_dependencies(timed, tree, found.row))
+
+
+def _gpu_nodes(
+    trace: Trace, nodes: pl.DataFrame, tree: CallTree, found: Identified
+) -> tuple[pl.DataFrame, pl.DataFrame, dict[str, int]]:
+    """GPU events as nodes, by their launch, `event` and `node` of each, and why some are not."""
+    owned = with_operator(trace, annotations=True)
+    gpu, row = owned.gpu, owned.row
+    place_of_row = np.full(len(tree.parent) + 1, -1, dtype=np.int64)
+    linked = np.flatnonzero(found.row >= 0)
+    place_of_row[found.row[linked]] = linked
+    row_of_event = dict(zip(tree.spans["event"].to_list(), range(len(tree.parent)), strict=True))
+    events = owned.tree.spans["event"].to_numpy()
+    inside = np.array(
+        [row_of_event[int(events[at])] if at >= 0 else -1 for at in row.tolist()], dtype=np.int64
+    )
+    holder = place_of_row[tree.climb(inside, place_of_row >= 0)]
+    launch = gpu["call_ts_ns"].is_not_null().to_numpy()
+    reasons = {
+        "GPU events whose launch is not in the trace": int(np.sum((row < 0) & ~launch)),
+        "GPU events launched outside of operators": int(np.sum((row < 0) & launch)),
+        "GPU events of operators that are not linked": int(np.sum((row >= 0) & (holder < 0))),
+    }
+    kept = np.flatnonzero(holder >= 0)
+    ordered = gpu[kept].with_columns(at=pl.Series(holder[kept])).sort("ts_ns", "event")
+    made = _as_nodes(ordered, nodes)
+    return made, pl.DataFrame([ordered["event"], made["node"]]), reasons
+
+
+def _as_nodes(ordered: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    """Copies of the nodes that launched, with what the GPU did."""
+    first = int(nodes["node"].max() or 0) + 1  # type: ignore[arg-type]
+    around = nodes[ordered["at"].to_numpy()]
+    group = pl.coalesce(pl.Series(ordered["process_group"].cast(pl.String)), "process_group")
+    return around.with_columns(
+        parent=pl.col("node"),
+        node=pl.Series(range(first, first + len(ordered)), dtype=pl.Int64),
+        name=ordered["name"].cast(pl.String),
+        ts_ns=ordered["ts_ns"],
+        dur_ns=ordered["dur_ns"],
+        self_ns=ordered["dur_ns"],
+        host_tid=ordered["tid"],
+        linked_by=pl.lit("correlation"),
+        category=ordered["category"].cast(pl.String),
+        process_group=pl.when(group != "").then(group),
+        thread_dependency=pl.lit(None, dtype=pl.Int64),
+        **{name: ordered[name] for name in ("stream", "device", "bytes")},
+    ).select(pl.col(name).cast(kind) for name, kind in NODE_SCHEMA.items())
+
+
+def _share(
+    pair: Pair, tree: CallTree, found: Identified, gpu: pl.DataFrame, reasons: dict[str, int]
+) -> LinkShare:
+    nodes = pair.execution.nodes.filter(pl.col("category").is_null())
+    linked = found.row >= 0
+    linkable, count = int(found.linkable.sum()), int(linked.sum())
+    free = np.setdiff1d(np.arange(len(tree.parent)), found.row)
+    kernels = len(gpu) + sum(reasons.values())
+    missing = nodes.filter(pl.Series(found.linkable & ~linked, dtype=pl.Boolean))["name"]
+    not_linked = {f"nodes: {reason}": number for reason, number in found.refused.items()}
+    rest = linkable - count - sum(found.refused.values())
+    not_linked |= {f"nodes: not in the timeline by {found.by or 'anything'}": rest}
+    not_linked |= {"operators that are not in the execution trace": len(free)} | reasons
+    outside = (f"{found.outside_count} linked nodes do not begin within the operator of their "
+               "parent: the observer noted another parent",)  # fmt: skip
+    return LinkShare(
+        rank=pair.rank,
+        trace=str(pair.trace.path),
+        execution_trace=str(pair.execution.path),
+        linked_by=found.by,
+        node_count=len(nodes),
+        linkable_count=linkable,
+        linked_count=count,
+        linked_ratio=count / linkable if linkable else None,
+        operator_count=len(tree.parent),
+        operator_linked_count=count,
+        operator_linked_ratio=count / len(tree.parent) if len(tree.parent) else None,
+        kernel_count=kernels,
+        kernel_linked_count=len(gpu),
+        kernel_linked_ratio=len(gpu) / kernels if kernels else None,
+        not_linked={reason: number for reason, number in not_linked.items() if number > 0},
+        nodes_not_linked=_names(missing),
+        operators_not_linked=_names(tree.spans["name"].cast(pl.String)[free]),
+        notes=(*pair.execution.report.notes, *pair.trace.report.notes, *found.notes,
+               *(outside if found.outside_count else ())),
+    )  # fmt: skip
+
+
+def _names(names: pl.Series) -> dict[str, int]:
+    counted = names.alias("name").value_counts().sort(["count", "name"], descending=[True, False])
+    return dict(counted.head(_EXAMPLES).iter_rows())
+
+
+def linked_path(path: Path, rank: int | None) -> Path:
+    """The file of one rank."""
+    ending = next((ending for ending in reversed(TRACE_ENDINGS) if path.name.endswith(ending)), "")
+    if not ending:
+        raise UsageError(f"{path}: a joined trace ends in .json or .json.gz")
+    if rank is None:
+        return path
+    return path.with_name(f"{path.name.removesuffix(ending)}.rank{rank}{ending}")
+
+
+def write_rank(path: Path, linked: Linked) -> None:
+    """Writes one rank's joined trace."""
+    execution = linked.pair.execution
+    header = {"pid": execution.pid, **execution.header, "rank": linked.pair.rank}
+    write_linked(path, linked.nodes, header)

@@ -1,0 +1,481 @@
+"""The pattern of one rank: each function's bottleneck ratio, cost, and the resource it used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Intervals, covered_lengths, total
+from haiprof.trace_analysis.call_tree import (
+    CallTree,
+    Stacks,
+    levels,
+    nest,
+    stack_texts,
+    stacks,
+    uncovered_starts,
+    without_own_frames,
+)
+from haiprof.trace_analysis.collectives import clock_base_ns, collective_kernels
+from haiprof.trace_analysis.device_time import (
+    COMPUTATION,
+    MEMORY_CATEGORIES,
+    Steps,
+    gpu_events,
+    union_of,
+    with_kind,
+)
+from haiprof.trace_analysis.files import host_name
+from haiprof.trace_analysis.function_evidence import (
+    Evidence,
+    PatternWindow,
+    busy,
+    collect_evidence,
+    free_below,
+    function_times,
+    inside,
+    join_spans,
+    kind_ns,
+    pattern_window,
+)
+from haiprof.trace_analysis.kernel_names import (
+    COMMUNICATION,
+    GPU_COMPUTE,
+    MEMORY,
+    PRIORITY,
+    PYTHON,
+    RUNTIME,
+    block_counts,
+    transfer_type,
+    with_geometry,
+)
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+_ADDRESS = " at 0x[0-9a-fA-F]+"
+_STEP = "ProfilerStep#"
+_COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
+
+STACKS_SCHEMA = {
+    "name": pl.String,
+    "count": pl.Int64,
+    "total_ns": pl.Int64,
+    "median_ns": pl.Float64,
+    "covered_ns": pl.Int64,
+    "bottleneck_ns": pl.Int64,
+}
+
+
+class HostCalls(NamedTuple):
+    """Nested Python functions and operators."""
+
+    tree: CallTree
+    code: Ints
+    """Of each call's name without addresses."""
+    names: pl.Series
+    """By code."""
+
+
+def host_calls(trace: Trace) -> HostCalls | None:
+    """Calls of Python functions and operators, nested by their times; None where there are none.
+
+    An operator that a Python function calls is part of its stack, as in PerfTracker's report. A
+    thread without an operator or a call of the runtime only waits (progress bars, queues): it is
+    left out where others work.
+    """
+    parts = [without_own_frames(trace.python).select(_COLUMNS), trace.ops.select(_COLUMNS)]
+    spans = pl.concat(part for part in parts if len(part)) if any(map(len, parts)) else parts[0]
+    marks = [name for name in spans["name"].unique().cast(pl.String) if name.startswith(_STEP)]
+    spans = spans.filter(~pl.col("name").is_in(marks)) if marks else spans
+    works = pl.concat([trace.ops.select("pid", "tid"), trace.runtime.select("pid", "tid")]).unique()
+    working = spans.join(works, on=["pid", "tid"], how="semi", maintain_order="left")
+    spans = spans if working.is_empty() else working
+    if spans.is_empty():
+        return None
+    tree = nest(spans)
+    _, first, code = np.unique(
+        tree.spans["name"].to_physical().to_numpy(), return_index=True, return_inverse=True
+    )
+    plain = (
+        tree.spans["name"].gather(pl.Series(first)).cast(pl.String).str.replace_all(_ADDRESS, "")
+    )
+    names = plain.unique(maintain_order=True)
+    of_plain = plain.replace_strict(names, np.arange(len(names)), return_dtype=pl.Int64).to_numpy()
+    return HostCalls(tree, of_plain[code], names)
+
+
+def stack_times(
+    calls: HostCalls, window: PatternWindow, free: Intervals, *, least_ns: int
+) -> pl.DataFrame:
+    """Own time of each call stack, of all threads together."""
+    tree = calls.tree
+    starts = np.clip(tree.starts, window.start, window.end)
+    ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)
+    begins = uncovered_starts(starts, ends, tree.parent)
+    inner = np.flatnonzero(tree.parent >= 0)
+    own, lone = ends - starts, covered_lengths(free, starts, ends)
+    np.subtract.at(own, tree.parent[inner], (ends - begins)[inner])
+    np.subtract.at(lone, tree.parent[inner], covered_lengths(free, begins, ends)[inner])
+    found = _stacks(calls)
+    late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
+    rows = pl.DataFrame(
+        {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
+    ).filter(pl.Series(late & (tree.starts < window.end)))
+    summed = rows.group_by("stack").agg(
+        count=pl.len().cast(pl.Int64),
+        total_ns=pl.col("dur").sum(),
+        durations="dur",
+        covered_ns=pl.col("own").sum(),
+        bottleneck_ns=pl.col("lone").sum(),
+    )
+    return _by_text(summed, found, calls.names, least_ns)
+
+
+def _stacks(calls: HostCalls) -> Stacks:
+    spans = calls.tree.spans
+    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
+    by_level = levels(calls.tree.parent) or []
+    return stacks(by_level, calls.tree.parent, calls.code, np.ascontiguousarray(thread))
+
+
+def _by_text(summed: pl.DataFrame, found: Stacks, names: pl.Series, least_ns: int) -> pl.DataFrame:
+    """By text: the same stack on two threads is one."""
+    kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
+    texts = stack_texts(found, names.str.replace_all("|", "/", literal=True))
+    named = kept.with_columns(
+        texts.gather(kept["stack"].cast(pl.UInt32)).str.replace_all(";", "|").alias("name")
+    )
+    return (
+        named.group_by("name")
+        .agg(
+            pl.col("count", "total_ns", "covered_ns", "bottleneck_ns").sum(),
+            median_ns=pl.col("durations").explode().median(),
+        )
+        .filter(pl.col("covered_ns") >= least_ns)
+        .select(pl.col(name).cast(kind) for name, kind in STACKS_SCHEMA.items())
+    )
+
+
+KEPT_RATIO = 0.0005
+"""Call stacks below this share of the window are left out of a rank's pattern: EROICA's is some
+30 KB per worker, and a trace has tens of thousands of stacks. Own choice."""
+
+FUNCTIONS_SCHEMA = {
+    "kind": pl.String,
+    "type": pl.String,
+    "name": pl.String,
+    "count": pl.Int64,
+    "total_ns": pl.Int64,
+    "median_ns": pl.Float64,
+    "covered_ns": pl.Int64,
+    "bottleneck_ns": pl.Int64,
+    "share_ratio": pl.Float64,
+    "bottleneck_ratio": pl.Float64,
+    "occupancy_ratio": pl.Float64,
+    "occupancy_std": pl.Float64,
+    "bandwidth_bytes_per_s": pl.Float64,
+    "bandwidth_std_bytes_per_s": pl.Float64,
+    "median_block_count": pl.Float64,
+}
+TOTALS_SCHEMA: dict[str, type[pl.DataType]] = {
+    "window_ns": pl.Int64,
+    **{f"{kind.replace('-', '_')}_ratio": pl.Float64 for kind in PRIORITY},
+    "utilization_ratio": pl.Float64,
+    "sm_efficiency_ratio": pl.Float64,
+    "occupancy_ratio": pl.Float64,
+    "overlap_ratio": pl.Float64,
+    "gpu_name": pl.String,
+    "host": pl.String,
+    "has_gpu": pl.Boolean,
+    "has_python": pl.Boolean,
+}
+_KEYS = ("type", "name")
+_RATE, _FILL, _BLOCKS = "bandwidth_bytes_per_s", "occupancy_ratio", "blocks"
+NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFunctions:
+    """What the functions of one rank did, and its collectives."""
+
+    functions: pl.DataFrame
+    """Columns of `FUNCTIONS_SCHEMA`."""
+    totals: pl.DataFrame
+    """One row: columns of `TOTALS_SCHEMA`."""
+    collectives: pl.DataFrame
+    """Columns of `collectives.KERNELS_SCHEMA`; only those that began in the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPattern(RankFunctions):
+    """One rank's pattern; small enough to be sent between processes."""
+
+    signs: Evidence
+    """Evidence for rules beyond the functions."""
+
+
+def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False) -> WorkerPattern:
+    """Computes what bounds one rank; a question for a pool.
+
+    Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
+    """
+    window = pattern_window(trace, steps)
+    parts, communication = function_events(trace, window, geometry=geometry)
+    unknown = trace.gpu.is_empty() and has_gpu(trace)
+    tables: list[pl.DataFrame] = []
+    ratios: dict[str, int | None] = {}
+    above = Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    for kind in PRIORITY[:-1]:
+        table, own, active = _kind(parts[kind], window, above)
+        above = join_spans(above, active)
+        tables.append(table.with_columns(kind=pl.lit(kind)))
+        ratios[kind] = own
+    stacks, host_ns = _host(trace, window, above)
+    tables.append(stacks)
+    ratios[PYTHON] = host_ns
+    functions = _complete(pl.concat(tables, how="diagonal"), window, unknown=unknown)
+    return WorkerPattern(
+        functions=functions,
+        totals=_totals(trace, parts, window, ratios, unknown=unknown),
+        collectives=communication,
+        signs=collect_evidence(trace, window),
+    )
+
+
+def has_gpu(trace: Trace) -> bool:
+    """Whether the traced process had a GPU: it called the runtime, or the profiler saw devices."""
+    return bool(len(trace.gpu) or len(trace.runtime) or trace.metadata.get("deviceProperties"))
+
+
+def function_events(
+    trace: Trace, window: PatternWindow, *, geometry: bool = False
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame]:
+    """The calls of each function by kind but Python, and the collectives that began in a window.
+
+    By kind `type`, `name`, `ts_ns`, `dur_ns` and more; collectives as `collective_kernels`.
+    """
+    communication = _collectives(trace, window)
+    parts = {
+        **_gpu(trace, geometry=geometry),
+        COMMUNICATION: _name_collectives(trace, communication),
+        RUNTIME: trace.runtime.select("name", "ts_ns", "dur_ns", type=pl.lit("")),
+    }
+    return parts, communication
+
+
+def _gpu(trace: Trace, *, geometry: bool) -> dict[str, pl.DataFrame]:
+    gpu = with_kind(gpu_events(trace, None))
+    gpu = with_geometry(gpu) if geometry else gpu
+    own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
+    rated = gpu.with_columns(pl.coalesce(_RATE, own).alias(_RATE), type=pl.lit(""))
+    is_copy = pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
+    columns = ("type", "name", "ts_ns", "dur_ns", _RATE, _FILL, "blocks_per_sm")
+    computing = rated.filter(pl.col("kind") == COMPUTATION)
+    return {
+        GPU_COMPUTE: computing.select(*columns, block_counts(computing).alias(_BLOCKS)),
+        MEMORY: rated.filter(is_copy).select(columns),
+    }
+
+
+def _collectives(trace: Trace, window: PatternWindow) -> pl.DataFrame:
+    base = clock_base_ns(trace)
+    began = pl.col("start_ns").is_between(window.start + base, window.end + base, closed="left")
+    return collective_kernels(trace).filter(began)
+
+
+def _name_collectives(trace: Trace, communication: pl.DataFrame) -> pl.DataFrame:
+    """Collectives by what they are and the kernel that does them."""
+    pairs = communication.select("kind", "name").unique()
+    types = pairs.with_columns(
+        type=pl.Series([transfer_type(*row) for row in pairs.rows()], dtype=pl.String)
+    )
+    return communication.join(types, on=["kind", "name"], how="left").select(
+        *_KEYS,
+        ts_ns=pl.col("start_ns") - clock_base_ns(trace),
+        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
+    )
+
+
+def _kind(
+    events: pl.DataFrame, window: PatternWindow, above: Intervals
+) -> tuple[pl.DataFrame, int, Intervals]:
+    """The functions of one kind, what the kind takes alone, and when it ran."""
+    code = events.select(pl.struct(_KEYS).rank("dense") - 1).to_series().cast(pl.Int64).to_numpy()
+    spans = inside(events, code, window)
+    free = free_below(window, above)
+    active = busy(spans)
+    table = _by_function(events, code, window)
+    length, own = function_times(spans, free, int(code.max(initial=-1)) + 1)
+    at = table["code"].to_numpy()
+    timed = table.with_columns(
+        pl.Series("covered_ns", length[at], dtype=pl.Int64),
+        pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
+    )
+    return timed.drop("code"), kind_ns(active, free), active
+
+
+def _by_function(events: pl.DataFrame, code: Ints, window: PatternWindow) -> pl.DataFrame:
+    """Count, cost and resource of each function whose calls reach into the window."""
+    end = pl.col("ts_ns") + pl.col("dur_ns")
+    rows = events.with_columns(pl.Series("code", code)).filter(
+        (pl.col("ts_ns") < window.end) & (end > window.start)
+    )
+    spread = [
+        part
+        for column, deviation in ((_FILL, "occupancy_std"), (_RATE, "bandwidth_std_bytes_per_s"))
+        if column in rows.columns
+        for part in _weighted_mean(column, deviation)
+    ]
+    return rows.group_by("code").agg(
+        pl.col("type").first().cast(pl.String),
+        pl.col("name").first().cast(pl.String),
+        pl.len().cast(pl.Int64).alias("count"),
+        pl.col("dur_ns").sum().alias("total_ns"),
+        pl.col("dur_ns").median().alias("median_ns"),
+        *(
+            [pl.col(_BLOCKS).median().alias("median_block_count")]
+            if _BLOCKS in rows.columns
+            else []
+        ),
+        *spread,
+    )
+
+
+def _weighted_mean(column: str, deviation: str) -> tuple[pl.Expr, pl.Expr]:
+    """Mean and deviation over time; null unless it is known of every call that takes time."""
+    value, weight = pl.col(column), pl.col("dur_ns")
+    whole = weight.sum()
+    known = (whole > 0) & ((weight == 0) | value.is_not_null()).all()
+    mean = (value * weight).sum() / whole
+    square = (value * value * weight).sum() / whole - mean * mean
+    return (
+        pl.when(known).then(mean).alias(column),
+        pl.when(known).then(square.clip(0).sqrt()).alias(deviation),
+    )
+
+
+def _host(trace: Trace, window: PatternWindow, above: Intervals) -> tuple[pl.DataFrame, int | None]:
+    """Call stacks, and how long the host alone was in any of them."""
+    calls = host_calls(trace)
+    empty = pl.DataFrame(schema={"kind": pl.String, "name": pl.String})
+    if calls is None:
+        return empty, None
+    free = free_below(window, above)
+    least = int(KEPT_RATIO * (window.end - window.start))
+    found = stack_times(calls, window, free, least_ns=least)
+    top = np.flatnonzero(calls.tree.parent < 0)
+    spans = inside(calls.tree.spans[top.tolist()], np.zeros(len(top), np.int64), window)
+    return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), kind_ns(busy(spans), free)
+
+
+def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> pl.DataFrame:
+    whole = window.end - window.start
+    host = pl.col("kind").is_in([RUNTIME, PYTHON])
+    own = pl.when(~(host & unknown)).then("bottleneck_ns")
+    known = found.with_columns(
+        bottleneck_ns=own,
+        **{name: pl.lit(None) for name in FUNCTIONS_SCHEMA if name not in
+           found.columns},
+    )  # fmt: skip
+    return (
+        with_ratios(known, whole)
+        .select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
+        .with_columns(
+            place=pl.col("kind").replace_strict(
+                dict(zip(PRIORITY, range(len(PRIORITY)), strict=True))
+            )
+        )
+        .sort("place", -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
+        .drop("place")
+    )
+
+
+def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
+    """With what functions take of their window."""
+    # polars divides a chunk of one row otherwise than a longer one, by a last bit.
+    return functions.rechunk().with_columns(
+        share_ratio=pl.col("covered_ns") / window_ns,
+        bottleneck_ratio=pl.col("bottleneck_ns") / window_ns,
+    )
+
+
+def _totals(
+    trace: Trace,
+    parts: dict[str, pl.DataFrame],
+    window: PatternWindow,
+    own_ns: dict[str, int | None],
+    *,
+    unknown: bool,
+) -> pl.DataFrame:
+    """The rank's row: what each kind takes alone, and how its GPU was used."""
+    whole = window.end - window.start
+    has_events = len(trace.gpu) > 0
+    known = {
+        GPU_COMPUTE: has_events, COMMUNICATION: has_events, MEMORY: has_events,
+        RUNTIME: not unknown and len(trace.runtime) > 0, PYTHON: not unknown,
+    }  # fmt: skip
+    ratios = {
+        f"{kind.replace('-', '_')}_ratio": None if ns is None or not known[kind] else ns / whole
+        for kind, ns in own_ns.items()
+    }
+    compute = _cut(parts[GPU_COMPUTE], window)
+    runs = union_of(compute)
+    hidden = _overlap_ratio(parts[COMMUNICATION], window, runs)
+    row = {
+        "window_ns": whole,
+        **ratios,
+        "utilization_ratio": total(runs) / whole if has_events else None,
+        **_gpu_fill(compute, whole),
+        "overlap_ratio": hidden,
+        "gpu_name": _gpu_name(trace),
+        "host": host_name(trace),
+        "has_gpu": has_events,
+        "has_python": len(trace.python) > 0,
+    }
+    return pl.DataFrame([row], schema=TOTALS_SCHEMA)
+
+
+def _overlap_ratio(
+    communication: pl.DataFrame, window: PatternWindow, compute: Intervals
+) -> float | None:
+    """Share of communication hidden by computation; None without communication."""
+    active = union_of(_cut(communication, window))
+    length = total(active)
+    return kind_ns(active, compute) / length if length else None
+
+
+def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
+    """The parts of events that lie in the window."""
+    start = pl.col("ts_ns").clip(window.start, window.end)
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).clip(window.start, window.end)
+    return events.with_columns(ts_ns=start, dur_ns=end - start).filter(pl.col("dur_ns") > 0)
+
+
+def _gpu_fill(compute: pl.DataFrame, whole: int) -> dict[str, float | None]:
+    """TensorBoard's estimates: SM efficiency over the window, occupancy over kernel time.
+
+    Source: kineto tb_plugin, docs/gputil.md: SM efficiency is min(blocks per SM, 1), weighted with
+    the kernel's time over all time; achieved occupancy is weighted with the kernels' time.
+    """
+    weight = pl.col("dur_ns")
+    blocks, fill = pl.col("blocks_per_sm"), pl.col(_FILL)
+    found = compute.select(
+        sm_efficiency_ratio=pl.when(blocks.is_not_null().all() & (pl.len() > 0)).then(
+            (blocks.clip(0, 1) * weight).sum() / whole
+        ),
+        occupancy_ratio=pl.when(fill.is_not_null().all() & (pl.len() > 0)).then(
+            (fill * weight).sum() / weight.sum()
+        ),
+    )
+    return found.row(0, named=True)
+
+
+def _gpu_name(trace: Trace) -> str | None:
+    """Name of the first device, as the profiler recorded it."""
+    devices = trace.metadata.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None

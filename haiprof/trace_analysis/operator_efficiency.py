@@ -1,0 +1,436 @@
+"""Efficiency of operators: achieved FLOP/s and bytes/s, and how near to the roofline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.trace_analysis.attribution import with_operator
+from haiprof.trace_analysis.call_tree import CallTree
+from haiprof.trace_analysis.device_time import Steps, step_window, traced_window
+from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
+from haiprof.trace_analysis.operator_work import (
+    ATTENTION,
+    CONVOLUTION,
+    FORMULAS,
+    MATRIX,
+    NEED_VALUES,
+    OPTIMIZER,
+    Work,
+    arguments_of,
+    values_of,
+    work_of,
+)
+from haiprof.trace_format.kineto.concrete_values import concrete_values
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.kineto.times import Flags
+
+PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """One device."""
+
+    name: str
+    pattern: str
+    """Of its name in traces."""
+    flops_per_s: Mapping[str, float]
+    """By precision, without sparsity; fp64 and fp32 outside matrix units."""
+    bytes_per_s: float
+    source: str
+    sparse_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """With 2:4 sparsity, for reference: nothing here is measured against it."""
+
+
+def _peak(
+    name: str, pattern: str, teraflops: dict[str, float], terabytes: float, source: str, *,
+    sparse: tuple[str, ...] = (),
+) -> Peak:  # fmt: skip
+    dense = {precision: value * 1e12 for precision, value in teraflops.items()}
+    return Peak(
+        name=name, pattern=pattern, flops_per_s=dense, bytes_per_s=terabytes * 1e12, source=source,
+        sparse_flops_per_s={precision: 2 * dense[precision] for precision in sparse},
+    )  # fmt: skip
+
+
+_AMPERE = ("tf32", "fp16", "bf16", "int8")
+_HOPPER = (*_AMPERE, "fp8")
+PEAKS = (
+    _peak("V100 SXM2", r"V100-(?:SXM2|SXM3|DGXS)", {"fp64": 7.8, "fp32": 15.7, "fp16": 125}, 0.9,
+          "NVIDIA V100 datasheet (January 2020)"),
+    _peak("V100 PCIe", r"V100-PCIE", {"fp64": 7, "fp32": 14, "fp16": 112}, 0.9,
+          "NVIDIA V100 datasheet (January 2020)"),
+    _peak("T4", r"Tesla T4", {"fp32": 8.1, "fp16": 65, "int8": 130}, 0.32,
+          "NVIDIA T4 datasheet (March 2019)"),
+    _peak("A100 80 GB", r"A100.*80GB",
+          {"fp64": 9.7, "fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312, "int8": 624}, 2.039,
+          "NVIDIA A100 datasheet (June 2021); the PCIe card has 1.935 TB/s", sparse=_AMPERE),
+    _peak("A100 40 GB", r"A100",
+          {"fp64": 9.7, "fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312, "int8": 624}, 1.555,
+          "NVIDIA A100 datasheet (June 2021)", sparse=_AMPERE),
+    _peak("A10", r"\bA10\b",
+          {"fp32": 31.2, "tf32": 62.5, "fp16": 125, "bf16": 125, "int8": 250}, 0.6,
+          "NVIDIA A10 datasheet (March 2022)", sparse=_AMPERE),
+    _peak("L4", r"NVIDIA L4\b",
+          {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121, "fp8": 242.5, "int8": 242.5}, 0.3,
+          "NVIDIA L4 datasheet (2023), half of its figures with sparsity", sparse=_HOPPER),
+    _peak("L40S", r"L40S",
+          {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362, "fp8": 733, "int8": 733}, 0.864,
+          "NVIDIA L40S datasheet (2023)", sparse=_HOPPER),
+    _peak("H100 PCIe", r"H100 PCIe",
+          {"fp64": 25.6, "fp32": 51.2, "tf32": 378, "fp16": 756, "bf16": 756, "fp8": 1513,
+           "int8": 1513}, 2.0, "NVIDIA H100 PCIe product brief PB-11133 (November 2022)",
+          sparse=_HOPPER),
+    _peak("H100 NVL", r"H100 NVL",
+          {"fp64": 30, "fp32": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5,
+           "int8": 1670.5}, 3.9, "NVIDIA H100 datasheet (2024), half of its figures with sparsity",
+          sparse=_HOPPER),
+    _peak("GH200", r"GH200",
+          {"fp64": 34, "fp32": 67, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9,
+           "int8": 1978.9}, 4.0, "NVIDIA GH200 datasheet (2024), with HBM3", sparse=_HOPPER),
+    _peak("H200", r"H200",
+          {"fp64": 34, "fp32": 67, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9,
+           "int8": 1978.9}, 4.8, "NVIDIA H200 datasheet (2024), half of its figures with sparsity",
+          sparse=_HOPPER),
+    _peak("H100 SXM", r"H100",
+          {"fp64": 33.5, "fp32": 66.9, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9,
+           "int8": 1978.9}, 3.35, "NVIDIA H100 architecture whitepaper v1.04, table 2",
+          sparse=_HOPPER),
+    _peak("B200", r"\bG?B200",
+          {"fp64": 37, "fp32": 75, "tf32": 1125, "fp16": 2250, "bf16": 2250, "fp8": 4500,
+           "int8": 4500}, 8.0,
+          "NVIDIA DGX B200 datasheet (2024), an eighth, half of its figures with sparsity",
+          sparse=_HOPPER),
+    _peak("MI250X", r"MI250X",
+          {"fp64": 23.95, "fp32": 23.95, "fp16": 191.5, "bf16": 191.5, "int8": 191.5}, 1.6384,
+          "AMD Instinct MI250X datasheet (2022); one of the two dies, which is a device"),
+    _peak("MI300X", r"MI300X",
+          {"fp64": 81.7, "fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4,
+           "fp8": 2614.9, "int8": 2614.9}, 5.3, "AMD Instinct MI300X datasheet (2023)",
+          sparse=_HOPPER),
+    _peak("MI325X", r"MI325X",
+          {"fp64": 81.7, "fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4,
+           "fp8": 2614.9, "int8": 2614.9}, 6.0, "AMD Instinct MI325X datasheet (2024)",
+          sparse=_HOPPER),
+    _peak("MI355X", r"MI355X",
+          {"fp64": 78.6, "fp32": 157.3, "fp16": 2516.6, "bf16": 2516.6, "fp8": 5033.2,
+           "int8": 5033.2}, 8.0, "AMD Instinct MI355X datasheet (2025)",
+          sparse=("fp16", "bf16", "int8")),
+)  # fmt: skip
+"""The first whose pattern is found in the device's name counts."""
+
+
+def peak_of(device: str | None, overrides: Mapping[str, float] | None = None) -> Peak | None:
+    """What a device can do; None where its name is not known and nothing was given."""
+    known = next((peak for peak in PEAKS if device and re.search(peak.pattern, device)), None)
+    if not overrides:
+        return known
+    flops = dict(known.flops_per_s) if known else {}
+    flops |= {name: value for name, value in overrides.items() if name != MEMORY}
+    return Peak(
+        name=known.name if known else device or "device",
+        pattern="",
+        flops_per_s=flops,
+        bytes_per_s=overrides.get(MEMORY, known.bytes_per_s if known else float("nan")),
+        source="as given" + (f", else {known.source}" if known else ""),
+    )
+
+
+def parse_peak(text: str | None) -> dict[str, float] | None:
+    """`bf16=989,memory=3.35` in TFLOP/s and TB/s as FLOP/s and bytes/s."""
+    if text is None:
+        return None
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if name not in (*PRECISIONS, MEMORY) or not 0 < number < 1e9:
+            raise UsageError(
+                f"--peak {text}: expected TFLOP/s by precision, and TB/s of memory",
+                hint=f"--peak bf16=989.4,memory=3.35; precisions: {', '.join(PRECISIONS)}",
+            )
+        found[name] = number * 1e12
+    return found
+
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_KNOWN_LEAST, _KNOWN_WHOLE = 0.5, 0.98
+_WORK_SCHEMA = {
+    "kind": pl.String, "flops": pl.Int64, "model_flops": pl.Int64, "bytes": pl.Int64,
+    "precision": pl.String,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Calls of operators whose work is known, with the time that they took."""
+
+    calls: pl.DataFrame
+    """`row` of the tree, `name`, `input_dims`, the columns of `_WORK_SCHEMA`, `is_recomputed`,
+    `time_ns`, `kernel`, the longest of its kernels."""
+    gpu_ns: int
+    """Of all GPU events; 0 without any."""
+    known_ns: int
+    """Of those whose work is known."""
+    matrix_ns: int
+    """Of kernels that are matrix products or convolutions by their names."""
+    matrix_known_ns: int
+    peak: Peak | None
+    device: str | None
+
+
+def operator_efficiency(
+    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+) -> pl.DataFrame:
+    """Operators by name and shape: their work, what they achieved, and what is possible."""
+    found = _known_calls(trace, steps, peaks)
+    keys = ["operator", "kind", "shapes", "precision", "kernel"]
+    again = pl.col("flops").filter(pl.col("is_recomputed")).sum()
+    rows = found.calls.group_by(
+        operator="name", kind="kind", shapes="input_dims", precision="precision", kernel="kernel"
+    ).agg(
+        count=pl.len().cast(pl.Int64),
+        time_ns=pl.col("time_ns").sum(),
+        flops=pl.col("flops").sum(),
+        bytes=pl.col("bytes").sum(),
+        recomputed_ratio=again / pl.col("flops").sum(),
+        known_size=pl.col("bytes").is_not_null().all(),
+    )
+    seconds = pl.when(pl.col("time_ns") > 0).then(pl.col("time_ns") / 1e9)
+    rows = rows.with_columns(
+        bytes=pl.when("known_size").then("bytes"),
+        recomputed_ratio=pl.col("recomputed_ratio").fill_nan(None),
+    ).with_columns(
+        flops_per_s=pl.col("flops") / seconds,
+        bytes_per_s=pl.col("bytes") / seconds,
+        flops_per_byte=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
+    )
+    measured = ["count", "time_ns", "flops", "bytes", "flops_per_s", "bytes_per_s"]
+    return (
+        _with_roofline(rows, found.peak)
+        .select(*keys, *measured, "flops_per_byte", "bound", "roofline_ratio", "recomputed_ratio")
+        .sort("time_ns", *keys, descending=[True, *[False] * len(keys)])
+    )
+
+
+def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
+    if peak is None:
+        return rows.with_columns(
+            bound=pl.lit(None, dtype=pl.String), roofline_ratio=pl.lit(None, dtype=pl.Float64)
+        )
+    top = pl.col("precision").replace_strict(
+        dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
+    )
+    compute_s, memory_s = pl.col("flops") / top, pl.col("bytes") / peak.bytes_per_s
+    memory_s = pl.when(memory_s.is_not_nan()).then(memory_s)
+    is_known = (compute_s.is_not_null() | (pl.col("flops") == 0)) & memory_s.is_not_null()
+    least_s = pl.max_horizontal(compute_s.fill_null(0.0), memory_s)
+    bound = pl.when(compute_s.fill_null(0.0) > memory_s).then(pl.lit("compute"))
+    return rows.with_columns(
+        bound=pl.when(is_known).then(bound.otherwise(pl.lit("memory"))),
+        roofline_ratio=pl.when(is_known & (pl.col("time_ns") > 0)).then(
+            least_s * 1e9 / pl.col("time_ns")
+        ),
+    )
+
+
+def step_efficiency(
+    trace: Trace, *, steps: Steps = None, peaks: Mapping[str, float] | None = None
+) -> pl.DataFrame:
+    """MFU and HFU over profiler steps, and what share of the kernels they rest on.
+
+    Source: MFU and HFU as in PaLM (arXiv 2204.02311, appendix B); of causal attention only the
+    half that is not masked counts.
+    """
+    found = _known_calls(trace, steps, peaks)
+    matrix = found.calls.filter(pl.col("kind").is_in(MATRIX))
+    once = pl.when(pl.col("is_recomputed")).then(0).otherwise(pl.col("model_flops"))
+    low, high, count = traced_window(trace, steps)
+    model, executed = matrix.select(once.sum()).item(), matrix["flops"].sum()
+    seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), found)
+    known = found.matrix_known_ns / found.matrix_ns if found.matrix_ns else None
+    if known is not None and known < _KNOWN_LEAST:
+        seconds, reason = None, f"the work of {known:.0%} of the matrix kernels' time is known"
+    wall_s = (high - low) / 1e9
+    row = {
+        "device_name": found.device,
+        "step_count": count,
+        "wall_ns": high - low,
+        "model_flops": model,
+        "executed_flops": executed,
+        "recomputed_flops": executed - model,
+        "mfu_ratio": seconds[0] / wall_s if seconds and wall_s else None,
+        "hfu_ratio": seconds[1] / wall_s if seconds and wall_s else None,
+        "kernel_known_ratio": found.known_ns / found.gpu_ns if found.gpu_ns else None,
+        "matrix_known_ratio": known,
+        "is_lower_bound": known is not None and known < _KNOWN_WHOLE,
+        "peak": found.peak.source if found.peak else None,
+        "reason": reason,
+    }
+    return pl.DataFrame([row], schema=STEP_SCHEMA)
+
+
+STEP_SCHEMA = {
+    "device_name": pl.String, "step_count": pl.Int64, "wall_ns": pl.Int64,
+    "model_flops": pl.Int64, "executed_flops": pl.Int64, "recomputed_flops": pl.Int64,
+    "mfu_ratio": pl.Float64, "hfu_ratio": pl.Float64, "kernel_known_ratio": pl.Float64,
+    "matrix_known_ratio": pl.Float64, "is_lower_bound": pl.Boolean, "peak": pl.String,
+    "reason": pl.String,
+}  # fmt: skip
+
+
+def _seconds_at_peak(
+    matrix: pl.DataFrame, found: _Calls
+) -> tuple[tuple[float, float] | None, str | None]:
+    """How long model work and executed work take at the peak; or why that is not known."""
+    if found.peak is None:
+        return None, f"no peak is known of {found.device or 'this device'}: give --peak bf16=..."
+    totals = [0.0, 0.0]
+    sums = matrix.group_by("precision").agg(pl.col("model_flops", "flops").sum())
+    for precision, model, executed in sums.iter_rows():
+        top = found.peak.flops_per_s.get(precision or "")
+        if top is None:
+            return None, f"no {precision or 'known'} peak of {found.peak.name}: give --peak"
+        totals[0] += model / top
+        totals[1] += executed / top
+    return (totals[0], totals[1]), None
+
+
+def _known_calls(trace: Trace, steps: Steps, peaks: Mapping[str, float] | None) -> _Calls:
+    if trace.ops["input_dims"].null_count() == len(trace.ops):
+        raise MissingDataError(
+            f"{trace.path}: no shapes of operators in it, their FLOPs are unknown",
+            hint="record with record_shapes=True; haiprof: --trace-shapes",
+        )
+    owned = with_operator(trace, steps)
+    low, high, _ = (*step_window(trace, steps), None) if steps else traced_window(trace)
+    known = _with_work(trace, owned.tree, (low, high))
+    row = _nearest(owned.tree, owned.row, known["row"].to_numpy())
+    has_gpu = len(trace.gpu) > 0
+    own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
+    if steps is None:
+        own = own.filter(pl.col("ts_ns").is_between(low, high) | (pl.col("row") >= 0))
+    own = own.with_columns(is_matrix=_is_matrix(own["name"]))
+    time = own.filter(pl.col("row") >= 0).sort("dur_ns", descending=True).group_by("row").agg(
+        time_ns=pl.col("dur_ns").sum(), kernel=pl.col("name").first()
+    )  # fmt: skip
+    calls = known.join(time, on="row", how="left") if has_gpu else known.with_columns(
+        time_ns="dur_ns", kernel=pl.lit(None, dtype=pl.String)
+    )  # fmt: skip
+    if has_gpu:  # recomputation that stops early leaves a call that ran nothing
+        calls = calls.filter(~pl.col("is_recomputed") | (pl.col("time_ns") > 0))
+    device = _device_name(trace)
+    inside = own.filter(pl.col("row") >= 0)
+    matrix_rows = known.filter(pl.col("kind").is_in(MATRIX))["row"].implode()
+    return _Calls(
+        calls=_with_tensor_cores(calls.with_columns(pl.col("time_ns").fill_null(0))),
+        gpu_ns=int(own["dur_ns"].sum()),
+        known_ns=int(inside["dur_ns"].sum()),
+        matrix_ns=int(own.filter("is_matrix")["dur_ns"].sum()),
+        matrix_known_ns=int(
+            own.filter(pl.col("is_matrix") & pl.col("row").is_in(matrix_rows))["dur_ns"].sum()
+        ),
+        peak=peak_of(device, peaks),
+        device=device,
+    )
+
+
+def _is_matrix(names: pl.Series) -> pl.Series:
+    distinct = names.unique()
+    found = distinct.filter(pl.Series(map(is_matrix_work, distinct.to_list()), dtype=pl.Boolean))
+    return names.is_in(found.implode())
+
+
+def _with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
+    """Products of fp32 that ran on tensor cores are tf32, by the name of their kernel."""
+    names = [
+        name for name in calls["kernel"].unique().to_list() if name and uses_tensor_cores(name)
+    ]
+    tensor = pl.col("kernel").is_in(names) & (pl.col("precision") == "fp32")
+    return calls.with_columns(
+        precision=pl.when(tensor & pl.col("kind").is_in(MATRIX)).then(pl.lit("tf32"))
+        .otherwise(pl.col("precision"))
+    )  # fmt: skip
+
+
+def _with_work(trace: Trace, tree: CallTree, window: tuple[int, int]) -> pl.DataFrame:
+    """Calls of known work that began in the window."""
+    spans = tree.spans.with_row_index("row").filter(
+        pl.col("ts_ns").is_between(*window, closed="left")
+    )
+    known = spans["name"].unique().cast(pl.String)
+    known = known.filter(known.is_in(list(FORMULAS)))
+    calls = spans.filter(pl.col("name").is_in(known.implode())).select(
+        pl.col("row").cast(pl.Int64), "event", "dur_ns", "sequence_number",
+        pl.col("name", "input_dims", "input_types").cast(pl.String),
+    )  # fmt: skip
+    needing = calls.filter(pl.col("name").is_in(NEED_VALUES))
+    values = concrete_values(trace.path, needing.select("event", "name"))
+    calls = calls.join(values, on="event", how="left")
+    keys = ["name", "input_dims", "input_types", "values"]
+    worked = [_row(key) for key in calls.select(keys).unique().iter_rows()]
+    work = pl.DataFrame(worked, orient="row", schema={
+        **dict.fromkeys(keys, pl.String), **_WORK_SCHEMA,
+    })  # fmt: skip
+    calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
+        pl.col("flops").is_not_null()
+    )
+    outer = _inside_of(tree, calls)
+    backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
+    inside = _nearest(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
+    again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
+    return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
+
+
+def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, dims, types, values = key
+    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values))
+    if work is None:
+        return (*key, None, None, None, None, None)
+    return (*key, work.kind, work.flops, work.model_flops, work.bytes, work.precision)
+
+
+def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:
+    """Whether a call is part of one that counts as a whole: a convolution, a list of tensors."""
+    as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, OPTIMIZER])
+    whole = calls.filter(as_whole)["row"].to_numpy()
+    above = tree.parent[calls["row"].to_numpy()]
+    found: Flags = _nearest(tree, above, whole) >= 0
+    return found
+
+
+def _nearest(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
+    """The innermost of the chosen rows around each row, itself included; -1 where there is none."""
+    is_chosen = np.zeros(len(tree.parent) + 1, dtype=np.bool_)  # the last stands for no row
+    is_chosen[chosen] = True
+    found = rows.copy()
+    active = np.flatnonzero((found >= 0) & ~is_chosen[found])
+    while len(active):
+        found[active] = tree.parent[found[active]]
+        active = active[(found[active] >= 0) & ~is_chosen[found[active]]]
+    return found
+
+
+def _device_name(trace: Trace) -> str | None:
+    """Of the device that the GPU events are of; None on the CPU."""
+    said = trace.metadata.get("deviceProperties")
+    devices = trace.gpu.select(pl.coalesce("device", "pid")).to_series().drop_nulls()
+    if not isinstance(said, list) or devices.is_empty():
+        return None
+    number = devices.mode()[0]
+    for each in said:
+        if isinstance(each, dict) and each.get("id") == number:
+            return str(each.get("name"))[:200]
+    return None

@@ -1,0 +1,445 @@
+"""The work of one call of an operator: FLOPs and bytes, from the shapes of its tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+ITEM_BYTES = {
+    "double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "long": 8, "int": 4,
+    "short": 2, "signed char": 1, "unsigned char": 1, "bool": 1, "c10::complex<float>": 8,
+    "c10::complex<double>": 16, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+    "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1,
+}  # fmt: skip
+PRECISIONS = {
+    "double": "fp64", "float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16",
+    "signed char": "int8", "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
+    "c10::Float8_e4m3fnuz": "fp8", "c10::Float8_e5m2fnuz": "fp8",
+}  # fmt: skip
+_SIZE_LIMIT = 1 << 48  # of one dimension: beyond it, it is no shape
+_DIMENSIONS_LIMIT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a call."""
+
+    shape: tuple[int, ...]
+    type: str
+    """As the profiler writes it: `float`, `c10::BFloat16`."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int | None:
+        """Size of its elements; None of an unknown type."""
+        size = ITEM_BYTES.get(self.type)
+        return None if size is None else self.count * size
+
+
+Argument = Tensor | tuple[Tensor, ...] | None
+"""A tensor, a list of tensors, or anything else."""
+
+
+def arguments_of(dims: str | None, types: str | None) -> tuple[Argument, ...]:
+    """What an operator was called with."""
+    try:
+        shapes, names = json.loads(dims or "[]"), json.loads(types or "[]")
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(shapes, list) or not isinstance(names, list):
+        return ()
+    return tuple(map(_argument, shapes, names))
+
+
+def values_of(concrete: str | None) -> tuple[str, ...]:
+    """The arguments that are no tensors, as text; an empty text where it is one."""
+    try:
+        found = json.loads(concrete or "[]")
+    except (ValueError, RecursionError):
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
+def _argument(shape: object, name: object) -> Argument:
+    if name == "TensorList" and isinstance(shape, list):
+        # The profiler notes no types of a list's tensors: parameters and their states, in fp32.
+        found = [_shape(one) for one in shape]
+        return tuple(Tensor(one, "float") for one in found if one is not None)
+    own = _shape(shape)
+    is_tensor = isinstance(name, str) and name in ITEM_BYTES
+    return Tensor(own, str(name)) if is_tensor and own is not None else None
+
+
+def _shape(shape: object) -> tuple[int, ...] | None:
+    if not isinstance(shape, list) or len(shape) > _DIMENSIONS_LIMIT:
+        return None
+    if not all(type(size) is int and 0 <= size < _SIZE_LIMIT for size in shape):
+        return None
+    return tuple(shape)
+
+
+GEMM, CONVOLUTION, ATTENTION = "gemm", "convolution", "attention"
+NORMALISATION, ELEMENTWISE, EMBEDDING = "normalisation", "elementwise", "embedding"
+OPTIMIZER = "optimizer"
+MATRIX = (GEMM, CONVOLUTION, ATTENTION)
+"""Whose FLOPs are those of MFU: what is not a matrix product is not counted there (PaLM,
+arXiv 2204.02311, appendix B; torch.utils.flop_counter)."""
+_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one call."""
+
+    kind: str
+    flops: int
+    """That are executed."""
+    bytes: int | None
+    """Each input read and each output written once; None of an unknown type."""
+    precision: str | None
+    model_flops: int = -1
+    """Without recomputation inside the operator."""
+
+
+class Call:
+    """The arguments of a call."""
+
+    def __init__(self, arguments: Sequence[Argument], values: Sequence[str]) -> None:
+        self._arguments, self._values = arguments, values
+
+    def tensor(self, at: int) -> Tensor:
+        """The tensor at a place; a LookupError where there is none."""
+        found = self._arguments[at]
+        if not isinstance(found, Tensor):
+            raise LookupError(at)
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors with at least one dimension."""
+        return [each for each in self._arguments if isinstance(each, Tensor) and each.shape]
+
+    def lists(self) -> list[tuple[Tensor, ...]]:
+        """All lists of tensors."""
+        return [each for each in self._arguments if isinstance(each, tuple)]
+
+    def numbers(self, at: int) -> list[int]:
+        """A list of whole numbers such as `[2, 2]`; a LookupError where there is none."""
+        text = self._values[at]
+        if not text.startswith("["):
+            raise LookupError(at)
+        return [int(part) for part in text.strip("[]").split(",") if part.strip()]
+
+    def flag(self, at: int) -> bool:
+        """A truth value."""
+        if self._values[at] not in ("True", "False"):
+            raise LookupError(at)
+        return self._values[at] == "True"
+
+    def flags(self, at: int) -> list[bool]:
+        """A list of truth values such as `[True, False]`."""
+        return [part.strip() == "True" for part in self._values[at].strip("[]").split(",")]
+
+
+def work_of(name: str, arguments: Sequence[Argument], values: Sequence[str] = ()) -> Work | None:
+    """The work of one call; None where it is not known."""
+    formula = FORMULAS.get(name)
+    if formula is None:
+        return None
+    try:
+        found = formula(Call(arguments, values))
+    except (LookupError, ValueError, TypeError, ZeroDivisionError):
+        return None
+    if not 0 <= found.flops < _LIMIT or (found.bytes or 0) >= _LIMIT:
+        return None
+    return found if found.model_flops >= 0 else replace(found, model_flops=found.flops)
+
+
+Formula = Callable[[Call], Work]
+
+
+def _size(*tensors: Tensor) -> int | None:
+    sizes = [tensor.bytes for tensor in tensors]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _gemm(first: int, *, bias: bool = False) -> Formula:
+    """A product of matrices whose left one is the argument at `first`."""
+
+    def formula(call: Call) -> Work:
+        left, right = call.tensor(first), call.tensor(first + 1)
+        *batch, rows, inner = left.shape
+        if right.shape[-2] != inner:
+            raise ValueError("no product of these shapes")
+        out = Tensor((*batch, rows, right.shape[-1]), left.type)
+        read = [left, right, *([call.tensor(0)] if bias and first else [])]
+        return Work(GEMM, 2 * out.count * inner, _size(*read, out), PRECISIONS.get(left.type))
+
+    return formula
+
+
+def _vector_product(first: int) -> Formula:
+    def formula(call: Call) -> Work:
+        left, right = call.tensor(first), call.tensor(first + 1)
+        out = Tensor(left.shape[:-1], left.type)
+        size = _size(left, right, out)
+        return Work(GEMM, 2 * left.count, size, PRECISIONS.get(left.type))
+
+    return formula
+
+
+def _convolution(call: Call) -> Work:
+    """aten::convolution(input, weight, bias, stride, padding, dilation, transposed, ...)."""
+    data, weight = call.tensor(0), call.tensor(1)
+    stride, padding, dilation = (call.numbers(at) for at in (3, 4, 5))
+    if call.flag(6):
+        out = _transposed_out(call, data, weight)
+        flops = 2 * data.shape[0] * math.prod(data.shape[2:]) * weight.count
+    else:
+        sizes = []
+        for at, (size, kernel) in enumerate(zip(data.shape[2:], weight.shape[2:], strict=True)):
+            reach = _at(dilation, at) * (kernel - 1) + 1
+            sizes.append((size + 2 * _at(padding, at) - reach) // _at(stride, at) + 1)
+        out = Tensor((data.shape[0], weight.shape[0], *sizes), data.type)
+        flops = 2 * data.shape[0] * math.prod(sizes) * weight.count
+    return Work(CONVOLUTION, flops, _size(data, weight, out), PRECISIONS.get(data.type))
+
+
+def _at(numbers: list[int], place: int) -> int:
+    """One number may stand for all dimensions."""
+    return numbers[place] if len(numbers) > 1 else numbers[0]
+
+
+def _transposed_out(call: Call, data: Tensor, weight: Tensor) -> Tensor:
+    stride, padding, dilation, more = (call.numbers(at) for at in (3, 4, 5, 7))
+    groups = int(call._values[8])
+    sizes = [
+        (size - 1) * _at(stride, at) - 2 * _at(padding, at)
+        + _at(dilation, at) * (kernel - 1) + _at(more, at) + 1
+        for at, (size, kernel) in enumerate(zip(data.shape[2:], weight.shape[2:], strict=True))
+    ]  # fmt: skip
+    return Tensor((data.shape[0], weight.shape[1] * groups, *sizes), data.type)
+
+
+def _convolution_backward(call: Call) -> Work:
+    """aten::convolution_backward(grad_output, input, weight, ..., transposed at 7, mask at 10)."""
+    grad, data, weight = (call.tensor(at) for at in range(3))
+    wanted = call.flags(10)[:2]
+    positions = data if call.flag(7) else grad
+    once = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.count
+    moved = [(grad, weight, data), (grad, data, weight)]
+    sizes = [_size(*each) for each, is_wanted in zip(moved, wanted, strict=True) if is_wanted]
+    size = None if None in sizes else sum(each for each in sizes if each is not None)
+    return Work(CONVOLUTION, once * sum(wanted), size, PRECISIONS.get(data.type))
+
+
+def _attention(first: int, causal: int, *, backward: bool = False) -> Formula:
+    """Query, key and value, each (batch, heads, length, width), from the argument at `first` on.
+
+    Forward are two products; backward four, and the first of the forward ones again, which is
+    recomputation (FlashAttention, arXiv 2205.14135; torch.utils.flop_counter counts it as well).
+    Of causal attention the half that is masked is not counted, as kernels leave it out.
+    """
+
+    def formula(call: Call) -> Work:
+        query, key, value = (call.tensor(first + at) for at in range(3))
+        batch, heads, length, width = query.shape
+        keys, value_width = key.shape[-2], value.shape[-1]
+        steps = 2 * length * keys  # a multiplication and an addition for each pair
+        if call.flag(causal):
+            steps = _causal_steps(length, keys)
+        scores, mix = (batch * heads * steps * size for size in (width, value_width))
+        out = Tensor((batch, heads, length, value_width), query.type)
+        precision = PRECISIONS.get(query.type)
+        if not backward:
+            return Work(ATTENTION, scores + mix, _size(query, key, value, out), precision)
+        size = _size(query, key, value, out, out, query, key, value)
+        return Work(ATTENTION, 3 * scores + 2 * mix, size, precision, 2 * scores + 2 * mix)
+
+    return formula
+
+
+def _causal_steps(length: int, keys: int) -> int:
+    """Of pairs that are not masked; of equal lengths half, by the convention of all who count."""
+    if length == keys:
+        return length * keys
+    short = min(length, keys)
+    return short * (short + 1) + 2 * max(0, length - keys) * keys
+
+
+def _elementwise(flops: int, inputs: int) -> Formula:
+    """So many FLOPs per element of the result; the tensors are broadcast to each other."""
+
+    def formula(call: Call) -> Work:
+        found = call.tensors()[:inputs]
+        if not found:
+            raise LookupError(0)
+        shape = _broadcast([tensor.shape for tensor in found])
+        out = Tensor(shape, found[0].type)
+        return Work(ELEMENTWISE, flops * out.count, _size(*found, out),
+                    PRECISIONS.get(found[0].type))  # fmt: skip
+
+    return formula
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    length = max(map(len, shapes))
+    padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+
+
+def _copy(call: Call) -> Work:
+    """aten::copy_(destination, source)."""
+    into, source = call.tensor(0), call.tensor(1)
+    return Work(ELEMENTWISE, 0, _size(into, source), None)
+
+
+def _fill(call: Call) -> Work:
+    into = call.tensor(0)
+    return Work(ELEMENTWISE, 0, _size(into), None)
+
+
+def _rows(kind: str, flops: int, at: int, sizes: int) -> Formula:
+    """An operator that reads or writes tensors of one size so many times, and small ones."""
+
+    def formula(call: Call) -> Work:
+        data = call.tensor(at)
+        size = data.bytes
+        return Work(kind, flops * data.count, None if size is None else sizes * size,
+                    PRECISIONS.get(data.type))  # fmt: skip
+
+    return formula
+
+
+def _embedding(call: Call) -> Work:
+    """aten::embedding(weight, indices): rows read and written."""
+    weight, indices = call.tensor(0), call.tensor(1)
+    rows = Tensor((indices.count, weight.shape[1]), weight.type)
+    return Work(EMBEDDING, 0, _size(indices, rows, rows), None)
+
+
+def _embedding_bag(call: Call) -> Work:
+    """aten::_embedding_bag(weight, indices, offsets): rows are read and added up by bag."""
+    weight, indices, offsets = (call.tensor(at) for at in range(3))
+    rows = Tensor((indices.count, weight.shape[1]), weight.type)
+    bags = Tensor((offsets.count, weight.shape[1]), weight.type)
+    return Work(EMBEDDING, rows.count, _size(indices, offsets, rows, bags),
+                PRECISIONS.get(weight.type))  # fmt: skip
+
+
+def _embedding_backward(call: Call) -> Work:
+    """(gradient, indices, ...): a row of the gradient is added to the row of each index."""
+    grad, indices = call.tensor(0), call.tensor(1)
+    rows = Tensor((indices.count, grad.shape[-1]), grad.type)
+    return Work(EMBEDDING, rows.count, _size(grad, indices, rows, rows), PRECISIONS.get(grad.type))
+
+
+def _foreach(flops: int, *, written: int = 1) -> Formula:
+    """All lists are read, and so many are written; optimizers and clipping call these.
+
+    As of fused optimizers fp32 is assumed.
+    """
+
+    def formula(call: Call) -> Work:
+        lists = call.lists()
+        count = sum(tensor.count for tensor in lists[0])
+        return Work(OPTIMIZER, flops * count, 4 * count * (len(lists) + written), "fp32")
+
+    return formula
+
+
+def _fused_optimizer(flops: int, lists: int, written: int) -> Formula:
+    """So many lists of equal shapes are read, and some of them written.
+
+    The profiler notes the shapes of a list's tensors and not their types: fp32 is assumed.
+    """
+
+    def formula(call: Call) -> Work:
+        found = call.lists()[:lists]
+        count = sum(tensor.count for tensor in found[0])
+        if len(found) < lists or not count or any(not t.shape for t in found[0]):
+            raise LookupError(0)
+        return Work(OPTIMIZER, flops * count, 4 * count * (lists + written), "fp32")
+
+    return formula
+
+
+_ONE = ("add", "sub", "mul", "div", "maximum", "minimum", "rsub", "eq", "ne", "lt", "le", "gt",
+        "ge", "bitwise_and", "bitwise_or", "threshold_backward", "sigmoid_backward",
+        "tanh_backward", "silu_backward", "gelu_backward", "masked_fill", "where")  # fmt: skip
+_UNARY = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs",
+          "pow", "cos", "sin", "clamp", "clamp_min", "reciprocal", "hardtanh", "leaky_relu",
+          "bernoulli", "erf", "square")  # fmt: skip
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
+                "_batch_norm_with_update")  # fmt: skip
+
+
+_FOREACH = ("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal", "rsqrt", "pow", "sign",
+            "maximum", "minimum", "clamp_min", "clamp_max")  # fmt: skip
+
+
+def _both(names: tuple[str, ...], formula: Formula) -> dict[str, Formula]:
+    """Under the operator's name and that of its form in place."""
+    return {f"aten::{name}{end}": formula for name in names for end in ("", "_")}
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten::mm": _gemm(0), "aten::bmm": _gemm(0), "aten::_int_mm": _gemm(0),
+    "aten::_scaled_mm": _gemm(0), "aten::_grouped_mm": _gemm(0),
+    "aten::addmm": _gemm(1, bias=True), "aten::addmm_": _gemm(1, bias=True),
+    "aten::baddbmm": _gemm(1, bias=True), "aten::baddbmm_": _gemm(1, bias=True),
+    "aten::_addmm_activation": _gemm(1, bias=True),
+    "aten::mv": _vector_product(0), "aten::addmv": _vector_product(1),
+    "aten::dot": _vector_product(0),
+    "aten::convolution": _convolution, "aten::convolution_backward": _convolution_backward,
+    "aten::_scaled_dot_product_flash_attention": _attention(0, 4),
+    "aten::_scaled_dot_product_efficient_attention": _attention(0, 6),
+    "aten::_scaled_dot_product_cudnn_attention": _attention(0, 6),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention(0, 4),
+    "aten::_scaled_dot_product_flash_attention_backward": _attention(1, 11, backward=True),
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention(1, 11, backward=True),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(1, 14, backward=True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        _attention(1, 7, backward=True),
+    **_both(_ONE, _elementwise(1, 2)), **_both(_UNARY, _elementwise(1, 1)),
+    **_both(("addcmul", "addcdiv"), _elementwise(3, 3)),
+    **_both(("lerp",), _elementwise(3, 3)),
+    "aten::copy_": _copy, "aten::fill_": _fill, "aten::zero_": _fill,
+    "aten::native_dropout": _elementwise(2, 1), "aten::native_dropout_backward": _elementwise(2, 2),
+    "aten::sum": _rows(ELEMENTWISE, 1, 0, 1), "aten::mean": _rows(ELEMENTWISE, 1, 0, 1),
+    "aten::_softmax": _rows(NORMALISATION, 5, 0, 2),
+    "aten::_log_softmax": _rows(NORMALISATION, 5, 0, 2),
+    "aten::_softmax_backward_data": _rows(NORMALISATION, 4, 0, 3),
+    "aten::_log_softmax_backward_data": _rows(NORMALISATION, 4, 0, 3),
+    "aten::native_layer_norm": _rows(NORMALISATION, 7, 0, 2),
+    "aten::native_layer_norm_backward": _rows(NORMALISATION, 14, 0, 3),
+    "aten::_fused_rms_norm": _rows(NORMALISATION, 5, 0, 2),
+    "aten::_fused_rms_norm_backward": _rows(NORMALISATION, 10, 0, 3),
+    "aten::native_group_norm": _rows(NORMALISATION, 7, 0, 2),
+    "aten::native_group_norm_backward": _rows(NORMALISATION, 14, 0, 3),
+    **{f"aten::{name}": _rows(NORMALISATION, 7, 0, 2) for name in _BATCH_NORMS},
+    **{f"aten::{name}_backward": _rows(NORMALISATION, 14, 0, 3) for name in _BATCH_NORMS},
+    "aten::embedding": _embedding, "aten::embedding_dense_backward": _embedding_backward,
+    "aten::_embedding_bag": _embedding_bag,
+    "aten::_embedding_bag_dense_backward": _embedding_backward,
+    **_both(tuple(f"_foreach_{name}" for name in _FOREACH), _foreach(1)),
+    **_both(("_foreach_addcmul", "_foreach_addcdiv", "_foreach_lerp"), _foreach(3)),
+    "aten::_foreach_norm": _foreach(2, written=0),
+    "aten::_fused_adam_": _fused_optimizer(12, 4, 3),
+    "aten::_fused_adamw_": _fused_optimizer(14, 4, 3),
+    "aten::_fused_sgd_": _fused_optimizer(4, 3, 2),
+}  # fmt: skip
+"""By operator. What is not here is unknown, and so is what lacks the shapes that it needs.
+
+Convolutions, attention and lists of tensors count at the level of ATen, not once more in the
+operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
+and 4, other functions 1; none of them counts for MFU."""
+NEED_VALUES = tuple(
+    name for name in FORMULAS if "convolution" in name or "scaled_dot_product" in name
+)
+"""Whose work depends on arguments that are no tensors."""

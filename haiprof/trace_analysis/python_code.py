@@ -1,0 +1,404 @@
+"""Time of the job's Python: functions by call stack, and each nn.Module on host and GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Intervals, covered_lengths, intersection, union
+from haiprof.trace_analysis.attribution import GRAPH_LAUNCH, with_operator
+from haiprof.trace_analysis.call_tree import (
+    CallTree,
+    Stacks,
+    innermost,
+    is_outermost,
+    levels,
+    nest,
+    own_ns,
+    stack_texts,
+    stacks,
+    uncovered_starts,
+    without_own_frames,
+)
+from haiprof.trace_analysis.device_time import Steps, step_window, union_of
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+_TIMES = ("total_ns", "self_ns", "non_overlapped_ns", "self_non_overlapped_ns")
+_ADDRESS = " at 0x[0-9a-fA-F]+"  # of the object, another one in each call
+FOLDED_VALUES = _TIMES[1::2]
+"""Columns of which a flame graph can be drawn: own times, which add up along a stack."""
+
+
+class _Calls(NamedTuple):
+    """Python calls with their times, one row each."""
+
+    frame: pl.DataFrame
+    """`stack` (number), `begun` (0 or 1), and the times in ns."""
+    stacks: Stacks
+    names: pl.Series
+    """Of each name's code."""
+    threads: pl.DataFrame
+    """`pid`, `tid` of each thread's code."""
+
+
+def python_stacks(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Python calls by their call stack.
+
+    Source: self and total time as in cProfile and in TensorBoard's operator view. HTA has no
+    such question. Whose call a call is comes from `Python parent id`, or from the nesting of
+    times where ids are missing or contradict the times.
+    """
+    calls = _calls(trace, steps)
+    found = calls.frame.group_by("stack").agg(
+        pl.col("begun").sum().alias("calls"), *(pl.col(name).sum() for name in _TIMES)
+    )
+    depth = np.repeat(np.arange(len(calls.stacks.level_starts) - 1),
+                      np.diff(calls.stacks.level_starts))  # fmt: skip
+    known = pl.DataFrame({
+        "thread": calls.stacks.thread, "code": calls.stacks.name, "depth": depth,
+    }).with_row_index("number").select(
+        pl.col("number").cast(pl.Int64).alias("number"),
+        *_threads(calls),
+        stack_texts(calls.stacks, calls.names),
+        calls.names.gather(pl.Series(calls.stacks.name, dtype=pl.UInt32)).alias("name"),
+        pl.col("depth").cast(pl.Int64),
+    )  # fmt: skip
+    joined = known.join(found, left_on="number", right_on="stack").drop("number")
+    return _add_ratios(joined, has_gpu=trace.gpu.height > 0)
+
+
+def python_functions(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Python calls by function, whoever called them."""
+    calls = _calls(trace, steps)
+    per_stack = pl.DataFrame({
+        "stack": np.arange(len(calls.stacks.name)), "thread": calls.stacks.thread,
+        "code": calls.stacks.name, "outermost": is_outermost(calls.stacks),
+    })  # fmt: skip
+    first = pl.col("outermost")
+    found = (
+        calls.frame.join(per_stack, on="stack")
+        .group_by("thread", "code")
+        .agg(
+            pl.col("begun").sum().alias("calls"),
+            *(pl.col(name).filter(first).sum() for name in _TIMES[::2]),
+            *(pl.col(name).sum() for name in _TIMES[1::2]),
+        )
+    )
+    names = calls.names.gather(found["code"].cast(pl.UInt32)).alias("name")
+    threads = calls._replace(stacks=calls.stacks._replace(thread=found["thread"].to_numpy()))
+    named = found.select(*_threads(threads), names, "calls", *_TIMES)
+    return _add_ratios(named, has_gpu=trace.gpu.height > 0)
+
+
+def folded_stacks(stacks: pl.DataFrame, *, value: str = "self_ns") -> str:
+    """Stacks as text for a flame graph, a line each: `root;...;leaf 123`.
+
+    Source: https://github.com/brendangregg/FlameGraph, stackcollapse.
+    """
+    if value not in FOLDED_VALUES:
+        raise ValueError(f"no flame graph of {value!r}: it is one of {', '.join(FOLDED_VALUES)}")
+    if stacks[value].null_count():
+        raise MissingDataError(
+            "no GPU event was recorded: nobody knows what ran beside these functions",
+            hint="profile with ProfilerActivity.CUDA",
+        )
+    rank = [pl.format("rank {}", "rank")] if "rank" in stacks.columns else []
+    parts = [*rank, pl.format("thread {}", "tid"), pl.col("stack")]
+    lines = stacks.filter(pl.col(value) > 0).select(
+        pl.format("{} {}", pl.concat_str(parts, separator=";"), value)
+    )
+    return "".join(f"{line}\n" for line in lines.to_series())
+
+
+def _calls(trace: Trace, steps: Steps) -> _Calls:
+    python = without_own_frames(trace.python)
+    if python.is_empty():
+        raise MissingDataError(
+            f"{trace.path}: no Python functions in it", hint="profile with with_stack=True"
+        )
+    spans = python.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
+    threads = spans.select("pid", "tid").unique(maintain_order=True)
+    thread = spans.select(pl.struct("pid", "tid").rle_id()).to_series().cast(pl.Int64).to_numpy()
+    starts = spans["ts_ns"].to_numpy()
+    ends = starts + spans["dur_ns"].to_numpy()
+    parent = _recorded_parents(spans, starts, ends, thread)
+    by_level = None if parent is None else levels(parent)
+    if parent is None or by_level is None:
+        parent = nest(spans).parent
+        by_level = levels(parent) or []
+    code, names = _name_codes(spans["name"])
+    found = stacks(by_level, parent, code, thread)
+    frame = _times(starts, ends, parent, trace, steps)
+    numbered = frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64))
+    return _Calls(numbered, found, names, threads)
+
+
+def _name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
+    """A code for each name, and the name of each code; without addresses."""
+    _, first, code = np.unique(
+        names.to_physical().to_numpy(), return_index=True, return_inverse=True
+    )
+    plain = names.gather(pl.Series(first)).cast(pl.String).str.replace_all(_ADDRESS, "")
+    distinct = plain.unique(maintain_order=True)
+    of_plain = plain.replace_strict(distinct, np.arange(len(distinct)), return_dtype=pl.Int64)
+    found: Ints = of_plain.to_numpy()[code]
+    return found, distinct
+
+
+def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints, thread: Ints) -> Ints | None:
+    """Row of each call's caller by `Python parent id`; None where the ids cannot be right."""
+    ids = spans["python_id"]
+    if ids.null_count() or ids.n_unique() < len(ids):
+        return None
+    rows = pl.DataFrame({"parent_id": ids, "row": np.arange(len(ids))})
+    known = spans.select("parent_id").join(rows, on="parent_id", how="left", maintain_order="left")
+    parent: Ints = known["row"].fill_null(-1).to_numpy().astype(np.int64)
+    inner = np.flatnonzero(parent >= 0)
+    above = parent[inner]
+    fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
+    return parent if (fits & (ends[inner] <= ends[above])).all() else None
+
+
+def _times(starts: Ints, ends: Ints, parent: Ints, trace: Trace, steps: Steps) -> pl.DataFrame:
+    """Of each call: total and own time, and the parts of them outside GPU work."""
+    window = union(starts, ends)
+    if steps is not None:
+        first, last = step_window(trace, steps)
+        window = Intervals(np.array([first]), np.array([last]))
+    busy = intersection(union_of(trace.gpu), window)
+    begun = (starts >= window.starts[0]) & (starts < window.ends[-1]) if steps is not None else None
+    inner = np.flatnonzero(parent >= 0)
+    begins = uncovered_starts(starts, ends, parent)[inner]
+    columns: dict[str, Ints] = {
+        "begun": np.ones(len(starts), dtype=np.int64) if begun is None else begun.astype(np.int64)
+    }
+    for total, own, active in (
+        ("total_ns", "self_ns", None),
+        ("non_overlapped_ns", "self_non_overlapped_ns", busy),
+    ):
+        columns[total] = _uncovered_ns(window, active, starts, ends)
+        columns[own] = columns[total].copy()
+        np.subtract.at(
+            columns[own], parent[inner], _uncovered_ns(window, active, begins, ends[inner])
+        )
+    return pl.DataFrame(columns)
+
+
+def _uncovered_ns(window: Intervals, busy: Intervals | None, starts: Ints, ends: Ints) -> Ints:
+    """How much of each call lies in the window, and outside busy time where that is given."""
+    inside = covered_lengths(window, starts, ends)
+    return inside if busy is None else inside - covered_lengths(busy, starts, ends)
+
+
+def _threads(calls: _Calls) -> list[pl.Series]:
+    """`pid` and `tid` of each stack."""
+    at = pl.Series(calls.stacks.thread, dtype=pl.UInt32)
+    return [calls.threads["pid"].gather(at), calls.threads["tid"].gather(at)]
+
+
+def _add_ratios(found: pl.DataFrame, *, has_gpu: bool) -> pl.DataFrame:
+    """Adds the shares; without GPU events, what depends on them is null."""
+    known = pl.lit(has_gpu)
+    order = [name for name in ("stack", "name", "depth") if name in found.columns]
+    seen = found.filter((pl.col("calls") > 0) | (pl.col("total_ns") > 0))
+    return seen.select(
+        "pid", "tid", *order,
+        pl.col("calls"),
+        "total_ns", "self_ns",
+        *(pl.when(known).then(name).alias(name) for name in _TIMES[2:]),
+        *(
+            pl.when(known & (pl.col(whole) > 0))
+            .then(pl.col(part) / pl.col(whole))
+            .alias(part.replace("_ns", "_ratio"))
+            for part, whole in zip(_TIMES[2:], _TIMES[:2], strict=True)
+        ),
+    ).sort("self_ns", "total_ns", "name", descending=[True, True, False])  # fmt: skip
+
+
+MODULE, ANNOTATION, FUNCTION = "module", "annotation", "function"
+_MODULE = "nn.Module: "
+_FORWARD = r"\.py\(\d+\): forward$"
+_BACKWARD = "autograd::engine::evaluate_function"
+# Ranges that hold whole steps, or a single collective.
+_NO_PART = r"^(?:ProfilerStep|nccl:|gloo:|mpi:|ucc:|record_param_comms)"
+
+SCHEMA = {
+    "path": pl.String, "name": pl.String, "kind": pl.String, "depth": pl.Int64,
+    "call_count": pl.Int64, "host_self_ns": pl.Int64, "host_ns": pl.Int64,
+    "backward_host_ns": pl.Int64, "kernel_count": pl.Int64, "device_self_ns": pl.Int64,
+    "device_ns": pl.Int64, "backward_device_self_ns": pl.Int64, "backward_device_ns": pl.Int64,
+    "graph_kernel_count": pl.Int64, "graph_device_self_ns": pl.Int64,
+}  # fmt: skip
+
+
+def module_times(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+    """Modules and annotated ranges by where they are called, with their time.
+
+    A part is an nn.Module (recorded with `with_modules` or `with_stack`), or a record_function
+    range; where no module was recorded, also a Python function `forward` of the call stacks.
+
+    Source: autograd joins an operator with its node by a sequence number: the node's forward
+    operator is the last one begun before with that number (torch.autograd.profiler).
+    """
+    tree = part_tree(trace)
+    paths = _paths(tree)
+    launched = _launched_work(trace, tree, steps)
+    nodes = _autograd_nodes(trace, tree, steps)
+    found = _host_times(tree, paths, step_window(trace, steps) if steps else None)
+    for column, rows, values, is_total in (
+        ("kernel_count", launched, pl.lit(1, pl.Int64), False),
+        ("device_self_ns", launched.filter(~pl.col("is_backward")), pl.col("dur_ns"), False),
+        ("device_ns", launched.filter(~pl.col("is_backward")), pl.col("dur_ns"), True),
+        ("backward_device_self_ns", launched.filter("is_backward"), pl.col("dur_ns"), False),
+        ("backward_device_ns", launched.filter("is_backward"), pl.col("dur_ns"), True),
+        ("backward_host_ns", nodes, pl.col("dur_ns"), True),
+        ("graph_kernel_count", launched.filter("of_graph"), pl.lit(1, pl.Int64), False),
+        ("graph_device_self_ns", launched.filter("of_graph"), pl.col("dur_ns"), False),
+    ):
+        own = _by_path(tree, paths, rows, values.alias(column), with_outer=is_total)
+        found = found.join(own, on="path", how="full", coalesce=True, nulls_equal=True)
+    numbers = [name for name, dtype in SCHEMA.items() if dtype == pl.Int64 and name != "depth"]
+    order = pl.col("first_ns").fill_null(np.iinfo(np.int64).max)
+    return (
+        found.with_columns(pl.col(numbers).fill_null(0))
+        .filter(pl.col("call_count") + pl.col("kernel_count") > 0)
+        .sort(order, "depth", "path", nulls_last=True)
+        .select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
+    )
+
+
+def part_tree(trace: Trace) -> CallTree:
+    """Modules and annotated ranges with their nesting."""
+    tree = nest(_module_calls(trace))
+    if tree.spans.is_empty():
+        raise MissingDataError(
+            f"{trace.path}: no module, annotated range or call stack in it",
+            hint="profile with with_modules=True or with_stack=True, or put record_function "
+            "around parts of the model",
+        )
+    return tree
+
+
+def _module_calls(trace: Trace) -> pl.DataFrame:
+    """Calls of modules and ranges on the host: `name`, `kind`, `pid`, `tid`, `ts_ns`, `dur_ns`."""
+    name = pl.col("name").cast(pl.String)
+    columns = ("pid", "tid", "ts_ns", "dur_ns")
+    python = trace.python.select(name, *columns)
+    modules = python.filter(name.str.starts_with(_MODULE)).with_columns(
+        name.str.strip_prefix(_MODULE), kind=pl.lit(MODULE)
+    )
+    if modules.is_empty():
+        modules = python.filter(name.str.contains(_FORWARD)).with_columns(kind=pl.lit(FUNCTION))
+    ranges = trace.annotations.filter(pl.col("category") != "gpu_user_annotation")
+    named = ranges.select(name, *columns).filter(~name.str.contains(_NO_PART))
+    return pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules])
+
+
+def _paths(tree: CallTree) -> pl.Series:
+    """The names around each span and its own, from the outermost."""
+    own = tree.spans["name"]
+    paths = own.clone()
+    for depth in range(1, int(tree.depth.max(initial=0)) + 1):
+        rows = np.flatnonzero(tree.depth == depth)
+        joined = paths.gather(tree.parent[rows]) + "/" + own.gather(rows)
+        paths = paths.scatter(rows, joined)
+    return paths.alias("path")
+
+
+def _host_times(tree: CallTree, paths: pl.Series, window: tuple[int, int] | None) -> pl.DataFrame:
+    calls = tree.spans.select(
+        "ts_ns", "dur_ns", "name", "kind", paths,
+        own=pl.Series(own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
+    )  # fmt: skip
+    begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
+    return calls.group_by("path").agg(
+        pl.col("name", "kind", "depth").first(),
+        first_ns=pl.col("ts_ns").min(),
+        call_count=begun.sum() if window else pl.len(),
+        host_self_ns=pl.col("own").filter(begun).sum(),
+        host_ns=pl.col("dur_ns").filter(begun).sum(),
+    )
+
+
+def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
+    """GPU events: `dur_ns`, `row` of the part that launched them, `is_backward`, `of_graph`."""
+    owned = with_operator(trace, steps, captures=True)
+    is_node = owned.tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD)
+    node = owned.tree.climb(owned.row, is_node.to_numpy())  # the autograd node at or around each
+    calls = owned.made_by
+    known = calls.with_row_index("at").drop_nulls("ts_ns")
+    row = np.full(len(calls), -1, dtype=np.int64)
+    row[known["at"].to_numpy()] = innermost(tree, known)
+    inside = node >= 0
+    row[inside] = _forward_part(trace, tree, owned.tree.spans, node[inside])
+    return owned.gpu.select(
+        "dur_ns",
+        row=pl.Series(row),
+        is_backward=pl.Series(inside),
+        of_graph=pl.col("call").cast(pl.String).str.contains(GRAPH_LAUNCH).fill_null(value=False)
+        & ~owned.captured,
+    )
+
+
+def _autograd_nodes(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
+    """Autograd nodes on the host: `dur_ns`, and the `row` of the part of their forward."""
+    name = pl.col("name").cast(pl.String)
+    nodes = trace.ops.filter(name.str.starts_with(_BACKWARD))
+    if steps is not None:
+        nodes = nodes.filter(pl.col("ts_ns").is_between(*step_window(trace, steps), closed="left"))
+    row = _forward_part(trace, tree, nodes, np.arange(len(nodes)))
+    return nodes.select("dur_ns", row=pl.Series(row))
+
+
+def _forward_part(trace: Trace, tree: CallTree, spans: pl.DataFrame, rows: Ints) -> Ints:
+    """The part in which the forward operator of each autograd node ran; -1 where not known."""
+    found = np.full(len(rows), -1, dtype=np.int64)
+    nodes = spans.select("sequence_number", "ts_ns")[rows].with_row_index("at")
+    nodes = nodes.drop_nulls("sequence_number").sort("ts_ns")
+    name = pl.col("name").cast(pl.String)
+    forward = (
+        trace.ops.filter(
+            pl.col("sequence_number").is_not_null()
+            & (pl.col("forward_tid").fill_null(0) == 0)
+            & ~name.str.starts_with(_BACKWARD)
+        )
+        .select("sequence_number", "pid", "tid", "ts_ns", "dur_ns", begun_ns="ts_ns")
+        .sort("ts_ns")
+    )
+    joined = nodes.join_asof(
+        forward.drop("ts_ns").with_columns(ts_ns=pl.col("begun_ns")).sort("ts_ns"),
+        on="ts_ns", by="sequence_number", check_sortedness=False,
+    ).drop_nulls("begun_ns")  # fmt: skip
+    calls = joined.select("pid", "tid", "dur_ns", ts_ns="begun_ns")
+    found[joined["at"].to_numpy()] = innermost(tree, calls)
+    return found
+
+
+def _by_path(
+    tree: CallTree, paths: pl.Series, rows: pl.DataFrame, value: pl.Expr, *, with_outer: bool
+) -> pl.DataFrame:
+    """Sums by path; with those of the parts around as well, or of the innermost part alone."""
+    values = (
+        rows.select(value).to_series()
+        if rows.height
+        else pl.Series(value.meta.output_name(), [], dtype=pl.Int64)
+    )
+    if len(values) != rows.height:  # a literal
+        values = values.new_from_index(0, rows.height)
+    part = rows["row"].to_numpy().copy()
+    levels, place = [], np.arange(rows.height)
+    known = pl.Series(part, dtype=pl.Int64)
+    own = paths.gather(pl.select(pl.when(known >= 0).then(known)).to_series())
+    levels.append(pl.DataFrame([own.alias("path"), values]))
+    while with_outer and len(place):
+        outside = part[place] < 0
+        place = place[~outside]
+        above = tree.parent[part[place]]
+        place, above = place[above >= 0], above[above >= 0]
+        part[place] = above
+        levels.append(pl.DataFrame([paths.gather(above).alias("path"), values.gather(place)]))
+    return pl.concat(levels).group_by("path").agg(pl.all().sum())

@@ -1,0 +1,518 @@
+"""The parts of a replay: changes, the window, kernels, batches, and what a change shortens."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.arrays import Ints
+from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.intervals import Intervals, covered_lengths, union
+from haiprof.trace_analysis.collectives import CATEGORY, cpu_collectives
+from haiprof.trace_analysis.device_dependencies import (
+    DEVICE,
+    MEMORY_FREE,
+    NEVER,
+    SHORT_COPY,
+    STREAM,
+    WAIT_CALL,
+    DeviceEvents,
+    Pairs,
+    RuntimeCalls,
+    device_events,
+    host_waits,
+    launches_around,
+    recorded_waits,
+    stream_order,
+)
+from haiprof.trace_analysis.device_time import COMMUNICATION, with_kind
+from haiprof.trace_analysis.host_dependencies import HandOvers, HostEvents, hand_overs
+from haiprof.trace_format.kineto.rank_trace import Trace
+
+KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
+LAUNCHES, COLLECTIVE, TOGETHER = "launches", "collective", "together"
+LOADER_NAME = r"^enumerate\(DataLoader\)"
+"""The annotation that PyTorch puts around a loader's `next`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing made faster; made by the functions below."""
+
+    kind: str
+    """`kernel`, `operator`, `launches`, `loader`, `network`, `collective` or `rank`."""
+    name: str = ""
+    """Regular expression that names of kernels, operators or collectives must contain."""
+    speedup: float = math.inf
+    """How many times as fast; infinite: it takes no time."""
+    rank: int | None = None
+    """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
+    shown: str = ""
+    """Shown in place of the expression."""
+    parts: tuple[Change, ...] = ()
+    """Of kind `together`: all of them at once."""
+
+    def __post_init__(self) -> None:
+        """Checks what was asked for."""
+        if not self.speedup > 0:  # NaN too
+            raise UsageError(f"what-if: {self.speedup} times as fast is no speed-up")
+        try:
+            re.compile(self.name)
+        except re.error as error:
+            raise UsageError(f"what-if: {self.name!r} is no regular expression: {error}") from error
+
+    def __str__(self) -> str:
+        """Such as `kernel gemm 2x`."""
+        if self.kind == TOGETHER:
+            return " and ".join(map(str, self.parts))
+        if self.kind == RANK:
+            return "all ranks alike" if self.rank is None else f"rank {self.rank} as the others"
+        times = "takes no time" if math.isinf(self.speedup) else f"{self.speedup:g}x"
+        name = self.shown or ("" if self.kind == LOADER else self.name)
+        return " ".join(part for part in (self.kind, name, times) if part)
+
+
+def faster_kernel(name: str, speedup: float = math.inf) -> Change:
+    """Kernels whose names contain an expression; of collectives the transfer, not the waiting."""
+    return Change(kind=KERNEL, name=name, speedup=speedup)
+
+
+def faster_operator(name: str, speedup: float = math.inf) -> Change:
+    """Operators: their time on the CPU, operators inside included, and the kernels they launch."""
+    return Change(kind=OPERATOR, name=name, speedup=speedup)
+
+
+def faster_launches(speedup: float = math.inf) -> Change:
+    """Calls that put work on a GPU: their time on the CPU, not what they launch."""
+    return Change(kind=LAUNCHES, speedup=speedup)
+
+
+def faster_loader(speedup: float = math.inf) -> Change:
+    """What a PyTorch DataLoader does for a batch: the workers' work, or the main process's."""
+    return Change(kind=LOADER, name=LOADER_NAME, speedup=speedup)
+
+
+def faster_collective(name: str, speedup: float = math.inf) -> Change:
+    """The transfer of collectives whose kind (`all_reduce`) or name contains an expression."""
+    return Change(kind=COLLECTIVE, name=name, speedup=speedup)
+
+
+def together(*changes: Change) -> Change:
+    """Several changes at once, such as half the batch: the loader and all operators."""
+    if any(change.kind == RANK for change in changes):
+        raise UsageError("what-if: a rank like the others goes with no other change")
+    return Change(kind=TOGETHER, parts=changes)
+
+
+def faster_network(speedup: float) -> Change:
+    """The transfer of collectives: from when the last rank has arrived."""
+    return Change(kind=NETWORK, speedup=speedup)
+
+
+def rank_as_others(rank: int | None = None) -> Change:
+    """One rank computes, on CPU and GPU, as fast as the middle of the others; None: all alike."""
+    return Change(kind=RANK, rank=rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayWindow:
+    """The part of a rank's trace that is replayed."""
+
+    begin_ns: int
+    end_ns: int
+    main_tid: int
+    """The thread that trains."""
+    bounds_ns: Ints
+    """When each profiler step begins and the last one ends; of the whole window where there are
+    none."""
+    spans: pl.DataFrame
+    """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
+    window's), `correlation` of calls."""
+    handed: tuple[HandOvers, ...]
+    """Waits of its threads for each other."""
+
+    @property
+    def step_count(self) -> int:
+        """Profiler steps in it; 1 where there are none."""
+        return len(self.bounds_ns) - 1
+
+
+def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
+    """The window of some steps."""
+    spans = _spans(trace)
+    if not spans.height:
+        raise MissingDataError(
+            f"{trace.path}: no operators or runtime calls to replay",
+            hint="profile with ProfilerActivity.CPU",
+        )
+    host = HostEvents(trace)
+    marks = trace.steps
+    if steps is not None:
+        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+        if not marks.height:
+            raise MissingDataError(f"{trace.path}: no profiler step from {steps[0]} to {steps[1]}")
+    if marks.height:
+        begin, end, tid = (
+            _edge(marks, "start_ns", "min"),
+            _edge(marks, "end_ns", "max"),
+            marks["tid"][0],
+        )
+    else:
+        begin, end, tid = (
+            _edge(spans, "ts_ns", "min"),
+            _edge(spans, "end_ns", "max"),
+            host.busiest_thread()[1],
+        )
+    inside = spans.filter(pl.col("ts_ns").is_between(begin, end)).with_columns(
+        end_ns=pl.min_horizontal("end_ns", pl.lit(end))
+    )
+    return ReplayWindow(
+        begin_ns=begin,
+        end_ns=end,
+        main_tid=tid,
+        bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, end),
+        spans=inside,
+        handed=_find_waits(host, tid, (begin, end)),
+    )
+
+
+def _find_waits(host: HostEvents, main_tid: int, window: tuple[int, int]) -> tuple[HandOvers, ...]:
+    """Hand-overs of which both sides are in the window."""
+    main = [thread for thread in host.threads if thread[1] == main_tid]
+    return tuple(found.within(*window) for found in hand_overs(host, main[0]))
+
+
+def _spans(trace: Trace) -> pl.DataFrame:
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
+    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", end)
+    calls = trace.runtime.select(*columns, "correlation")
+    both = pl.concat([trace.ops.select(*columns), calls], how="diagonal")
+    return both.drop_nulls("tid").sort("ts_ns", maintain_order=True)
+
+
+def _edge(frame: pl.DataFrame, column: str, which: str) -> int:
+    return int(getattr(frame[column], which)())
+
+
+def kernels_of(trace: Trace, calls: RuntimeCalls, window: tuple[int, int]) -> DeviceEvents:
+    """The GPU events that were launched in a window, or began in it without a launch on record."""
+    gpu = device_events(trace, calls)
+    when = np.where(gpu.known, gpu.launched, gpu.starts)
+    return gpu.take(np.flatnonzero((when >= window[0]) & (when <= window[1])))
+
+
+def with_cpu_collectives(
+    trace: Trace, kernels: DeviceEvents, window: tuple[int, int]
+) -> DeviceEvents:
+    """Adds the collectives of the CPU, on a stream of their own, where no GPU communicates."""
+    if kernels.talks.any() or (with_kind(trace.gpu)["kind"] == COMMUNICATION).any():
+        return kernels
+    found = cpu_collectives(trace).filter(pl.col("launch_ns").is_between(*window))
+    if found.is_empty():
+        return kernels
+    starts, none = found["ts_ns"].to_numpy(), np.full(len(found), -1, dtype=np.int64)
+    shown = found.with_columns(kind=pl.lit(COMMUNICATION), category=pl.lit(CATEGORY))
+    own = {
+        "starts": starts, "ends": starts + found["dur_ns"].to_numpy(), "line": none,
+        "device": none, "call": none, "launched": found["launch_ns"].to_numpy(),
+        "known": none < 0, "talks": none < 0,
+    }  # fmt: skip
+    text = pl.col("name", "kind", "category").cast(pl.String)
+    frames = [frame.with_columns(text) for frame in (kernels.frame, shown)]
+    return replace(
+        kernels,
+        frame=pl.concat(frames, how="diagonal_relaxed").select(kernels.frame.columns),
+        **{name: np.concatenate([getattr(kernels, name), more]) for name, more in own.items()},
+    )
+
+
+def ordered_pairs(kernels: DeviceEvents) -> Pairs:
+    """Events that follow each other on a stream; not those that overlap."""
+    return _possible(kernels, stream_order(kernels))
+
+
+def _possible(kernels: DeviceEvents, pairs: Pairs) -> Pairs:
+    first, second = pairs
+    possible = kernels.ends[first] <= kernels.starts[second]
+    return first[possible], second[possible]
+
+
+def stream_waits(trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
+    """Pairs (earlier, later) of kernels of different streams, where one stream waits for another.
+
+    Exact where the profiler recorded synchronisations (`enable_cuda_sync_events`). Else each call
+    of cudaStreamWaitEvent is taken to hold up the next kernel launched on its thread, until the
+    kernel ended that was launched last before the call on another stream: for a collective on a
+    computing stream, for other kernels on that stream whose last one ended latest; never on one
+    that ended after the kernel began, which would contradict the trace.
+    """
+    if trace.sync["wait_on_stream"].is_not_null().any():
+        return _possible(kernels, recorded_waits(trace, kernels, calls))
+    waits, later = _next_launches(kernels, calls)
+    best = np.full(len(waits), -1)
+    ends, talks = np.append(kernels.ends, NEVER), np.append(kernels.talks, False)
+    for own in kernels.lines():
+        found = kernels.last_before(kernels.launch_order(own[kernels.known[own]]), waits)
+        usable = (found >= 0) & (kernels.line[later] != kernels.line[own[0]])
+        usable &= ends[found] <= kernels.starts[later]
+        usable &= ~(talks[later] & talks[found])
+        usable &= ends[found] > ends[best]
+        best = np.where(usable, found, best)
+    return best[best >= 0], later[best >= 0]
+
+
+def _next_launches(kernels: DeviceEvents, calls: RuntimeCalls) -> Pairs:
+    """Times of calls that make a stream wait, and the next kernel that each one's thread launched.
+
+    A trace without synchronisation events does not say which stream waits.
+    """
+    waits = calls.find(WAIT_CALL)
+    _, found = launches_around(kernels, calls, waits)
+    return calls.starts[waits[found >= 0]], found[found >= 0]
+
+
+def blocking_calls(
+    trace: Trace, kernels: DeviceEvents, calls: RuntimeCalls, window: tuple[int, int]
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Calls in a window that wait for the GPU, and what each of them waits for.
+
+    `call`, `name`, `tid`, `ts_ns`, `end_ns` of synchronisations, blocking copies, copies to the
+    host that return after they have ended, and launches into a full queue; and `call`,
+    `begin_ns`, `kernel` of those that wait for one.
+    """
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    for why, call, event, assumed in host_waits(trace, kernels, calls):
+        meant = (calls.starts[call] >= window[0]) & (calls.starts[call] <= window[1])
+        if why in (DEVICE, STREAM):
+            known = (why == STREAM) & ~assumed
+            event = np.where(known, event, _last_done(kernels, calls, call))
+        if why not in (SHORT_COPY, MEMORY_FREE):
+            parts.append(np.stack([call, event], axis=1)[meant])
+    pairs = np.concatenate(parts)
+    pairs = pairs[np.unique(pairs[:, 0], return_index=True)[1]]
+    call, event = pairs[:, 0], pairs[:, 1]
+    ends = np.minimum(calls.ends[call], window[1])
+    found = calls.frame[call].select(
+        pl.col("name").cast(pl.String), "tid", "ts_ns", end_ns=pl.Series(ends),
+        call=pl.Series(call),
+    )  # fmt: skip
+    held = (event >= 0) & (kernels.ends[event] <= ends) if len(kernels.ends) else event >= 0
+    waited = {"call": call[held], "begin_ns": calls.starts[call[held]], "kernel": event[held]}
+    return found, pl.DataFrame(waited)
+
+
+def _last_done(kernels: DeviceEvents, calls: RuntimeCalls, call: Ints) -> Ints:
+    """Of the events launched last to each stream before a call, the one that ended last in it."""
+    best = np.full(len(call), -1)
+    ends = np.append(kernels.ends, NEVER)
+    for line in kernels.lines():
+        own = kernels.launch_order(line[kernels.known[line]])
+        before = np.searchsorted(kernels.launched[own], calls.starts[call], side="right")
+        found = np.append(own, -1)[before - 1]
+        usable = (ends[found] <= calls.ends[call]) & (ends[found] > ends[best])
+        best = np.where(usable, found, best)
+    return best
+
+
+WORKERS_NAME = r"^enumerate\(DataLoader\)#_MultiProcessing"
+"""The mark around `__next__` of a loader with workers; it makes no batch itself."""
+WORKERS_TID = -2
+"""Stands for the workers among the threads of a replay; threads of the system count from 0."""
+WAITED_NS = 300_000
+"""A batch that lies ready is out of the queue sooner: polling and unpickling take 50 to 200 us."""
+WAITED_RATIO = 0.05
+"""And a wait is at least this share of a step, and all waits of the window: on a busy machine
+polling itself takes milliseconds, and workers that are ahead would be taken for the limit."""
+BUSY_BATCHES = 8
+"""Between two waits that are further apart the workers may have had nothing to do: their queue
+holds prefetch_factor batches of each, by default 2, and a trace does not say of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Batches that the main process took from workers, in order; arrays of one length."""
+
+    asked_ns: Ints
+    """When it asked for each."""
+    taken_ns: Ints
+    """When it went on with it: the first operator inside of `__next__`, or its end."""
+    ready_ns: Ints
+    """When the workers had made it; of one that lay ready, as their usual pace has it."""
+    waited: npt.NDArray[np.bool_]
+    """Whether it was not ready when it was asked for."""
+
+    @property
+    def bounds(self) -> Ints:
+        """When each batch was taken that had been waited for.
+
+        From one to the next the workers were busy all the time. A window that begins or ends
+        elsewhere, such as between two batches that came together, holds more or less of their
+        work than of the steps'.
+        """
+        return self.taken_ns[self.waited]
+
+    @property
+    def waited_ns(self) -> int:
+        """For batches that were not ready."""
+        return int((self.taken_ns - self.asked_ns)[self.waited].sum())
+
+
+def worker_batches(
+    trace: Trace, window: tuple[int, int], main_tid: int
+) -> tuple[Batches | None, bool]:
+    """The batches that a rank's main thread took in a window, and whether workers made any.
+
+    None where the workers' pace does not show: training never waits for two batches near each
+    other.
+    """
+    marks = _fetch_marks(trace, window, main_tid)
+    asked, ends = marks["ts_ns"].to_numpy(), marks["end_ns"].to_numpy()
+    taken = _first_operator(trace, main_tid, asked, ends)
+    step = float(np.median(np.diff(asked))) if len(asked) > 1 else 0.0
+    waited = taken - asked > max(WAITED_NS, WAITED_RATIO * step)
+    lost_ns = int((taken - asked)[waited].sum())
+    ready = _ready(taken, waited)
+    if ready is None or lost_ns < WAITED_RATIO * (window[1] - window[0]):
+        return None, not marks.is_empty()
+    return Batches(asked_ns=asked, taken_ns=taken, ready_ns=ready, waited=waited), True
+
+
+def _fetch_marks(trace: Trace, window: tuple[int, int], main_tid: int) -> pl.DataFrame:
+    """The outermost marks of `__next__`; until 2022 they were operators."""
+    end = (pl.col("ts_ns") + pl.col("dur_ns")).alias("end_ns")
+    host = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
+    parts = [table.select(pl.col("name").cast(pl.String), "tid", "ts_ns", end)
+             for table in (host, trace.ops)]  # fmt: skip
+    return (
+        pl.concat(parts)
+        .filter(
+            (pl.col("tid") == main_tid)
+            & pl.col("name").str.contains(WORKERS_NAME)
+            & pl.col("ts_ns").is_between(*window)
+            & (pl.col("end_ns") <= window[1])
+        )
+        .sort("ts_ns")
+    )
+
+
+def _first_operator(trace: Trace, main_tid: int, asked: Ints, ends: Ints) -> Ints:
+    """When the first operator inside of each mark began: it makes tensors of what has come."""
+    plain = ~pl.col("name").cast(pl.String).str.contains(WORKERS_NAME)
+    begins = trace.ops.filter((pl.col("tid") == main_tid) & plain)["ts_ns"].sort().to_numpy()
+    at = np.searchsorted(begins, asked, side="left")
+    found = np.append(begins, np.iinfo(np.int64).max)[at]
+    return np.where(found < ends, found, ends)
+
+
+def _ready(taken: Ints, waited: npt.NDArray[np.bool_]) -> Ints | None:
+    """When each was made: of those waited for as seen, else by the workers' pace; or None."""
+    known = np.flatnonzero(waited)
+    apart, took = np.diff(known), np.diff(taken[known])
+    busy = apart <= BUSY_BATCHES
+    if not busy.any():
+        return None
+    pace = float(np.median(took[busy] / apart[busy]))
+    at = np.searchsorted(known, np.arange(len(taken)), side="right") - 1  # the wait before each
+    paces = np.append(np.where(busy, took / np.maximum(apart, 1), pace), pace)
+    since = np.arange(len(taken)) - known[at]
+    ready = taken[known[at]] + since * np.where(at >= 0, paces[at], pace)
+    first = np.arange(len(taken)) < known[0]
+    ready[first] = taken[known[0]] - pace * (known[0] - np.flatnonzero(first))
+    found: Ints = np.minimum(np.rint(ready).astype(np.int64), taken)
+    return found
+
+
+WORKERS, HOST = "workers", "host"
+"""Labels of the work of a loader's workers and of the CPU's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What runs along each edge of a rank's graph; arrays of shape (edges,)."""
+
+    label: Ints
+    """Place in `labels`; -1 of waiting and of collectives."""
+    labels: tuple[str, ...]
+    """Names of kernels, then the loader's workers, and last the CPU's."""
+    begin_ns: Ints
+    """When the CPU began it; of a kernel, launched it."""
+    end_ns: Ints
+    """When the CPU ended it; of a kernel, its launch."""
+    tid: Ints
+    """Thread that worked, or launched the kernel; -1 where none is known."""
+
+    @property
+    def by_workers(self) -> npt.NDArray[np.bool_]:
+        """Whether a loader's workers make a batch along the edge."""
+        found: npt.NDArray[np.bool_] = self.label == len(self.labels) - 2
+        return found
+
+    @property
+    def on_host(self) -> npt.NDArray[np.bool_]:
+        """Whether the CPU works along the edge."""
+        found: npt.NDArray[np.bool_] = self.label == len(self.labels) - 1
+        return found
+
+
+def change_lengths(trace: Trace, change: Change, lengths: Ints, work: Work) -> Ints:
+    """Lengths of all edges with a change; those that concern several ranks change nothing here."""
+    for part in change.parts:
+        lengths = change_lengths(trace, part, lengths, work)
+    if change.kind == KERNEL:
+        names = [bool(re.search(change.name, name)) for name in work.labels[:-2]]
+        these = np.append(np.array(names, dtype=bool), [False] * 3)[work.label]
+        return np.where(these, _divide(lengths, change.speedup), lengths)
+    if change.kind == LOADER and work.by_workers.any():
+        return np.where(work.by_workers, _divide(lengths, change.speedup), lengths)
+    if change.kind in (OPERATOR, LOADER):
+        return _inside(_operators(trace, change.name), change, lengths, work)
+    if change.kind == LAUNCHES:
+        return _inside(_launching_calls(trace), change, lengths, work)
+    return lengths
+
+
+def _inside(by_thread: dict[int, Intervals], change: Change, lengths: Ints, work: Work) -> Ints:
+    """Lengths with the CPU's time inside of spans shorter; of operators also what they launch."""
+    found = lengths.copy()
+    for tid, spans in by_thread.items():
+        here = work.tid == tid
+        on_host, on_gpu = here & work.on_host, here & ~work.on_host & (work.label >= 0)
+        part = covered_lengths(spans, work.begin_ns[on_host], work.end_ns[on_host])
+        found[on_host] -= part - _divide(part, change.speedup)
+        if change.kind == OPERATOR:
+            launched = covered_lengths(spans, work.begin_ns[on_gpu], work.begin_ns[on_gpu] + 1) > 0
+            faster = _divide(lengths[on_gpu], change.speedup)
+            found[on_gpu] = np.where(launched, faster, lengths[on_gpu])
+    return found
+
+
+def _operators(trace: Trace, name: str) -> dict[int, Intervals]:
+    """When operators or annotations of a name run, by thread."""
+    marks = trace.annotations.filter(pl.col("category").cast(pl.String) != "gpu_user_annotation")
+    columns = (pl.col("name").cast(pl.String), "tid", "ts_ns", "dur_ns")
+    spans = pl.concat([trace.ops.select(*columns), marks.select(*columns)])
+    names = [text for text in spans["name"].unique() if re.search(name, text)]
+    return _by_thread(spans.filter(pl.col("name").is_in(names)))
+
+
+def _launching_calls(trace: Trace) -> dict[int, Intervals]:
+    """When calls run that put something on a GPU, by thread; one that waits for it is not work."""
+    return _by_thread(trace.runtime.join(trace.gpu, on="correlation", how="semi"))
+
+
+def _by_thread(spans: pl.DataFrame) -> dict[int, Intervals]:
+    found = {}
+    for (tid,), rows in spans.drop_nulls("tid").group_by("tid"):
+        begins = rows["ts_ns"].to_numpy()
+        found[int(str(tid))] = union(begins, begins + rows["dur_ns"].to_numpy())
+    return found
+
+
+def _divide(lengths: Ints, speedup: float) -> Ints:
+    shorter: Ints = np.rint(lengths / speedup).astype(np.int64)
+    return shorter
