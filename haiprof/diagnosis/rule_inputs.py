@@ -99,7 +99,6 @@ class RuleInputs:
     load_samples: Callable[[int], CodeSamples]
     """Sampled stacks of a rank's judged attempt; read when they are asked for."""
 
-
     @property
     def world(self) -> tuple[int, ...]:
         """Ranks that have steps."""

@@ -18,9 +18,14 @@ import polars as pl
 from haiprof.base.arrays import Ints
 from haiprof.base.intervals import Intervals, complement, intersection, union
 from haiprof.base.ledger import POSITIONS
-from haiprof.trace_analysis.annotations import innermost
-from haiprof.trace_analysis.classify import COMMUNICATION, COMPUTATION, MEMORY, with_kind
 from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    MEMORY,
+    gpu_events,
+    with_kind,
+)
 from haiprof.trace_analysis.host_activity import (
     ACTIVITIES,
     ALLOCATION,
@@ -35,8 +40,7 @@ from haiprof.trace_analysis.host_activity import (
     split,
 )
 from haiprof.trace_analysis.launches import with_call
-from haiprof.trace_analysis.step_time import steps_with_gpu_tails
-from haiprof.trace_analysis.temporal import gpu_events
+from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
 from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
 

@@ -17,8 +17,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.statistics.bootstrap import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.trace_analysis.arrival_lateness import arrival_lateness, who_is_late
-from haiprof.trace_analysis.clocks import on_one_clock
+from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
 from haiprof.trace_analysis.device_ledger import (
     COMPUTE,
     HOST_LANE,
@@ -40,9 +39,9 @@ from haiprof.trace_analysis.host_activity import (
     PYTHON,
     parse_place,
 )
+from haiprof.trace_analysis.matching import on_one_clock
 from haiprof.trace_analysis.pool import Progress
 from haiprof.trace_analysis.questions.base import RankTraces
-from haiprof.trace_analysis.skew import collective_waits
 
 LINK, PEER = "link: ", "wait: peer"
 _CONFIDENCE = 0.95
@@ -257,6 +256,10 @@ def _as_ledger(
         median_ns=float(np.median(own_ns)),
         count=max(len(each) for each in lengths.values()),
         residual_ns=(total - int(keys["ns"].sum())) / count,
+        positions={
+            name: ns / count
+            for name, ns in keys.group_by("position").agg(pl.col("ns").sum()).sort("position").rows()
+        },
         accounts=tuple(accounts),
         opportunities=tuple(int(at) for at in order if accounts[at].gain_ns > 0),
         rests_on=_rests_on(ranks, is_on_device=is_on_device),
