@@ -251,15 +251,13 @@ def _as_ledger(
     is_on_device = any(device != HOST_LANE for _, device in lanes)
     own_ns = np.concatenate([steps[rank]["own_ns"].to_numpy() for rank, _ in lanes])
     marked = [frame.filter(pl.col("number").is_not_null())["mark_ns"] for frame in steps.values()]
+    positions = keys.group_by("position").agg(pl.col("ns").sum())
     ledger = Ledger(
         mean_ns=total / count,
         median_ns=float(np.median(own_ns)),
         count=max(len(each) for each in lengths.values()),
         residual_ns=(total - int(keys["ns"].sum())) / count,
-        positions={
-            name: ns / count
-            for name, ns in keys.group_by("position").agg(pl.col("ns").sum()).sort("position").rows()
-        },
+        positions={name: ns / count for name, ns in positions.sort("position").rows()},
         accounts=tuple(accounts),
         opportunities=tuple(int(at) for at in order if accounts[at].gain_ns > 0),
         rests_on=_rests_on(ranks, is_on_device=is_on_device),
