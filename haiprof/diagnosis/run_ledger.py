@@ -289,14 +289,15 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
         file=at.file,
         line=at.line,
         function=at.function,
-        expression=_expression(table, found.rows, at.file, at.line),
+        expression=_expression(table, found, at.file, at.line),
         callees=common_callees(table.tree, table.stack[found.rows], table.ns[found.rows]),
         callers=tuple(place_text(*caller) for caller in at.callers),
     )
 
 
-def _expression(table: TimeTable, rows: Ints, file: str, line: int) -> str | None:
-    """What of a line takes most of its time; None where that was not recorded."""
+def _expression(table: TimeTable, found: Opportunity, file: str, line: int) -> str | None:
+    """What of a line is most of what it does; None where that was not recorded."""
+    rows = found.rows[table.activity[found.rows] == found.activity]
     frame = innermost_frame(table.tree)[table.stack[rows]]
     time: dict[str, float] = {}
     for at, ns in zip(frame.tolist(), table.ns[rows].tolist(), strict=True):
