@@ -37,7 +37,8 @@ HELD_RATIO = 0.001
 CPU_RATIO, LATER_CPU_RATIO = 0.002, 0.0005
 """Of a core, what the sampling thread may take in the first part of `PACE`, and later. Waking up
 alone takes 5 us on hardware, and 25 us on a virtual machine."""
-SLICE_NS = 1_000_000_000
+SLICE_NS, SLICE_SAMPLES, MOST_SLICE_NS = 1_000_000_000, 10, 4_000_000_000
+"""Python runs once in so long, or for so many samples: it takes as long as several of them."""
 OTHERS_NS = 250_000_000
 """So often other threads are looked at, where there are some; where one of them must hold the lock,
 five times as often."""
@@ -130,7 +131,7 @@ class StackSampler:
         self._wake = _thread.allocate_lock()
         self._ended = _thread.allocate_lock()
         self._compiled = compiled_part()
-        self._before = (0, 0, 0)
+        self._before = (_now(), 0, 0, 0, 0)
         self._costs_ns = (0.0, 0.0)
         self._stopped = False
         self._random = os.getpid()
@@ -150,11 +151,11 @@ class StackSampler:
             self._compiled.begin_samples(self._until, MAX_PENDING, MAX_PLACES)
             interval_us = round(1e6 * sys.getswitchinterval())
             self._compiled.prepare(interval_us, sys.version_info < _BREAKER_UNTIL)
-            self._before = (0, *self._compiled.held_ns())
+            self._before = (_now(), 0, 0, *self._compiled.held_ns())
 
-    def begin_steps(self) -> None:
-        """From now on the job trains: the age of the run counts from here."""
-        self._steps_began_ns = self._steps_began_ns or _now()
+    def begin_steps(self, age_s: float = 0.0) -> None:
+        """The job trains, and has for so long: the age of the run counts from there."""
+        self._steps_began_ns = self._steps_began_ns or _now() - int(age_s * _NS_PER_S)
 
     def stop(self) -> None:
         """Ends the thread, soon; from any thread."""
@@ -197,7 +198,7 @@ class StackSampler:
             "wait": "".join(WAIT_LETTERS[s.wait] for s in samples),
             "run_us": [s.cpu_ns // _NS_PER_US for s in samples],
             "queue_us": [s.queue_ns // _NS_PER_US for s in samples],
-            "cpu_ns": self._before[0],
+            "cpu_ns": self._before[2],
         }
         for name, unknown in _UNKNOWN.items():
             if set(line[name]) == {unknown}:
@@ -241,9 +242,9 @@ class StackSampler:
             time_ns, node, *moment = taken[at : at + _SAMPLE_WORDS]
             stack = LEFT_OUT if node == LEFT_OUT else self._stack_of_node[node]
             self._samples.append(_Sample(time_ns, stack, *moment))
-        now = (time.thread_time_ns(), *compiled.held_ns())
         if count:
-            cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self._before, strict=True))
+            now = (_now(), self._before[1] + count, time.thread_time_ns(), *compiled.held_ns())
+            _, _, cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self._before, strict=True))
             weight = min(count / MIN_SAMPLES, 1.0)  # of what was seen last
             self._costs_ns = tuple(
                 old + weight * (new / count - old)
@@ -267,16 +268,25 @@ class StackSampler:
         stack = read_stacks((owner,), until=self._until, limit=MAX_DEPTH).get(owner, ())
         if len(self._samples) < MAX_PENDING:
             self._samples.append(_Sample(_now(), self._tree.find(stack), due_ns))
-        self._before = (time.thread_time_ns(), 0, 0)
+        self._before = (_now(), self._before[1] + 1, time.thread_time_ns(), 0, 0)
+
+    def costs_ns(self) -> tuple[int, int, int, int, int]:
+        """When it was last summed up; samples till then, CPU time of the sampling thread, time for
+        which the training thread took samples itself, and the lock was held for them beside it.
+        """
+        return self._before
 
     def _run(self) -> None:
         try:
-            while self.sample_until(SLICE_NS):
+            while self.sample_until(self._slice_ns()):
                 continue
         except Exception as error:  # the recording goes on without it
             self._note({"type": "stacks_failed", "reason": f"{type(error).__name__}: {error}"})
         finally:
             self._ended.release()
+
+    def _slice_ns(self) -> int:
+        return min(max(SLICE_NS, SLICE_SAMPLES * self.pause_ns()), MOST_SLICE_NS)
 
     def pause_ns(self) -> int:
         """To the next sample, in the mean: by the age of the run, and by what a sample takes."""
