@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from haiprof.base.intervals import union
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.steps import segment
 from tests.unit.analysis.recorded import GAP_NS, SPAN_NS, spans_of
+from tests.unit.analysis.test_steps_properties import RANDOM_LINES, RUNS
 
 BACK = "forward loss backward"
 STEP = f"{BACK} gradients optimizer"
@@ -87,3 +90,20 @@ def test_a_thread_without_steps_has_no_positions() -> None:
     found = cut("D")
     assert (found.step_count, len(found.start_ns)) == (0, 0)
     assert all(part.shape == (len(POSITIONS), 0) for part in found.sums())
+
+
+@RUNS
+@given(RANDOM_LINES, st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 900)), max_size=6))
+def test_positions_of_any_line_add_up_to_each_period(
+    words: list[str], compiled: list[tuple[int, int]]
+) -> None:
+    spans = spans_of(" ".join(words))
+    segments = segment(spans, families={0: 0, 1: 1})
+    starts, lengths = np.array(compiled, dtype=np.int64).reshape(-1, 2).T
+    found = step_positions(segments, spans, union(starts, starts + lengths))
+    steps = segments.steps
+    edges = np.append(steps.start_ns, steps.end_ns[-1:])
+    assert sum(found.sums()).sum(axis=0).tolist() == np.diff(edges).tolist()
+    assert (np.diff(np.append(found.start_ns, found.end_ns)) > 0).all() or not len(edges)
+    places = found.at(np.arange(int(edges[0]), int(edges[-1]), 7) if len(edges) else edges)
+    assert (places >= 0).all()

@@ -109,6 +109,27 @@ def test_an_evaluation_is_not_named_by_the_layers_that_it_runs() -> None:
     }
 
 
+def test_what_a_model_calls_in_its_own_forward_is_named_though_it_runs_operators_too() -> None:
+    layer = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
+    (place,) = found(("forward", layer, 12, "hhh0"))
+    assert place == "normalise:7"
+
+
+@pytest.mark.parametrize(
+    ("lock", "expected"), [("0", {}), ("-", {}), ("h", {"log:8": (4, "after_step", "python")})]
+)
+def test_operators_of_steps_without_any_phase_are_the_models(
+    lock: str, expected: dict[str, Any]
+) -> None:
+    """A loop of `haiprof.step()` around functions: nothing says what is forward."""
+    own: Any = ("after_step", (SCRIPT, LOOP, job(8, "log")), 4, lock)
+    torch: Any = ("after_step", (SCRIPT, LOOP, job(8, "log"), LINEAR), 2)
+    every = opportunities(table_of(own, torch, steps=STEPS))
+    assert every.keys() == expected.keys()
+    for place, (ms, *_) in every.items():
+        assert ms / STEPS == pytest.approx(expected[place][0])
+
+
 def test_one_helper_that_is_most_of_it_names_it() -> None:
     parts = [
         ("after_step", (SCRIPT, LOOP, EVALUATE[0], job(7, "outer"), job(8, "inner")), 8, "h"),
