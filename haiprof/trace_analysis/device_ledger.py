@@ -377,7 +377,7 @@ def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> p
     row, talks = time.row[of], time.event[of] >= 0
     place = host.place_rows(row, time.at[of])
     callee = host.tree.climb(row, host.is_python)
-    callee[callee == place] = -1
+    callee[(callee == place) | np.append(host.runs_backward, False)[callee]] = -1
     since = np.where(talks, time.begun[of], cut.starts[inside])
     pieces = pl.DataFrame({
         "device": np.full(len(of), device),

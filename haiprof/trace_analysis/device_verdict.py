@@ -14,7 +14,7 @@ import polars as pl
 
 from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import Account, Ledger
 from haiprof.base.statistics.bootstrap import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
@@ -75,12 +75,6 @@ class DeviceLedger:
     linked_count: int
     late: str | None = None
     """Who comes last to collectives, in words; None where nobody waited, or nothing tells."""
-
-    @property
-    def problem_count(self) -> int:
-        """Opportunities whose gain is a problem for certain."""
-        least = PROBLEM_RATIO * self.ledger.mean_ns
-        return sum(account.gain_low_ns >= least > 0 for account in self.ledger.largest())
 
 
 def device_ledger(
@@ -247,19 +241,20 @@ def _as_ledger(
     for key in keys.iter_rows(named=True):
         each = cube[key["account"]]
         accounts.append(_account(key, each, own, count, code[key["account"]], len(ranks)))
-    order = np.argsort([-account.gain_ns for account in accounts], kind="stable")
+    gains = np.array([account.gain_ns for account in accounts])
+    order = np.argsort(-gains, kind="stable")  # the others stay by their time
+    by_position = keys.group_by("position").agg(pl.col("ns").sum()).iter_rows()
     is_on_device = any(device != HOST_LANE for _, device in lanes)
     own_ns = np.concatenate([steps[rank]["own_ns"].to_numpy() for rank, _ in lanes])
     marked = [frame.filter(pl.col("number").is_not_null())["mark_ns"] for frame in steps.values()]
-    positions = keys.group_by("position").agg(pl.col("ns").sum())
     ledger = Ledger(
         mean_ns=total / count,
         median_ns=float(np.median(own_ns)),
         count=max(len(each) for each in lengths.values()),
         residual_ns=(total - int(keys["ns"].sum())) / count,
-        positions={name: ns / count for name, ns in positions.sort("position").rows()},
-        accounts=tuple(accounts),
-        opportunities=tuple(int(at) for at in order if accounts[at].gain_ns > 0),
+        positions={position: ns / count for position, ns in sorted(by_position)},
+        accounts=tuple(accounts[at] for at in order),
+        opportunities=tuple(range(int((gains > 0).sum()))),
         rests_on=_rests_on(ranks, is_on_device=is_on_device),
         missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
     )
@@ -270,7 +265,7 @@ def _as_ledger(
         ranks=tuple(ranks),
         world_size=next((each.world_size for each in ranks.values()), None),
         total_ns=total,
-        account_ns=tuple(keys["ns"].to_list()),
+        account_ns=tuple(keys["ns"].gather(order).to_list()),
         mark_ns=float(np.mean(marks.to_numpy())) if len(marks) else None,
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),

@@ -180,6 +180,12 @@ class Host:
         return found
 
     @cached_property
+    def runs_backward(self) -> Bools:
+        """The built-in function below which autograd runs, which says nothing of what it does."""
+        found: Bools = (self.kind == _IS_PYTHON) & self.has_name(_RUN_BACKWARD)
+        return found
+
+    @cached_property
     def is_backward(self) -> Bools:
         """What autograd runs: its engine, and operators that know the thread of their forward."""
         forward_tid = self.tree.spans["forward_tid"].fill_null(0).to_numpy() > 0
@@ -278,8 +284,12 @@ class Host:
         """
         found = self.tree.climb(rows, self.is_place)
         back = self.tree.climb(rows, self.is_backward & (self.forward_of >= 0))
-        lost = np.flatnonzero((found < 0) & (back >= 0))
-        found[lost] = self.tree.climb(self.forward_of[back[lost]], self.is_place)
+        # Code inside of autograd (a hook, a Function) is its own; on a CPU the call of backward()
+        # is around autograd on the same thread, and says nothing.
+        depth = np.append(self.tree.depth, -1)
+        outside = np.flatnonzero((back >= 0) & (depth[found] < depth[back]))
+        ahead = self.tree.climb(self.forward_of[back[outside]], self.is_place)
+        found[outside] = np.where(ahead >= 0, ahead, found[outside])
         lost = np.flatnonzero(found < 0)
         main = self.main_moments
         around = main.rows[np.searchsorted(main.edges, times[lost], side="right")]
@@ -378,12 +388,11 @@ def _marked_spans(host: Host) -> pl.DataFrame:
     said = said[of_row] if len(of_row) else np.zeros(0, dtype=np.int64)
     said = np.where((host.kind == _IS_RANGE) & (host.thread == host.main), said, -1)
     module = host.has_name(_MODULE) & (host.thread == host.main)
-    runs_backward = host.has_name(_RUN_BACKWARD) & host.is_python
-    above = host.tree.climb(host.tree.parent, module | host.is_backward | runs_backward)
+    above = host.tree.climb(host.tree.parent, module | host.is_backward | host.runs_backward)
     codes = np.select(
         [
             host.has_name(_LOADER) & (host.thread == host.main), host.has_name(_OPTIMIZER),
-            host.has_name(_COMPILE), host.has_name(_SAVE), runs_backward, said >= 0,
+            host.has_name(_COMPILE), host.has_name(_SAVE), host.runs_backward, said >= 0,
             module & (above < 0),
         ],
         [INPUT, OPTIMIZER, COMPILE, CHECKPOINT, BACKWARD, said, FORWARD],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.document import STEP_FIELDS, account_document
 from haiprof.show.figures.style import BLUE, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import INDENT, bullets
@@ -82,18 +82,15 @@ def device_ledger_data(found: DeviceLedger, path: Path) -> dict[str, Any]:
         "ranks": list(found.ranks),
         "world_size": found.world_size,
         "step": {
-            "mean_ns": ledger.mean_ns, "median_ns": ledger.median_ns, "count": ledger.count,
-            "residual_ns": ledger.residual_ns, "mark_ns": found.mark_ns,
+            **{name: getattr(ledger, name) for name in STEP_FIELDS}, "mark_ns": found.mark_ns,
         },
-        "ledger": [dataclasses.asdict(account) for account in ledger.accounts],
+        "ledger": [account_document(account) for account in ledger.accounts],
         "opportunities": list(ledger.opportunities),
-        "problem_count": found.problem_count,
+        "problem_count": ledger.problem_count,
         "explanations": {each.key: each.do for each in reversed(REMEDIES)},
         "late": found.late,
-        "rests_on": ledger.rests_on,
         "gpu_event_count": found.kernel_count,
         "linked_count": found.linked_count,
-        "missing": list(ledger.missing),
     }  # fmt: skip
 
 
@@ -106,9 +103,8 @@ def headline(found: DeviceLedger) -> str:
     largest = next(iter(ledger.largest()), None)
     if largest is None:
         return f"Nothing stands out: {busy}"
-    if found.problem_count:
-        sure = next(a for a in ledger.largest()
-                    if a.gain_low_ns >= PROBLEM_RATIO * ledger.mean_ns)  # fmt: skip
+    if ledger.problem_count:
+        sure = next(filter(ledger.is_problem, ledger.largest()))
         part = f"{duration_text(sure.gain_ns)} of {duration_text(ledger.mean_ns)} a step"
         return f"{_phrase(found, sure, subject)}: {part}"
     what = f"{_phrase(found, largest)}, {_share(largest.gain_ns, ledger.mean_ns)} of the step"

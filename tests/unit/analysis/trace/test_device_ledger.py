@@ -78,6 +78,8 @@ def test_accounts_add_up_to_the_mean_step(name: str) -> None:
     assert sum(found.account_ns) == found.total_ns
     assert found.ledger.residual_ns == 0
     assert found.ledger.sum_error_ns == pytest.approx(0, abs=1e-3)
+    positions = sum(found.ledger.positions.values())
+    assert positions == pytest.approx(found.ledger.mean_ns, abs=1e-3)
     accounts = found.ledger.accounts
     assert all(each.needed or remedy_of(each.activity) for each in accounts)
     assert all(not accounts[at].needed for at in found.ledger.opportunities)
@@ -317,6 +319,39 @@ def test_backward_kernels_belong_to_the_line_of_their_forward(tmp_path: Path) ->
     ]
 
 
+def test_backward_on_a_cpu_belongs_to_the_line_of_its_forward_too(tmp_path: Path) -> None:
+    """There autograd runs below backward() on the same thread; a hook of the job is its own."""
+    backward = {"Sequence number": 4, "Fwd thread id": 1}
+    found = device_time(trace_of(tmp_path, [
+        step(1, 0, 100), event("train.py(1): main", "python_function", 0, 100),
+        event("model.py(9): forward", "python_function", 5, 20),
+        event("aten::mm", "cpu_op", 10, 10, **{"Sequence number": 4}),
+        event("<built-in method run_backward of X object at 0x7f>", "python_function", 50, 40),
+        event("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 50, 40, **backward),
+        event("aten::mm", "cpu_op", 52, 10),
+        event("hooks.py(2): clip", "python_function", 70, 10), event("aten::mul", "cpu_op", 71, 8),
+    ]))  # fmt: skip
+    is_aten = pl.col("operator").str.starts_with("aten::")
+    works = found.rows.filter((pl.col("position") == "backward") & is_aten)
+    line = pl.col("code").str.split("\n").list.last()
+    assert set(works.select("operator", line).rows()) == {
+        ("aten::mm", "model.py(9): forward"),
+        ("aten::mul", "hooks.py(2): clip"),
+    }
+
+
+def test_each_device_of_a_process_has_a_time_line(tmp_path: Path) -> None:
+    found = device_ledger(write_trace(tmp_path / "two.json", [
+        step(1, 0, 100), launch(1, 0, 1), launch(2, 0, 1),
+        kernel("gemm", 0, 100, correlation=1), kernel("gemm", 1, 39, correlation=2, device=1),
+    ]))  # fmt: skip
+    times = {each.activity: each.ns_per_step for each in found.ledger.accounts}
+    assert times["compute: gemm"] == (100 + 39) / 2 * US
+    # The other device is busy all the time: nothing is gained by this one's idle time.
+    assert found.ledger.opportunities == ()
+    assert found.ledger.sum_error_ns == 0
+
+
 def test_positions_follow_the_order_of_spans(tmp_path: Path) -> None:
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     found = device_time(trace_of(tmp_path, [
@@ -376,7 +411,7 @@ def test_gain_counts_on_the_slowest_rank_only(tmp_path: Path) -> None:
     load = next(each for each in found.ledger.largest() if each.position == "input")
     assert (load.ns_per_step, load.gain_ns) == (20 * US, 30 * US)
     assert load.explanation == "dataloader"
-    assert found.problem_count >= 1
+    assert found.ledger.problem_count >= 1
 
 
 def test_one_rank_of_several_cannot_tell_waiting_from_the_link(tmp_path: Path) -> None:
@@ -387,7 +422,7 @@ def test_one_rank_of_several_cannot_tell_waiting_from_the_link(tmp_path: Path) -
     talk = found.ledger.largest()[0]
     assert talk.activity == "communication: all_reduce"
     assert (talk.gain_low_ns, talk.gain_ns) == (0, 97 * US)
-    assert found.problem_count == 0
+    assert found.ledger.problem_count == 0
     assert any("waiting for peers" in each for each in found.ledger.missing)
 
 
