@@ -271,7 +271,9 @@ class StackSampler:
         self._before = (_now(), self._before[1] + 1, time.thread_time_ns(), 0, 0)
 
     def costs_ns(self) -> tuple[int, int, int, int, int]:
-        """When it was last summed up; samples till then, CPU time of the sampling thread, time for
+        """Samples till it was last summed up, and what they cost.
+
+        When that was; samples; CPU time of the sampling thread, time for
         which the training thread took samples itself, and the lock was held for them beside it.
         """
         return self._before

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S, ratio_text
-from haiprof.diagnosis.causes import CONTRADICTIONS, PHASE_RULES, in_order, severity_of
-from haiprof.diagnosis.engine import STANDSTILL
+from haiprof.diagnosis.causes import CONTRADICTIONS, PHASE_RULES, STANDSTILL, in_order, severity_of
 from haiprof.diagnosis.consistency import SHARE_OF_USUAL, impossible_findings, is_in_order
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Evidence, Finding

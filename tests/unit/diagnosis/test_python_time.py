@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from haiprof.diagnosis.thresholds import DISPATCH_RATIO, MIN_COUNT
-from haiprof.diagnosis.python_time import python_time
+from haiprof.diagnosis.python_time import DISPATCH_RATIO, MIN_COUNT, python_time
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.stack_files import Frame
 from haiprof.run_format.stack_lines import LOCK_ELSEWHERE, LOCK_HELD, LOCK_UNKNOWN
