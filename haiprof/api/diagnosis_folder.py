@@ -17,8 +17,7 @@ from haiprof.compat.exports.tables import write_tables
 from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
 from haiprof.run_analysis.link_traffic import link_traffic
-from haiprof.show.card import MAX_WIDTH, verdict_card
-from haiprof.show.export import view_text
+from haiprof.show.card import MAX_WIDTH, verdict_card, view_text
 from haiprof.show.page.content import page_content
 from haiprof.show.page.render import write_report
 from haiprof.show.run_header import manifest_or_none, run_header

@@ -31,7 +31,7 @@ class RunFlameGraph:
         Raises:
             UsageError: The file cannot be written.
         """
-        from haiprof.show.figures.html_file import write_text
+        from haiprof.show.figures.style import write_text
 
         return write_text(Path(path), self._page())
 

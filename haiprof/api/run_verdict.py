@@ -18,7 +18,7 @@ class RunVerdict(Verdict):
 
     def __str__(self) -> str:
         """The card, as the terminal shows it."""
-        from haiprof.show.export import verdict_text
+        from haiprof.show.card import verdict_text
 
         return verdict_text(self)
 

@@ -138,8 +138,8 @@ class ShownTraces(TraceQuestions):
         Raises:
             UsageError: The file cannot be written.
         """
-        from haiprof.show.figures.html_file import write_text
-        from haiprof.show.page.trace_page import trace_page_html
+        from haiprof.show.figures.style import write_text
+        from haiprof.show.page.render import trace_page_html
         from haiprof.trace_analysis.report import standard_report
 
         report = standard_report(

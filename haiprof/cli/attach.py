@@ -91,9 +91,9 @@ def _show(done: Attached, output: Output) -> None:
     from haiprof.diagnosis.engine import diagnose
     from haiprof.live.attach import OUTSIDE, RECORDED
     from haiprof.run_analysis.run_frames import RunFrames
-    from haiprof.show.export import save_verdict
+    from haiprof.show.card import save_verdict
     from haiprof.show.run_header import manifest_or_none, run_header
-    from haiprof.show.views.attach import attach_view
+    from haiprof.show.views.requests import attach_view
 
     part = done.between if done.how == RECORDED else None
     analyzer = RunFrames(done.run, between=part)

@@ -75,8 +75,7 @@ def compare(
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
     from haiprof.diagnosis.compare.compared_run import compared_run_of
     from haiprof.diagnosis.compare.comparison import compare_runs, exceeds
-    from haiprof.show.tables.compare import headline, what_would_decide
-    from haiprof.show.views.compare import compare_data, compare_view
+    from haiprof.show.views.compare import compare_data, compare_view, headline, what_would_decide
 
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)

@@ -46,7 +46,7 @@ def efficiency(
 
       haiprof efficiency traces/ --json | jq '.steps[].mfu_ratio'
     """
-    from haiprof.show.views.efficiency import efficiency_view
+    from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from haiprof.show.views.top import BACK, DOWN, ENTER, QUIT, UP
+from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
 _KEYS = {
     b"\x1b[A": UP, b"\x1bOA": UP, b"k": UP, b"\x1b[B": DOWN, b"\x1bOB": DOWN, b"j": DOWN,

@@ -79,7 +79,7 @@ def lines(
     from haiprof.run_analysis import stack_export
     from haiprof.run_analysis.code_samples import CODE_PHASES
     from haiprof.run_analysis.lines import line_frame
-    from haiprof.show.views.lines import lines_view
+    from haiprof.show.views.run import lines_view
 
     if phase is not None and phase not in CODE_PHASES:
         raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(CODE_PHASES)}")

@@ -56,7 +56,7 @@ def link(
 
       haiprof link traces/ --et execution_traces/ --json | jq '.ranks[].linked_ratio'
     """
-    from haiprof.show.views.link import link_data, link_view
+    from haiprof.show.views.trace_files import link_data, link_view
     from haiprof.trace_analysis.execution_link import link as link_pair
     from haiprof.trace_analysis.execution_link import linked_path, write_rank
     from haiprof.trace_analysis.execution_pairs import pairs

@@ -79,7 +79,7 @@ def merge(
 
       haiprof merge rank0.json rank1.json -o - | jq '.traceEvents | length'
     """
-    from haiprof.show.views.merge import merge_view
+    from haiprof.show.views.trace_files import merge_view
     from haiprof.trace_analysis.merge import MergeOptions, default_output, merge_traces
 
     sources = [trace_target(source) for source in sources or [existing_log_dir()]]

@@ -39,7 +39,7 @@ def modules(
 
       haiprof modules traces/ --json | jq '.modules[] | {path, device_ns}'
     """
-    from haiprof.show.views.modules import modules_view
+    from haiprof.show.views.functions import modules_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.checks.finding import OF_EACH_RANK
 

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from haiprof.base.errors import HaiprofError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
-from haiprof.show.console import SafeConsole
+from haiprof.show.terminal import SafeConsole
 
 MIN_WIDTH, MAX_WIDTH = 60, 200
 # json.dumps does not escape them: C1 controls, marks of direction, unpaired surrogates.

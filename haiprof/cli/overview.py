@@ -23,7 +23,7 @@ def overview(directory: RunDir = None, as_json: AsJson = False, html: HtmlFile =
       haiprof overview --json | jq '.ranks[].median_step_ns'
     """
     from haiprof.show.summary import overview_summary
-    from haiprof.show.views.overview import overview_view
+    from haiprof.show.views.run import overview_view
 
     analyzer = open_target(directory)
     output = Output(json=as_json)

@@ -14,7 +14,7 @@ from haiprof.cli.tensorboard import Port
 from haiprof.cli.trace_arguments import Rank
 
 if TYPE_CHECKING:
-    from haiprof.show.servers.perfetto import Serving
+    from haiprof.show.servers import Serving
 
 TraceOrRun = Annotated[
     Path | None,
@@ -46,8 +46,7 @@ def perfetto(
 
       haiprof perfetto haiprof-logs --rank 3      one rank's trace
     """
-    from haiprof.show.servers.perfetto import serve_perfetto, viewer_folder
-    from haiprof.show.servers.perfetto_trace import trace_to_show
+    from haiprof.show.servers import serve_perfetto, trace_to_show, viewer_folder
     from haiprof.trace_analysis.step_time import with_range_lanes
 
     run, traces = run_or_traces(source)

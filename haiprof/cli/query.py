@@ -57,7 +57,7 @@ def query(
 
       haiprof query haiprof-logs "select rank, max(step_ns) from steps group by 1"
     """
-    from haiprof.show.views.query import answer_data, answer_view, schema_data, schema_view
+    from haiprof.show.views.tables import answer_data, answer_view, schema_data, schema_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.sql import ask, names_traces
     from haiprof.trace_analysis.sql_tables import sql_tables

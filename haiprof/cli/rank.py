@@ -46,7 +46,7 @@ def rank(
     directory, chosen = parse_rank_words(words or [], number)
     analyzer = open_target(directory)
     from haiprof.show.rank_summary import one_rank_summary
-    from haiprof.show.views.rank import rank_view
+    from haiprof.show.views.run import rank_view
 
     output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)

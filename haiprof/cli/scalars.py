@@ -37,7 +37,7 @@ def scalars(
 
       haiprof train.py --tensorboard              starts this by itself
     """
-    from haiprof.show.scalar_files import write_scalars
+    from haiprof.show.scalars import write_scalars
 
     analyzer = open_target(directory)
     written = write_scalars(analyzer.run, follow=follow, every_s=every)

@@ -35,7 +35,7 @@ def snapshot(
       haiprof snapshot 4711 --json | jq '.suspects[0]'
     """
     from haiprof.live.snapshot import take_snapshot
-    from haiprof.show.views.snapshot import snapshot_view
+    from haiprof.show.views.requests import snapshot_view
 
     output = Output(json=as_json)
     found = take_snapshot(the_job(job, log_dir).run, hang=hang, progress=print_message)

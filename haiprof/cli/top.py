@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from haiprof.live.watch import Watch
-    from haiprof.show.views.top import Selection
+    from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
 Follow = Annotated[
@@ -45,7 +45,7 @@ def top(
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job
     from haiprof.live.watch import Watch
-    from haiprof.show.views.top import JOBS, RANKS, Selection
+    from haiprof.show.views.jobs import JOBS, RANKS, Selection
 
     found = None if job is None else find_job(job, log_dirs(log_dir))
     wants_verdicts = _is_live(as_json) or follow
@@ -68,7 +68,7 @@ def _is_live(as_json: bool) -> bool:
 
 def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
     """One frame, as `ps` would print it."""
-    from haiprof.show.views.top import top_view
+    from haiprof.show.views.jobs import top_view
 
     jobs = watch.look()
     data = {"jobs": [job.as_json() for job in jobs]}
@@ -92,7 +92,7 @@ def _lines(watch: Watch) -> None:
 def _live(watch: Watch, selection: Selection, console: Console) -> None:
     """Draws frames until a key leaves or the jobs have ended."""
     from haiprof.cli.keys import keys
-    from haiprof.show.views.top import move, top_view
+    from haiprof.show.views.jobs import move, top_view
 
     colored = console.color_system is not None
     jobs = watch.look()

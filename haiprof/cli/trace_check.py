@@ -27,7 +27,7 @@ def trace_check(traces: Traces, window: Window = None, as_json: AsJson = False) 
 
       haiprof trace-check trace.json.gz --json | jq '.findings[].check'
     """
-    from haiprof.show.views.trace_check import check_view
+    from haiprof.show.views.trace_files import check_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     output = Output(json=as_json)

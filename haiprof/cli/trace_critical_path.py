@@ -59,7 +59,7 @@ def critical_path(
 
       haiprof critical-path trace.json --steps 12 --overlay .
     """
-    from haiprof.show.views.critical_path import critical_path_data, critical_path_view
+    from haiprof.show.views.causes import critical_path_data, critical_path_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen = parse_steps(steps)

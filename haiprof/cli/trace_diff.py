@@ -90,7 +90,7 @@ def trace_diff(
 
       haiprof trace-diff before/ after/ --json | jq .verdict
     """
-    from haiprof.show.views.trace_diff import diff_data, diff_view
+    from haiprof.show.views.causes import diff_data, diff_view
     from haiprof.trace_analysis.diff import verdict
     from haiprof.trace_analysis.kernel_names import FULL, SHORT
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions

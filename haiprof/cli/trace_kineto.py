@@ -36,7 +36,7 @@ def trace_through_kineto(
     """
     from haiprof.live.kineto.dynolog import parse_endpoint
     from haiprof.live.kineto.trace import TraceRequest, trace_processes
-    from haiprof.show.views.kineto import kineto_view
+    from haiprof.show.views.requests import kineto_view
 
     if options["execution_trace"]:
         raise UsageError("--execution-trace needs --backend hook: Kineto's side writes none")

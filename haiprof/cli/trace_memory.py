@@ -45,13 +45,13 @@ def _show_file(path: Path, output: Output) -> bool:
     from haiprof.trace_format.memory_snapshot import is_pickle
 
     if is_pickle(path):
-        from haiprof.show.views.memory_snapshot import snapshot_answers, snapshot_view
+        from haiprof.show.views.memory_timeline import snapshot_answers, snapshot_view
 
         snapshot = snapshot_answers(path)
         output.show(lambda _: snapshot_view(snapshot), snapshot.as_json())
         return True
     if is_memory_timeline(path):
-        from haiprof.show.views.memory_categories import (
+        from haiprof.show.views.memory_timeline import (
             category_answers,
             category_json,
             category_view,

@@ -88,7 +88,7 @@ def trace_now(
       haiprof trace-now RUN_DIR --time 10 --ranks 0,8 --json | jq '.ranks[].path'
     """
     from haiprof.live.trace_now import trace_now as ask_for_trace
-    from haiprof.show.views.trace_now import trace_now_view
+    from haiprof.show.views.requests import trace_now_view
 
     output = Output(json=as_json)
     options = {

@@ -128,7 +128,7 @@ def _write_page(
     output: Output,
 ) -> None:
     from haiprof.base.output_file import output_file
-    from haiprof.show.page.trace_page import trace_page_html
+    from haiprof.show.page.render import trace_page_html
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     if report.reduced:

@@ -15,7 +15,7 @@ from haiprof.cli.trace_check import print_faults
 
 NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-kernels",
          "sequences", "counter-traces")  # fmt: skip
-"""As `show.views.trace_table.TABLES` has them."""
+"""As `show.views.tables.TABLES` has them."""
 
 Name = Annotated[
     str, typer.Argument(metavar="TABLE", help=", ".join(NAMES), show_default=False)
@@ -96,7 +96,7 @@ def trace_table(
       haiprof trace-table counter-traces traces/ -o with-counters
     """
     from haiprof.compat.exports.tabular import print_text, write_csv
-    from haiprof.show.views.trace_table import Limits, table_of, table_view
+    from haiprof.show.views.tables import Limits, table_of, table_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.checks.finding import OF_EACH_RANK
 

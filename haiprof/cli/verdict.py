@@ -144,9 +144,8 @@ def verdict(
     from haiprof.diagnosis.document import as_document, save_document
     from haiprof.diagnosis.engine import diagnose
     from haiprof.show import death_block
-    from haiprof.show.card import verdict_card
-    from haiprof.show.export import save_card_svg, save_verdict
-    from haiprof.show.figures.html_file import write_text
+    from haiprof.show.card import save_card_svg, save_verdict, verdict_card
+    from haiprof.show.figures.style import write_text
     from haiprof.show.run_header import manifest_or_none, run_header
 
     analyzer = analyzer if last is None else analyzer.last(last)

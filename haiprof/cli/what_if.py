@@ -77,7 +77,7 @@ def what_if(
 
       haiprof what-if job.parquet                          what a job's stragglers cost
     """
-    from haiprof.show.views.what_if import (
+    from haiprof.show.views.causes import (
         job_answers,
         job_data,
         job_view,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from haiprof.show.figures.trace_bars import (
+from haiprof.show.figures.traces import (
     collective_figure,
     idle_figure,
     kernel_type_figure,
+    launch_figure,
     overlap_figure,
     temporal_figure,
+    top_kernels_figure,
 )
-from haiprof.show.figures.trace_kernels import top_kernels_figure
-from haiprof.show.figures.trace_launches import launch_figure
 
 __all__ = [
     "collective_figure",

@@ -23,8 +23,8 @@ from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.compat.torch_profiler.patches import patch_pages
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_header import RUNNING, manifest_or_none, run_header
-from haiprof.show.scalar_files import write_scalars
-from haiprof.show.servers.local_server import Access, free_port, new_access, url_of
+from haiprof.show.scalars import write_scalars
+from haiprof.show.servers import Access, free_port, new_access, url_of
 from haiprof.trace_analysis.files import files_by_window
 
 _SCALARS_EVERY_S = 5.0

@@ -3,7 +3,7 @@
 No rank leaves a synchronizing collective before all have entered, so its end is nearly the same
 moment everywhere: within tens of microseconds for a ring. A clock that shows a later end than the
 others, collective after collective, is ahead. Recorded runs compare hosts so (`lateness`), traces
-ranks (`trace_analysis.clocks`).
+ranks (`trace_analysis.matching`).
 """
 
 from __future__ import annotations

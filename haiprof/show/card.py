@@ -1,24 +1,32 @@
-"""The verdict card: the cause, the numbers that prove it, what to do, and the confidence."""
+"""The verdict card: the cause, the numbers that prove it, what to do; and saving it."""
 
 from __future__ import annotations
 
+import io
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import duration_text, ratio_text
+from haiprof.base.errors import HaiprofError
+from haiprof.base.safe_files import make_folder, write_file
+from haiprof.base.units import duration_text, ratio_text, visible
+from haiprof.diagnosis.document import as_document
+from haiprof.diagnosis.step_work import StepWork
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.writer import write_json
 from haiprof.show.death_block import death_block
-from haiprof.show.figures.style import time_unit
-from haiprof.show.run_header import RunHeader
-from haiprof.show.split_bar import SplitBar, filling
-from haiprof.show.step_work import work_text
+from haiprof.show.figures.style import time_unit, write_text
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.terminal import SafeConsole, SplitBar, filling
 from haiprof.show.text import (
     count_text,
     fine_ratio_text,
@@ -30,6 +38,24 @@ from haiprof.show.text import (
 if TYPE_CHECKING:
     from haiprof.diagnosis.finding import Finding
     from haiprof.diagnosis.verdict import Cost, Verdict
+
+_SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def work_text(work: StepWork) -> str:
+    """The whole, of one rank; MFU only where the device's peak is known."""
+    least = "at least " if work.is_lower_bound else ""
+    parts = [f"{least}{flops_text(work.model_flops)} a step", f"{flops_text(work.flops_per_s)}/s"]
+    if work.mfu_ratio is not None:
+        parts.append(f"MFU {ratio_text(work.mfu_ratio)}")
+    return ", ".join(parts)
+
+
+def flops_text(flops: float) -> str:
+    """`3.2 TFLOP`; three digits, and 1,000 of a unit is one of the next."""
+    size, prefix = next((each for each in _SCALES if flops >= 0.9995 * each[0]), (1.0, ""))
+    return f"{flops / size:.3g} {prefix}FLOP"
+
 
 MAX_WIDTH = 100
 _NOTE_LIMIT = 4
@@ -318,3 +344,53 @@ def cost_text(cost: Cost) -> str:
     if cost.agent_cpu_ratio is None:
         return f"{inside}; beside it not recorded"
     return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside it"
+
+
+# rich's own format loads its font from a content network; ours needs no network. Characters have
+# fixed widths (textLength), so that any monospace font fits.
+_SVG_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+
+
+def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:
+    """Writes report/verdict.json and report/verdict.txt."""
+    try:
+        make_folder(run.report, below=run.root)
+        write_json(run.verdict_json, as_document(verdict), below=run.root)
+        text = view_text(verdict_card(verdict, header, everything=True), width=MAX_WIDTH)
+        write_file(run.verdict_text, text.encode(), below=run.root)
+    except OSError as error:
+        raise HaiprofError(
+            f"{run.report}: the verdict cannot be saved: {error.strerror or error}"
+        ) from None
+
+
+def save_card_svg(verdict: Verdict, header: RunHeader, path: Path) -> Path:
+    """Writes the card as a picture of a terminal; returns the path, or raises UsageError."""
+    return write_text(path, view_svg(verdict_card(verdict, header), title=f"haiprof {header.name}"))
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """The card without colour, 100 columns wide."""
+    run = RunPaths(Path(verdict.run))
+    return view_text(verdict_card(verdict, run_header(run, manifest_or_none(run))), width=MAX_WIDTH)
+
+
+def view_text(view: RenderableType, *, width: int) -> str:
+    """A view without colour."""
+    console = SafeConsole(
+        file=io.StringIO(), width=width, color_system=None,
+        force_jupyter=False,  # a notebook would show an empty output beside the text
+    )  # fmt: skip
+    with console.capture() as capture:
+        console.print(view, crop=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def view_svg(view: RenderableType, *, title: str, width: int = MAX_WIDTH) -> str:
+    """A view in colour, as it looks in a terminal of so many columns."""
+    console = SafeConsole(
+        file=io.StringIO(), width=width, record=True, force_terminal=True, color_system="truecolor",
+        force_jupyter=False,
+    )  # fmt: skip
+    console.print(view)
+    return console.export_svg(title=visible(title), code_format=_SVG_FORMAT)

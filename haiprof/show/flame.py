@@ -19,8 +19,8 @@ from haiprof.run_analysis.flame_graph import (
 )
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
-from haiprof.show.page.tables import PageTable, text_table
-from haiprof.show.split import select_judged_steps
+from haiprof.show.frame_table import PageTable, text_table
+from haiprof.show.summary import select_judged_steps
 from haiprof.show.text import count_text, printable, share_text
 
 RANK_LIMIT = 16

@@ -12,13 +12,20 @@ from haiprof.base.errors import MissingDataError
 from haiprof.run_analysis.records import number
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.show.figures.style import PHASES
-from haiprof.show.missing import missing_sources
-from haiprof.show.overview_series import counters_over_time, lasting_values, step_series
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.series import Series, TimeRange, make_series, time_range
-from haiprof.show.source import RunData
-from haiprof.show.split import find_judged_time, phase_split, select_judged_samples, settled_steps
-from haiprof.show.summary import rank_steps
+from haiprof.show.summary import (
+    RunData,
+    counters_over_time,
+    find_judged_time,
+    lasting_values,
+    missing_sources,
+    phase_split,
+    rank_steps,
+    select_judged_samples,
+    settled_steps,
+    step_series,
+)
 
 SLOWEST_COUNT = 5
 # Spans that are not phases of a step, in the order shown.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from haiprof.show.console import SafeConsole
-from haiprof.show.source import RunData
+from haiprof.show.summary import RunData
+from haiprof.show.terminal import SafeConsole
 from haiprof.show.views.blocks import section
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def overview(data: RunData) -> None:
         display_figure(overview_picture(data))
         return
     from haiprof.show.summary import overview_summary
-    from haiprof.show.views.overview import overview_view
+    from haiprof.show.views.run import overview_view
 
     console = _console()
     _print(console, overview_view(overview_summary(data), width=console.width))
@@ -57,7 +57,7 @@ def one_rank(data: RunData, rank: int) -> None:
         display_figure(one_rank_picture(data, rank))
         return
     from haiprof.show.rank_summary import one_rank_summary
-    from haiprof.show.views.rank import rank_view
+    from haiprof.show.views.run import rank_view
 
     _print(_console(), rank_view(one_rank_summary(data, rank)))
 
@@ -96,7 +96,7 @@ def trace_picture(
     if in_notebook():
         display_figure(picture.figure)
         return
-    from haiprof.show.tables.frame_table import plain_frame
+    from haiprof.show.frame_table import plain_frame
 
     _print(
         _console(),
@@ -123,7 +123,7 @@ def display_figure(figure: go.Figure) -> None:
 
     from IPython.display import display
 
-    from haiprof.show.figures.html_file import CONFIG
+    from haiprof.show.figures.style import CONFIG
 
     drawn = figure.to_html(include_plotlyjs=_brings_script(), full_html=False, config=CONFIG)
     text = figure.layout.title.text.split("<br>")[0]

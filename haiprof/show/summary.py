@@ -2,33 +2,275 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import polars as pl
 
+from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.recorded_windows import traced_lines
-from haiprof.diagnosis.rule_inputs import typical_of, usual_split
+from haiprof.diagnosis.rule_inputs import judged_steps, typical_of, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
 from haiprof.run_analysis.records import number
+from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.run_analysis.step_frame import last_attempts, untrained_boundary
-from haiprof.show import metrics as m
-from haiprof.show.figures.style import PHASES
-from haiprof.show.missing import missing_sources
-from haiprof.show.overview_series import overview_series
-from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
-from haiprof.show.series import Series, TimeRange, time_range
-from haiprof.show.source import RunData
-from haiprof.show.split import (
-    find_judged_time,
-    phase_split,
-    select_judged_samples,
-    select_judged_steps,
-    settled_steps,
+from haiprof.run_analysis.training_time import host_windows, select_training_samples, training_spans
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import Manifest
+from haiprof.run_format.reader import read_lines
+from haiprof.show.figures.panel_table import (
+    OWNER,
+    PANEL_ROWS,
+    CounterSpec,
+    PanelRow,
+    PanelSpec,
+    entity_label,
+    row_metrics,
 )
+from haiprof.show.figures.style import PHASES
+from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.series import Series, TimeRange, make_series, time_range
 from haiprof.show.text import moment_text
+
+
+def settled_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one attempt of one rank that count, as in the verdict: warm and not traced."""
+    return judged_steps(steps.sort("step"))
+
+
+def select_judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps of all ranks and attempts that count: warm and not traced."""
+    frames = steps.partition_by("rank", "attempt", maintain_order=True)
+    return pl.concat([steps.clear(), *map(settled_steps, frames)])
+
+
+def select_judged_samples(
+    counters: pl.DataFrame, judged: pl.DataFrame, ranks: pl.DataFrame
+) -> pl.DataFrame:
+    """Samples of counters while the steps that count ran: not of start-up, nor of a process's end.
+
+    All of them where there is none: a start-up of minutes must not dilute an average, but a short
+    run must not lose all samples.
+    """
+    spans = training_spans(judged.partition_by("rank", "attempt", maintain_order=True))
+    inside = select_training_samples(counters, host_windows(spans, ranks))
+    return counters if inside.is_empty() else inside
+
+
+def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange | None:
+    """From the begin of the first step that counts to the end of the last one."""
+    return time_range(judged, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
+
+
+def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
+    """Time per phase of the usual step (`usual_split`), of the settled steps.
+
+    None for a phase without a value on that clock.
+    """
+    return usual_split(settled_steps(steps), clock=clock)
+
+
+class RunData(Protocol):
+    """A run's frames, as `haiprof.Analyzer` gives them."""
+
+    @property
+    def run(self) -> RunPaths:
+        """The run directory."""
+        ...
+
+    def steps(self) -> pl.DataFrame:
+        """One row per rank, attempt and step."""
+        ...
+
+    def phases(self) -> pl.DataFrame:
+        """One row per span."""
+        ...
+
+    def counters(self) -> pl.DataFrame:
+        """One row per sample and metric."""
+        ...
+
+    def ranks(self) -> pl.DataFrame:
+        """One row per rank and attempt."""
+        ...
+
+    def settings(self) -> Mapping[int, RankSettings]:
+        """What each rank was run with."""
+        ...
+
+    def windows(self) -> pl.DataFrame:
+        """One row per rank and trace window."""
+        ...
+
+    def reactions(self) -> pl.DataFrame:
+        """One row per automatic reaction."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What was cut, damaged or missing."""
+        ...
+
+
+PROCESS, HOST, GPU = "process", "host", "gpu"
+_KEYS = ["source", "host", "rank", "gpu", "metric"]
+
+Owner = tuple[str, str | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricStat:
+    """One metric of one owner, over the samples of the training window."""
+
+    mean: float
+    min: float
+    max: float
+
+
+Metrics = Mapping[Owner, Mapping[str, MetricStat]]
+
+
+def metric_stats(counters: pl.DataFrame) -> Metrics:
+    """Mean, lowest and highest value of each metric."""
+    valid = counters.filter(pl.col("value").is_finite())
+    rows = valid.group_by(_KEYS).agg(
+        pl.col("value").mean().alias("mean"),
+        pl.col("value").min().alias("min"),
+        pl.col("value").max().alias("max"),
+    )
+    found: dict[Owner, dict[str, MetricStat]] = {}
+    for source, host, rank, gpu, metric, mean, low, high in rows.iter_rows():
+        stat = MetricStat(mean=mean, min=low, max=high)
+        found.setdefault((source, host, rank, gpu), {})[metric] = stat
+    return found
+
+
+def metrics_of_rank(metrics: Metrics, source: str, *, rank: int | None) -> dict[str, MetricStat]:
+    """Metrics of one rank's process or GPU; of the last one if it has several GPUs."""
+    merged: dict[str, MetricStat] = {}
+    for (of_source, _, of_rank, _), stats in metrics.items():
+        if of_source == source and of_rank == rank:
+            merged.update(stats)
+    return merged
+
+
+def mean_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
+    """Its mean; None where it was not measured."""
+    return stats[metric].mean if metric in stats else None
+
+
+def max_of(stats: Mapping[str, MetricStat], metric: str) -> float | None:
+    """Its highest value; None where it was not measured."""
+    return stats[metric].max if metric in stats else None
+
+
+_ALL = "all"
+Line = Mapping[str, Any]
+
+
+def missing_sources(
+    run: RunPaths, manifest: Manifest | None, counters: pl.DataFrame
+) -> dict[str, str]:
+    """Rows of panels without any sample, each with the reason.
+
+    Reason by the row's title: `node`, `processes`, `GPU`, ...
+    """
+    present = set(counters.select("source", "metric").unique().rows())
+    lines = _agent_lines(run)
+    chosen = manifest.options.get("recorder") if manifest else None
+    return {
+        row.title: _reason(row, chosen, lines)
+        for row in PANEL_ROWS
+        if not present & row_metrics(row)
+    }
+
+
+def _reason(row: PanelRow, chosen: object, lines: Sequence[Line]) -> str:
+    if isinstance(chosen, list) and row.recorder not in chosen:
+        return f"the recorder `{row.recorder}` was left out by --recorder"
+    wanted = {(source, _stem(metric)) for source, metric in row_metrics(row)}
+    wanted |= {(source, _ALL) for source in row.sources}
+    for line in lines:
+        metric = _stem(str(line.get("metric") or _ALL))
+        if (line.get("source"), metric) in wanted:
+            return str(line.get("reason"))
+    return "no sample was taken"
+
+
+def _stem(metric: str) -> str:
+    """The common part of the names of a column and the metric that is derived from it."""
+    for end in ("_per_s", "_ns", "_ratio"):
+        metric = metric.removesuffix(end)
+    return metric
+
+
+def _agent_lines(run: RunPaths) -> list[Line]:
+    """The agents' event lines about counters; an unreadable file counts for the node."""
+    found: list[Line] = []
+    for _, node in run.node_folders():
+        try:
+            lines, _ = read_lines(node.events)
+        except RunFormatError as error:
+            lines = [{"type": "sampler_error", "source": "host", "reason": str(error)}]
+        found += [x for x in lines if x.get("type") in ("counter_missing", "sampler_error")]
+    return found
+
+
+def overview_series(
+    steps: pl.DataFrame, counters: pl.DataFrame, span: TimeRange
+) -> Iterator[Series]:
+    """Step time per rank, then each counter of the table that has a sample."""
+    yield from step_series(steps, span)
+    yield from counters_over_time(counters, span)
+
+
+def counters_over_time(counters: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
+    """Each counter that the terminal draws and that has a sample, one series per owner."""
+    for row in PANEL_ROWS:
+        for panel in row.panels:
+            if panel.terminal is not None:
+                for spec in panel.counters:
+                    yield from _counter_series(counters, panel, spec, span)
+
+
+def step_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:
+    """Step time, one series per rank."""
+    for frame in steps.sort("rank", "start_ns").partition_by("rank", maintain_order=True):
+        rank, own = frame["rank"][0], lasting_values(frame, "step_ns")
+        series = make_series(own, title="step time", label=f"rank {rank}", unit="ns", span=span)
+        if series:
+            yield series
+
+
+def lasting_values(steps: pl.DataFrame, column: str) -> pl.DataFrame:
+    """One column of the steps as `time_ns`, `end_ns`, `value`: it holds for the whole step."""
+    return steps.sort("start_ns").select(
+        time_ns="start_ns",
+        end_ns=pl.col("start_ns") + pl.col("step_ns"),
+        value=pl.col(column).cast(pl.Float64),
+    )
+
+
+def _counter_series(
+    counters: pl.DataFrame, panel: PanelSpec, spec: CounterSpec, span: TimeRange
+) -> Iterator[Series]:
+    mine = counters.filter((pl.col("source") == spec.source) & (pl.col("metric") == spec.metric))
+    groups = mine.sort("rank", "gpu", "host", "entity", "time_ns").group_by(
+        OWNER, maintain_order=True
+    )
+    many_hosts = mine["host"].n_unique() > 1
+    for key, frame in groups:
+        series = make_series(
+            frame,
+            title=f"{panel.terminal} {spec.word}".strip(),
+            label=entity_label(*key, many_hosts=many_hosts),
+            unit=panel.base_unit,
+            span=span,
+        )
+        if series:
+            yield series
+
 
 Split = Mapping[str, float | None]
 
@@ -132,7 +374,7 @@ def overview_summary(
     manifest = manifest_or_none(data.run)
     counted = select_judged_steps(steps)
     samples = select_judged_samples(counters, counted, ranks)
-    stats = m.metric_stats(samples)
+    stats = metric_stats(samples)
     span = time_range(steps, counters)
     marked_by = untrained_boundary(steps)
     window = find_judged_time(counted, span)
@@ -147,10 +389,10 @@ def overview_summary(
         nodes=tuple(
             _node_summary(owner[1], values)
             for owner, values in _sort_stats(stats)
-            if owner[0] == m.HOST
+            if owner[0] == HOST
         ),
         gpus=tuple(
-            _gpu_summary(owner, values) for owner, values in _sort_stats(stats) if owner[0] == m.GPU
+            _gpu_summary(owner, values) for owner, values in _sort_stats(stats) if owner[0] == GPU
         ),
         missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
@@ -176,7 +418,7 @@ def _reaction_line(row: Mapping[str, Any]) -> str:
     return f"{moment_text(row['noticed_ns'])}  {row['reason']}: {row['outcome']}"
 
 
-def _sort_stats(stats: m.Metrics) -> list[tuple[m.Owner, Mapping[str, m.MetricStat]]]:
+def _sort_stats(stats: Metrics) -> list[tuple[Owner, Mapping[str, MetricStat]]]:
     return sorted(stats.items(), key=lambda item: tuple(str(part) for part in item[0]))
 
 
@@ -190,9 +432,9 @@ def rank_steps(steps: pl.DataFrame, rank: int, attempt: int) -> pl.DataFrame:
     return steps.filter((pl.col("rank") == rank) & (pl.col("attempt") == attempt))
 
 
-def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -> RankSummary:
-    process = m.metrics_of_rank(stats, m.PROCESS, rank=row["rank"])
-    gpu = m.metrics_of_rank(stats, m.GPU, rank=row["rank"])
+def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: Metrics) -> RankSummary:
+    process = metrics_of_rank(stats, PROCESS, rank=row["rank"])
+    gpu = metrics_of_rank(stats, GPU, rank=row["rank"])
     median = settled_steps(own)["step_ns"].median()
     device_split = phase_split(own, clock="device")
     return RankSummary(
@@ -205,42 +447,42 @@ def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: m.Metrics) -
         median_step_ns=number(median),
         split_ns=phase_split(own),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,
-        cpu_cores=m.mean_of(process, "cpu_cores"),
-        memory_rss_bytes=m.max_of(process, "memory_rss_bytes"),
-        read_bytes_per_s=m.mean_of(process, "read_bytes_per_s"),
-        write_bytes_per_s=m.mean_of(process, "write_bytes_per_s"),
-        gpu_utilization_ratio=m.mean_of(gpu, "utilization_ratio"),
-        gpu_memory_used_bytes=m.max_of(gpu, "memory_used_bytes"),
-        gpu_power_watts=m.mean_of(gpu, "power_watts"),
+        cpu_cores=mean_of(process, "cpu_cores"),
+        memory_rss_bytes=max_of(process, "memory_rss_bytes"),
+        read_bytes_per_s=mean_of(process, "read_bytes_per_s"),
+        write_bytes_per_s=mean_of(process, "write_bytes_per_s"),
+        gpu_utilization_ratio=mean_of(gpu, "utilization_ratio"),
+        gpu_memory_used_bytes=max_of(gpu, "memory_used_bytes"),
+        gpu_power_watts=mean_of(gpu, "power_watts"),
         notes=tuple(row["notes"] or ()),
     )
 
 
-def _node_summary(host: str | None, stats: Mapping[str, m.MetricStat]) -> NodeSummary:
-    total = m.max_of(stats, "memory_total_bytes")
+def _node_summary(host: str | None, stats: Mapping[str, MetricStat]) -> NodeSummary:
+    total = max_of(stats, "memory_total_bytes")
     available = stats.get("memory_available_bytes")
     known = total is not None and available is not None
     return NodeSummary(
         host=host,
-        cpu_count=m.max_of(stats, "cpu_count"),
-        cpu_utilization_ratio=m.mean_of(stats, "cpu_utilization_ratio"),
+        cpu_count=max_of(stats, "cpu_count"),
+        cpu_utilization_ratio=mean_of(stats, "cpu_utilization_ratio"),
         memory_used_bytes=total - available.min if known and total and available else None,
         memory_total_bytes=total,
-        disk_read_bytes_per_s=m.mean_of(stats, "disk_read_bytes_per_s"),
-        disk_write_bytes_per_s=m.mean_of(stats, "disk_write_bytes_per_s"),
-        network_receive_bytes_per_s=m.mean_of(stats, "network_receive_bytes_per_s"),
-        network_transmit_bytes_per_s=m.mean_of(stats, "network_transmit_bytes_per_s"),
+        disk_read_bytes_per_s=mean_of(stats, "disk_read_bytes_per_s"),
+        disk_write_bytes_per_s=mean_of(stats, "disk_write_bytes_per_s"),
+        network_receive_bytes_per_s=mean_of(stats, "network_receive_bytes_per_s"),
+        network_transmit_bytes_per_s=mean_of(stats, "network_transmit_bytes_per_s"),
     )
 
 
-def _gpu_summary(owner: m.Owner, stats: Mapping[str, m.MetricStat]) -> GpuSummary:
+def _gpu_summary(owner: Owner, stats: Mapping[str, MetricStat]) -> GpuSummary:
     _, host, rank, gpu = owner
     return GpuSummary(
         host=host,
         gpu=gpu,
         rank=rank,
-        utilization_ratio=m.mean_of(stats, "utilization_ratio"),
-        memory_used_bytes=m.max_of(stats, "memory_used_bytes"),
-        memory_total_bytes=m.max_of(stats, "memory_total_bytes"),
-        power_watts=m.mean_of(stats, "power_watts"),
+        utilization_ratio=mean_of(stats, "utilization_ratio"),
+        memory_used_bytes=max_of(stats, "memory_used_bytes"),
+        memory_total_bytes=max_of(stats, "memory_total_bytes"),
+        power_watts=mean_of(stats, "power_watts"),
     )

@@ -9,15 +9,15 @@ import plotly.graph_objects as go
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
-from haiprof.show.figures import trace_bars as bars
-from haiprof.show.figures import trace_kernels as kernels
-from haiprof.show.figures import trace_lines as lines
-from haiprof.show.figures.trace_causes import (
+from haiprof.show.figures import traces as bars
+from haiprof.show.figures import traces as kernels
+from haiprof.show.figures import traces as lines
+from haiprof.show.figures.traces import (
     arrival_figure,
     critical_path_figure,
+    launch_figure,
     what_if_figure,
 )
-from haiprof.show.figures.trace_launches import launch_figure
 from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions

@@ -61,8 +61,8 @@ from haiprof.run_format.messages import read_object
 from haiprof.run_format.phase_ranges import KEY, PhaseRange, pack_ranges, parse_ranges
 from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
-from haiprof.show.console import SafeConsole
 from haiprof.show.run_list import list_view, run_list
+from haiprof.show.terminal import SafeConsole
 from haiprof.trace_format.run_windows import one_window
 from tests.fake_nsys import write_export
 from tests.fuzz.scratch import folder, put

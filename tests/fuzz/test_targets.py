@@ -44,7 +44,7 @@ _OWN = {
     "live/watch.py": "the answer of a child process",
     "agent/reactions.py": "the same",
     "agent/prometheus_endpoint.py": "records that a sampler of the same process has just made",
-    "show/page/picture_parts.py": "plotly's own output",
+    "show/page/trace_sections.py": "plotly's own output",
     "compat/torch_profiler/patches.py": "the plugin's process; `normal` has a target",
     "trace_format/kineto/cache.py": "the owner's cache, whose parts have checksums",
     "trace_analysis/pattern_gathering.py": "the user's own cache, whose entries have checksums",

@@ -40,7 +40,7 @@ from haiprof.run_format.control import new_request, post_request
 from haiprof.run_format.kept_answers import keep_answer, read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
-from haiprof.show.scalar_files import write_scalars
+from haiprof.show.scalars import write_scalars
 from haiprof.trace_analysis.report_cache import cache_entry, read_answers, store_answers
 from haiprof.trace_format.kineto import user_cache
 from haiprof.trace_format.kineto.cache import content_key, open_columns

@@ -18,7 +18,7 @@ from haiprof.base.errors import TraceFormatError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.cli import main
 from haiprof.cli.output import Output, json_text
-from haiprof.show.export import view_text
+from haiprof.show.card import view_text
 from haiprof.trace_analysis.memory_timeline import memory_by_category
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables

@@ -25,8 +25,7 @@ from haiprof.base.local_http import peer_uid
 from haiprof.base.options import Options
 from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.run_format.layout import RunPaths
-from haiprof.show.servers.local_server import FIRST_PAGE, new_access
-from haiprof.show.servers.perfetto import perfetto_served
+from haiprof.show.servers import FIRST_PAGE, new_access, perfetto_served
 from tests.browser import Page, browser, chromium
 from tests.process.live import within
 from tests.served import served

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from haiprof.base.local_http import allowed_hosts, is_allowed
-from haiprof.show.servers.local_server import FIRST_PAGE, Access
+from haiprof.show.servers import FIRST_PAGE, Access
 
 Environ = dict[str, Any]
 App = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]

@@ -1,19 +1,83 @@
-"""Lines of a panel: one per series, thinned, with gaps where a series pauses."""
+"""Lines of a panel, thinned, with gaps where a series pauses, and the grid of panels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from textwrap import shorten
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 import polars as pl
+from plotly.subplots import make_subplots
 
 from haiprof.base.arrays import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.show.figures.labels import OWNER, entity_label
-from haiprof.show.figures.panel_table import PanelSpec
-from haiprof.show.figures.style import series_color
-from haiprof.show.figures.thinning import gap_starts, points_per_series, thin_points, with_gaps
+from haiprof.show.figures.panel_table import OWNER, PANEL_ROWS, PanelSpec, by_reason, entity_label
+from haiprof.show.figures.style import AXIS, TIME_AXIS, figure_layout, series_color
+
+POINT_LIMIT = 5000
+_FIGURE_POINT_LIMIT = 200_000
+_LEAST_POINTS = 200
+
+Columns = list[Floats]
+_GAP_INTERVALS = 5.0
+
+
+def thin_points(
+    values: npt.NDArray[np.float64], *, limit: int = POINT_LIMIT
+) -> npt.NDArray[np.intp]:
+    """Which points to draw: all of a short series, else the extremes of equal stretches."""
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
+    edges = np.linspace(0, count, max(1, limit // 2 - 1) + 1).astype(np.intp)
+    kept = {0, count - 1}
+    for start, end in pairwise(edges):
+        stretch = values[start:end]
+        kept.update((int(start + stretch.argmin()), int(start + stretch.argmax())))
+    return np.array(sorted(kept), dtype=np.intp)
+
+
+def points_per_series(series_count: int) -> int:
+    """Points for each of many series, so that a figure of a thousand ranks still opens."""
+    return max(_LEAST_POINTS, min(POINT_LIMIT, _FIGURE_POINT_LIMIT // max(1, series_count)))
+
+
+def gap_starts(
+    starts: npt.NDArray[np.float64], ends: npt.NDArray[np.float64] | None = None
+) -> npt.NDArray[np.intp]:
+    """Where a line must break: indices before a pause much longer than the usual interval.
+
+    Samples that come more slowly from some time on, as on a node without a free core, are no
+    pauses: a pause is much longer than those beside it, too.
+    """
+    if len(starts) < 3:
+        return np.array([], dtype=np.intp)
+    usual: npt.NDArray[np.float64] = np.full(len(starts) - 1, np.median(np.diff(starts)))
+    pauses = starts[1:] - (starts if ends is None else ends)[:-1]
+    if ends is None:
+        beside = np.maximum(np.append(pauses[:1], pauses[:-1]), np.append(pauses[1:], pauses[-1:]))
+        beside[[0, -1]] = usual[[0, -1]]
+        usual = np.maximum(usual, beside)
+    return np.flatnonzero(pauses > _GAP_INTERVALS * usual)
+
+
+def with_gaps(
+    kept: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp], columns: Columns, ends: Floats
+) -> Columns:
+    """The chosen points of each column, and at each break a point without values."""
+    after = np.searchsorted(kept, breaks, side="right")
+    inner = (after > 0) & (after < len(kept))
+    places, first = np.unique(after[inner], return_index=True)
+    times = np.insert(columns[0][kept], places, ends[breaks[inner][first]])
+    values = [np.insert(c[kept].astype(np.float64), places, np.nan) for c in columns[1:]]
+    return [times, *values]
+
 
 HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
 
@@ -105,3 +169,112 @@ def _label(key: Sequence[object], place: int, many_hosts: bool) -> tuple[str, in
     rank = key[1]
     name = entity_label(*key, many_hosts=many_hosts)
     return name, rank if isinstance(rank, int) else HOST_COLOR_INDEX + place
+
+
+COLUMNS = 4
+ROW_PX, _FRAME_PX, _LINE_PX, _BOTTOM_PX = 190, 150, 18, 36
+_REASON_CHARS = 150
+
+Row = list[tuple[PanelSpec, list[go.Scatter]]]
+
+
+def source_rows(counters: pl.DataFrame, start_ns: int) -> list[Row]:
+    """The rows of `PANEL_ROWS` with values, without their empty panels."""
+    rows = []
+    for row in PANEL_ROWS:
+        mine = counters.filter(pl.col("source").is_in(row.sources))
+        drawn = [(panel, counter_traces(panel, mine, start_ns)) for panel in row.panels]
+        shown = [(panel, traces) for panel, traces in drawn if traces]
+        if shown:
+            rows.append(shown)
+    return rows
+
+
+def panel_grid(
+    head: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    head_px: int,
+    title: str,
+    missing: Mapping[str, str],
+) -> go.Figure:
+    """A figure with its titles, axes and counters; the head's panels are left to the caller."""
+    heights = [head_px, *(ROW_PX for _ in rows)]
+    absent = by_reason(missing)
+    below = _LINE_PX * len(absent)
+    titles = [*head, *(f"{panel.title} ({panel.unit})" for row in rows for panel, _ in row)]
+    figure = make_subplots(
+        rows=len(heights),
+        cols=COLUMNS,
+        specs=[
+            _head_cells(len(head)),
+            *([{} if at < len(row) else None for at in range(COLUMNS)] for row in rows),
+        ],
+        row_heights=heights,
+        subplot_titles=titles,
+        horizontal_spacing=0.05,
+        vertical_spacing=min(0.3, 56 / sum(heights)),
+    )
+    layout = figure_layout(title, height=sum(heights) + _FRAME_PX + below)
+    layout["margin"] = {**layout["margin"], "b": _BOTTOM_PX + below}
+    figure.update_layout(**layout)
+    left_titles(figure)
+    for number, row in enumerate(rows, start=2):
+        for column, (panel, traces) in enumerate(row, start=1):
+            _add_panel(figure, panel, traces, row=number, col=column)
+    _add_missing(figure, absent)
+    return figure
+
+
+def _head_cells(count: int) -> list[dict[str, Any] | None]:
+    span = COLUMNS // count
+    return [{"colspan": span} if at % span == 0 else None for at in range(COLUMNS)]
+
+
+def _add_panel(
+    figure: go.Figure, panel: PanelSpec, traces: Sequence[go.Scatter], *, row: int, col: int
+) -> None:
+    for trace in traces:
+        figure.add_trace(trace, row=row, col=col)
+    figure.update_xaxes(row=row, col=col, **TIME_AXIS)
+    top = [0, panel.top] if panel.top else None
+    figure.update_yaxes(range=top, rangemode="tozero", row=row, col=col, **AXIS)
+
+
+def same_time_axis(figure: go.Figure, axis: str, *, head: Sequence[str]) -> None:
+    """Zooms all panels over time together."""
+    for each in figure.select_xaxes():
+        name = each.plotly_name.replace("axis", "")
+        if name not in (*head, axis):
+            each.update(matches=axis)
+
+
+def left_titles(figure: go.Figure) -> None:
+    """Moves the titles of panels to their left edge."""
+    for title in figure.layout.annotations:
+        if title.yanchor == "bottom":
+            axis = _axis_below(figure, title.x)
+            title.update(x=axis.domain[0], xanchor="left", font={"size": 13}, yshift=2)
+
+
+def _axis_below(figure: go.Figure, x: float) -> go.layout.XAxis:
+    """The x axis of the panels whose titles stand at x of the paper."""
+    axes = list(figure.select_xaxes())
+    return min(axes, key=lambda axis: abs(sum(axis.domain) / 2 - x))
+
+
+def _add_missing(figure: go.Figure, missing: Sequence[tuple[str, str]]) -> None:
+    """Below the panels: each source that has none, and why."""
+    for place, (what, why) in enumerate(missing):
+        figure.add_annotation(
+            text=f"{escape(what)}: not measured: {escape(shorten(why, _REASON_CHARS))}",
+            showarrow=False,
+            xref="paper",
+            yref="paper",
+            x=0,
+            xanchor="left",
+            y=0,
+            yanchor="top",
+            yshift=-(_BOTTOM_PX - 4 + _LINE_PX * place),
+            font={"color": "#777777", "size": 11},
+        )

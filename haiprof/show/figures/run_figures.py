@@ -1,30 +1,294 @@
-"""The plotly figures of a run, titled with the same numbers that the terminal shows."""
+"""The plotly figures of a run: overview, one rank, and two runs compared."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from haiprof.base.units import MISSING, duration_text
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+from plotly.subplots import make_subplots
+
+from haiprof.base.arrays import Floats
+from haiprof.base.units import MISSING, NS_PER_MS, NS_PER_S, duration_text
 from haiprof.run_analysis.rank_grid import rank_grid
-from haiprof.show.figures.late_ranks import late_ranks_figure
-from haiprof.show.figures.one_rank import one_rank_figure
-from haiprof.show.figures.overview import overview_figure
-from haiprof.show.figures.rank_map import rank_map_figure
-from haiprof.show.figures.run_difference import Difference, run_difference_figure
+from haiprof.show.figures.job import late_ranks_figure, rank_map_figure
+from haiprof.show.figures.panels import (
+    COLUMNS,
+    ROW_PX,
+    gap_starts,
+    panel_grid,
+    same_time_axis,
+    source_rows,
+    step_traces,
+    thin_points,
+    with_gaps,
+)
+from haiprof.show.figures.style import (
+    AXIS,
+    BLUE,
+    BROWN,
+    GREY,
+    PHASE_COLORS,
+    PHASES,
+    TIME_AXIS,
+    VERMILLION,
+    figure_layout,
+)
 from haiprof.show.rank_summary import OneRankSummary, one_rank_summary, rank_counters
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
-from haiprof.show.source import RunData
-from haiprof.show.split import select_judged_samples, select_judged_steps
-from haiprof.show.summary import OverviewSummary, overview_summary, rank_name, rank_steps
-from haiprof.show.tables.compare import headline, part_name, step_facts
+from haiprof.show.summary import (
+    OverviewSummary,
+    RunData,
+    overview_summary,
+    rank_name,
+    rank_steps,
+    select_judged_samples,
+    select_judged_steps,
+)
 from haiprof.show.text import count_text, moment_text
+from haiprof.show.views.compare import headline, part_name, step_facts
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
     from haiprof.diagnosis.compare.comparison import Comparison
     from haiprof.run_analysis.run_frames import RunFrames
+
+Split = Mapping[str, float | None]
+
+_BAR_PX, _BAR_FRAME_PX, _HEAD_MAX_PX = 26, 60, 600
+_LEGEND_LIMIT = 24
+
+
+def overview_figure(
+    steps: pl.DataFrame,
+    counters: pl.DataFrame,
+    *,
+    splits: Sequence[tuple[str, Split]],
+    missing: Mapping[str, str],
+    title: str,
+    start_ns: int,
+) -> go.Figure:
+    """Split of a middle step per rank; over time the step, and one row of panels per source.
+
+    Series longer than about 5000 points are thinned; the highest and lowest point of each stretch
+    stay. A pause of a series is a gap in its line. Sources that are missing as a whole are named
+    below the panels, each with the reason.
+    """
+    head = ["Middle step by phase (ms)", "Step time (ms)"]
+    rows = source_rows(counters, start_ns)
+    height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
+    figure = panel_grid(head, rows, head_px=height, title=title, missing=missing)
+    _add_splits(figure, splits)
+    for trace in step_traces(steps, start_ns):
+        figure.add_trace(trace, row=1, col=COLUMNS // 2 + 1)
+    place = {"row": 1, "col": COLUMNS // 2 + 1}
+    figure.update_xaxes(**place, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", **place, **AXIS)
+    same_time_axis(figure, "x2", head=["x"])
+    _show_each_name_once(figure)
+    return figure
+
+
+def _add_splits(figure: go.Figure, splits: Sequence[tuple[str, Split]]) -> None:
+    names = [name for name, _ in splits]
+    for phase in PHASES:
+        times = [split[phase] for _, split in splits]
+        whole = [sum(ns or 0.0 for ns in split.values()) for _, split in splits]
+        shares = [
+            None if ns is None or not total else ns / total * 100
+            for ns, total in zip(times, whole, strict=True)
+        ]
+        figure.add_bar(
+            x=[None if ns is None else ns / NS_PER_MS for ns in times],
+            y=names,
+            customdata=shares,
+            orientation="h",
+            name=phase,
+            legendgroup=phase,
+            marker={"color": PHASE_COLORS[phase]},
+            text=[f"{share:.0f} %" if share and share >= 9 else "" for share in shares],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": "#111111"},
+            hovertemplate=f"{phase}: %{{x:.4g}} ms, %{{customdata:.1f}} %<extra>%{{y}}</extra>",
+            row=1,
+            col=1,
+        )
+    figure.update_xaxes(row=1, col=1, **AXIS)
+    figure.update_yaxes(autorange="reversed", type="category", row=1, col=1)
+
+
+def _show_each_name_once(figure: go.Figure) -> None:
+    """One legend entry per phase, and per rank or host while they are few."""
+    names = {trace.legendgroup for trace in figure.data}
+    shown = names if len(names) <= _LEGEND_LIMIT else set(PHASES)
+    seen: set[str] = set()
+    for trace in figure.data:
+        group = trace.legendgroup
+        trace.showlegend = group in shown and group not in seen
+        if trace.showlegend:
+            trace.name = group
+        seen.add(group)
+
+
+_STEPS_PX = 320
+
+
+def one_rank_figure(
+    steps: pl.DataFrame,
+    counters: pl.DataFrame,
+    *,
+    missing: Mapping[str, str],
+    title: str,
+    start_ns: int,
+) -> go.Figure:
+    """Phases of each step as a stacked area, and below it the counters of the rank and its host.
+
+    Of more than about 5000 steps the slowest and fastest of each stretch are drawn, all their
+    phases together, so that a stack always is one real step.
+    """
+    rows = source_rows(counters, start_ns)
+    head = ["Phases of each step (ms)"]
+    figure = panel_grid(head, rows, head_px=_STEPS_PX, title=title, missing=missing)
+    for area in phase_areas(steps, start_ns):
+        figure.add_trace(area, row=1, col=1)
+    figure.update_xaxes(row=1, col=1, **TIME_AXIS)
+    figure.update_yaxes(rangemode="tozero", row=1, col=1, **AXIS)
+    same_time_axis(figure, "x", head=[])
+    for trace in figure.select_traces(selector={"stackgroup": None}):
+        trace.showlegend = False
+    figure.update_layout(hovermode="x unified")
+    return figure
+
+
+def phase_areas(steps: pl.DataFrame, start_ns: int) -> list[go.Scatter]:
+    """One stacked area per phase that was seen, in ms over seconds; hover names the step."""
+    ordered = steps.sort("start_ns")
+    if ordered.is_empty():
+        return []
+    seconds = (ordered["start_ns"].to_numpy() - start_ns) / NS_PER_S
+    step_ns = ordered["step_ns"].to_numpy()
+    ends = seconds + step_ns / NS_PER_S
+    kept, breaks = thin_points(step_ns.astype(float)), gap_starts(seconds, ends)
+    numbers = ordered["step"].to_numpy()
+    found = []
+    for phase in PHASES:
+        column = ordered[f"{phase}_host_ns"]
+        if column.null_count() == len(column):
+            continue
+        times_ms = column.cast(pl.Float64).to_numpy() / NS_PER_MS
+        x, y, step = with_gaps(kept, breaks, [seconds, times_ms, numbers], ends)
+        found.append(go.Scatter(x=x, y=y, customdata=step, **_area_style(phase)))
+    return found
+
+
+def _area_style(phase: str) -> dict[str, Any]:
+    return {
+        "name": phase,
+        "stackgroup": "step",
+        "mode": "lines",
+        "line": {"width": 0, "color": PHASE_COLORS[phase], "shape": "hv"},
+        "fillcolor": PHASE_COLORS[phase],
+        "hovertemplate": f"{phase}: %{{y:.4g}} ms (step %{{customdata:.0f}})<extra></extra>",
+    }
+
+
+BIN_COUNT = 60
+_SHOWN_RATIO = 0.99
+_HEIGHT_PX, _ROW_PX, _FRAME_PX = 220, 26, 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The additional time of one part of a step in the new run, with its interval."""
+
+    name: str
+    ns: float
+    low_ns: float
+    high_ns: float
+    is_sure: bool
+    """Beyond chance."""
+
+
+def run_difference_figure(
+    before_ns: Floats, after_ns: Floats, parts: Sequence[Difference], *, title: str
+) -> go.Figure:
+    """Step times of both runs as shares by length, above the difference of each part.
+
+    The longest 1 % of the steps of either run may lie beyond the axis: otherwise one stall would
+    squeeze all others into one bar.
+    """
+    rows = 2 if parts else 1
+    lower = _ROW_PX * len(parts)
+    titles = ["Steps by length (%)", "Difference by part, with 99 % intervals"]
+    figure = make_subplots(
+        rows=rows, cols=1, subplot_titles=titles[:rows],
+        **({"row_heights": [_HEIGHT_PX, lower], "vertical_spacing": 80 / (_HEIGHT_PX + lower + 80)}
+           if parts else {}),
+    )  # fmt: skip
+    for trace in _lengths(before_ns, after_ns):
+        figure.add_trace(trace, row=1, col=1)
+    for trace in _whiskers(parts):
+        figure.add_trace(trace, row=2, col=1)
+    figure.update_layout(**figure_layout(title, height=_HEIGHT_PX + lower + _FRAME_PX))
+    for each in figure.layout.annotations:
+        each.update(x=0, xanchor="left", font={"size": 13}, yshift=2)
+    figure.update_xaxes(ticksuffix=" ms", **AXIS)
+    figure.update_yaxes(rangemode="tozero", **AXIS, row=1, col=1)
+    if parts:
+        names = [part.name for part in parts]
+        figure.update_yaxes(**AXIS, type="category", categoryorder="array",
+                            categoryarray=names[::-1], row=2, col=1)  # fmt: skip
+        figure.add_vline(x=0, line={"color": GREY, "width": 1}, row=2, col=1)
+    return figure
+
+
+def _lengths(before_ns: Floats, after_ns: Floats) -> Iterator[go.Scatter]:
+    runs = [values / NS_PER_MS for values in (before_ns, after_ns)]
+    known = [values for values in runs if len(values)]
+    if not known:
+        return
+    low = min(float(values.min()) for values in known)
+    high = max(float(np.quantile(values, _SHOWN_RATIO)) for values in known)
+    edges = np.linspace(low, max(high, low * (1 + 1e-6)), BIN_COUNT + 1)
+    for name, values, color in zip(("baseline", "new run"), runs, (BROWN, BLUE), strict=True):
+        if not len(values):
+            continue
+        shares = np.histogram(values, edges)[0] / len(values) * 100
+        yield go.Scatter(
+            x=edges.astype(np.float32), y=np.append(shares, shares[-1:]).astype(np.float32),
+            name=name, mode="lines", line={"color": color, "width": 2, "shape": "hv"},
+            hovertemplate=f"{name}: %{{y:.3g}} % of its steps<extra></extra>",
+        )  # fmt: skip
+
+
+def _whiskers(parts: Sequence[Difference]) -> Iterator[go.Scatter]:
+    for name, color, chosen in (
+        ("beyond chance", VERMILLION, [part for part in parts if part.is_sure]),
+        ("may be chance", GREY, [part for part in parts if not part.is_sure]),
+    ):
+        if not chosen:
+            continue
+        middle, low, high = (
+            np.array([getattr(part, key) for part in chosen]) / NS_PER_MS
+            for key in ("ns", "low_ns", "high_ns")
+        )
+        yield go.Scatter(
+            x=middle.tolist(), y=[part.name for part in chosen], name=name, mode="markers",
+            marker={"color": [color] * len(chosen), "size": 9},
+            line={"color": color},
+            error_x={"type": "data", "symmetric": False, "array": (high - middle).tolist(),
+                     "arrayminus": (middle - low).tolist(), "color": color, "thickness": 2,
+                     "width": 5},
+            customdata=np.stack([low, high], axis=1).tolist(),
+            hovertemplate="%{y}: %{x:+.4g} ms (%{customdata[0]:+.4g} to %{customdata[1]:+.4g})"
+            "<extra></extra>",
+        )  # fmt: skip
+
 
 _SMALL = "<br><span style='font-size:12px;color:#666666'>{}</span>"
 

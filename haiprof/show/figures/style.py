@@ -1,9 +1,12 @@
-"""Colours and layout: a phase has the same colour in the terminal and in figures."""
+"""Colours and layout of figures, the same in the terminal; pictures as files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from haiprof.base.errors import UsageError
+from haiprof.base.safe_files import named_file, whole_file
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 
 PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
@@ -80,3 +83,16 @@ AXIS = {
     "exponentformat": "none",
 }
 TIME_AXIS = {**AXIS, "ticksuffix": " s"}
+
+
+CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False}
+
+
+def write_text(path: Path, text: str, *, below: Path | None = None) -> Path:
+    """Writes a file."""
+    try:
+        with named_file(path) if below is None else whole_file(path, below=below) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return path

@@ -7,33 +7,204 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import polars as pl
 
-from haiprof.base.units import NS_PER_S
+from haiprof.base.errors import MissingDataError
+from haiprof.base.units import NS_PER_S, duration_text
+from haiprof.diagnosis.compare.baseline import baseline_named
+from haiprof.diagnosis.compare.compared_run import compared_run_of
+from haiprof.diagnosis.compare.comparison import Comparison, caveats, compare_runs
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.deaths import Death
+from haiprof.run_analysis.last_seconds import RankTimeline, last_seconds, time_range
 from haiprof.run_analysis.rank_grid import RankGrid, rank_grid
+from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.labels import by_reason
-from haiprof.show.figures.late_ranks import late_ranks_figure
-from haiprof.show.figures.over_time import over_time_figure
-from haiprof.show.figures.rank_map import PARTS, heat_style
+from haiprof.show.death_block import WORDS, grouped_fates, memory_lines, start_lines
+from haiprof.show.figures.job import PARTS, heat_style, late_ranks_figure, over_time_figure
+from haiprof.show.figures.panel_table import by_reason
+from haiprof.show.figures.run_figures import comparison_picture
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
+from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page import run_sections as parts
-from haiprof.show.page.comparison import ComparisonSection, comparison_section
-from haiprof.show.page.counter_data import counter_data
-from haiprof.show.page.death_part import DeathPart, death_part
+from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
 from haiprof.show.page.memory_part import MemoryPart, memory_part
-from haiprof.show.page.picture_parts import figure_data, plain_figure
-from haiprof.show.page.slow_step import SlowStepPart, slow_step_part
-from haiprof.show.page.step_data import map_data, step_data, traced_times
-from haiprof.show.page.tables import PageTable
-from haiprof.show.page.trace_sections import TraceSections, trace_sections
+from haiprof.show.page.run_sections import SlowStepPart, slow_step_part
+from haiprof.show.page.trace_sections import (
+    TraceSections,
+    figure_data,
+    plain_figure,
+    trace_sections,
+)
 from haiprof.show.run_header import RunHeader
 from haiprof.show.series import TimeRange
-from haiprof.show.split import select_judged_samples, select_judged_steps
-from haiprof.show.summary import OverviewSummary, overview_summary
+from haiprof.show.summary import (
+    OverviewSummary,
+    overview_summary,
+    select_judged_samples,
+    select_judged_steps,
+)
+from haiprof.show.text import moment_text, printable
+from haiprof.show.views import compare as rows
+from haiprof.show.views.compare import compare_data
+
+_KERNEL_LIMIT = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonSection:
+    """A section of the page; all but `missing` is empty without a baseline."""
+
+    state: str = "undecided"
+    headline: str = ""
+    lines: tuple[str, ...] = ()
+    """What was compared."""
+    tables: tuple[PageTable, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Caveats of the claim, and what could not be compared."""
+    missing: str = ""
+    """Why there is no comparison."""
+    figure: go.Figure | None = None
+    data: Mapping[str, Any] | None = None
+    """As `haiprof compare --json`."""
+    other: RunFrames | None = None
+    """The run that it is compared with."""
+
+
+def comparison_section(
+    analyzer: RunFrames, baseline: str, *, read_traces: bool
+) -> ComparisonSection:
+    """Compares the page's run with another."""
+    after = compared_run_of(analyzer)
+    try:
+        chosen = baseline_named(baseline, after)
+    except MissingDataError as error:
+        return ComparisonSection(missing=printable(str(error)))
+    found = compare_runs(chosen.side, after, read_traces=read_traces)
+    return _part(found, chosen.why)
+
+
+def _part(found: Comparison, why: str) -> ComparisonSection:
+    kernels = rows.kernel_table(found, limit=_KERNEL_LIMIT)
+    tables = (rows.part_table(found), rows.line_table(found), rows.rank_table(found),
+              rows.counter_table(found), *([kernels] if kernels else []),
+              rows.around_table(found))  # fmt: skip
+    evaluation = rows.evaluation_text(found)
+    around = () if found.differs else ("nothing that was recorded around the runs differs",)
+    if found.no_lines:
+        around = (*around, f"lines of code: {found.no_lines}")
+    no_kernels = (f"kernels: {found.no_kernels}",) if kernels is None else ()
+    same = ("kernels: nothing in the traced steps differs beyond chance",)
+    no_kernels = same if kernels is not None and not kernels.rows else no_kernels
+    lines = [rows.step_facts(found), f"baseline {found.before.path}", *([why] if why else []),
+             *([evaluation] if evaluation else [])]  # fmt: skip
+    return ComparisonSection(
+        state=found.state,
+        headline=rows.headline(found),
+        lines=tuple(map(printable, lines)),
+        tables=tables,
+        notes=tuple(map(printable, (*caveats(found), *around, *no_kernels, *found.unknown))),
+        figure=comparison_picture(found, title=""),
+        data=compare_data(found, chosen=why),
+        other=found.before.analyzer,
+    )
+
+
+_ROWS = 64
+_FRAMES = 20
+_ORDER = ("cause", "victim", "stopped", "unknown", "clean", "absent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineRow:
+    """One rank's last seconds: places in percent of the picture's width."""
+
+    name: str
+    stretches: tuple[tuple[str, float, float], ...]
+    """Phase, left, width."""
+    end: float | None
+    """Where it ended."""
+    role: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathPart:
+    """The death of a run."""
+
+    word: str
+    certain: bool
+    line: str
+    source: str
+    remedy: str
+    facts: tuple[str, ...]
+    fates: PageTable
+    traceback: tuple[str, ...]
+    rows: tuple[TimelineRow, ...]
+    left: str
+    right: str
+    """What the ends of the time axis are."""
+    more: int
+    """Ranks that are left out of the picture."""
+
+
+def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
+    """The death as the page shows it; None where the job has not died."""
+    death = verdict.death
+    if death is None:
+        return None
+    fates = sorted(death.fates, key=lambda f: (_ORDER.index(f.role), f.ended_ns or 0, f.rank))
+    rows = [tuple(map(printable, row)) for row in grouped_fates(death)]
+    lanes = tuple(_row(row, death) for row in last_seconds(files, death, fates[:_ROWS]))
+    facts = [f"at {moment_text(death.died_ns)}; order of ends: {death.clock}"]
+    head = ("ranks", "", "what became of them")
+    between = time_range(death)
+    died = death.died_ns or (between[1] if between else 0)
+    before, after = (died - between[0], between[1] - died) if between else (0, 0)
+    return DeathPart(
+        word=WORDS.get(death.cause, death.cause),
+        certain=death.certain,
+        line=printable(death.line or ""),
+        source=printable(death.source or ""),
+        remedy=death.remedy,
+        facts=(*facts, *memory_lines(verdict), *start_lines(verdict.starts)),
+        fates=text_table("", head, rows, left=head),
+        traceback=tuple(map(printable, death.traceback[-_FRAMES:])),
+        rows=lanes,
+        left=f"{duration_text(before)} before",
+        right=f"{duration_text(after)} after",
+        more=max(0, len(fates) - _ROWS),
+    )
+
+
+def _row(row: RankTimeline, death: Death) -> TimelineRow:
+    between = time_range(death)
+    assert between is not None, "rows are only of deaths that have a time"
+    begin, end = between
+    scale = 100 / max(end - begin, NS_PER_S)
+
+    def position(time_ns: int) -> float:
+        return round(min(max((time_ns - begin) * scale, 0.0), 100.0), 2)
+
+    fate = row.fate
+    pieces: list[tuple[str, float, float]] = []
+    for piece in row.stretches:
+        left = position(piece.begin_ns)
+        pieces.append((piece.phase, left, max(round(position(piece.end_ns) - left, 2), 0.1)))
+    return TimelineRow(
+        name=f"rank {fate.rank}",
+        stretches=tuple(pieces),
+        end=None if fate.ended_ns is None else position(fate.ended_ns),
+        role=fate.role,
+        what=printable(fate.what),
+    )
+
+
+MARKS: Mapping[str, str] = {"cause": "✖", "victim": "●", "stopped": "■"}
+"""How an end is marked in the picture, by its role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

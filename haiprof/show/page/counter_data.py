@@ -1,23 +1,84 @@
-"""Counters for the page: every panel's lines, each rank's own, and the spread of many."""
+"""Counters and steps for the page: lines of every panel, packed as compact numbers."""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.arrays import Floats
-from haiprof.base.units import NS_PER_S
-from haiprof.show.figures.labels import OWNER, entity_label
-from haiprof.show.figures.panel_table import PANEL_ROWS, CounterSpec, PanelRow, PanelSpec
-from haiprof.show.figures.panels import HOST_COLOR_INDEX
-from haiprof.show.figures.style import BLUE, GREY, VERMILLION, series_color
-from haiprof.show.figures.thinning import gap_starts, thin_points, with_gaps
-from haiprof.show.page.packed_numbers import half_floats, on_axis
+from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.run_analysis.rank_grid import RankGrid
+from haiprof.show.figures.panel_table import (
+    OWNER,
+    PANEL_ROWS,
+    CounterSpec,
+    PanelRow,
+    PanelSpec,
+    entity_label,
+)
+from haiprof.show.figures.panels import HOST_COLOR_INDEX, gap_starts, thin_points, with_gaps
+from haiprof.show.figures.style import BLUE, GREY, PHASES, VERMILLION, series_color
+from haiprof.show.series import TimeRange
 from haiprof.show.text import printable
+
+_HALF_TOP = 32768.0
+_PLACES = 65535
+_MARKUP = str.maketrans(
+    {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+)
+
+
+def half_floats(values: Floats) -> dict[str, Any]:
+    """Values with three digits, whatever their size: scaled so that the largest fits.
+
+    Half floats keep 11 bits, 0.05 %, over a range of 10^8 below the largest value. A picture shows
+    less; what is stated as a number elsewhere on the page is exact.
+
+    `scale` and `f2`, base64 of little-endian half floats; NaN is what is missing.
+    """
+    finite = np.abs(values[np.isfinite(values)])
+    top = float(finite.max()) if finite.size else 0.0
+    scale = top / _HALF_TOP if top else 1.0
+    return {"scale": scale, "f2": _base64((values / scale).astype("<f2"))}
+
+
+def single_floats(values: Floats) -> dict[str, Any]:
+    """Values with seven digits: `f4`, base64 of little-endian floats."""
+    return {"f4": _base64(values.astype("<f4"))}
+
+
+def on_axis(values: Floats, *, low: float, high: float) -> dict[str, Any]:
+    """Positions on an axis to 1/65535 of its length, which no screen resolves.
+
+    `low`, `step` and `u2`, base64 of little-endian integers.
+    """
+    step = (high - low) / _PLACES or 1.0
+    codes = np.clip(np.round((values - low) / step), 0, _PLACES)
+    return {"low": low, "step": step, "u2": _base64(codes.astype("<u2"))}
+
+
+def json_for_script(content: object) -> str:
+    """JSON that can stand inside a script element: no text in it can end that element."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.translate(_MARKUP)
+
+
+def squeeze(text: str) -> str:
+    """Text as base64 of gzip; the same text gives the same result."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _base64(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
 
 LINE_LIMIT = 8
 """More owners of one counter than this are drawn as their spread."""
@@ -147,3 +208,72 @@ def _spread(mine: pl.DataFrame, spec: CounterSpec, number: int, count: int) -> I
         about = {"panel": number, "name": of, "rank": None, "host": None, "color": color,
                  "dash": spec.dash, "all": True, "own": False}  # fmt: skip
         yield _Line(about=about, seconds=rows["seconds"].to_numpy(), values=rows[name].to_numpy())
+
+
+_STEP_DATA_POINT_LIMIT = 128_000
+_STEP_DATA_LEAST_POINTS, _STEP_DATA_MOST_POINTS = 100, 4000
+
+
+def map_data(grid: RankGrid, start_ns: int) -> dict[str, Any]:
+    """The grid in ms: `phases` by name, each [rank, stretch]; a step is their sum."""
+    return {
+        "ranks": list(grid.ranks),
+        "columns": grid.column_count,
+        "start_s": (grid.start_ns - start_ns) / NS_PER_S,
+        "end_s": (grid.end_ns - start_ns) / NS_PER_S,
+        "typical_ms": {
+            name: None if ns is None else ns / NS_PER_MS for name, ns in grid.typical_ns.items()
+        },
+        "phases": {phase: half_floats(grid.phase_ns[phase] / NS_PER_MS) for phase in PHASES},
+    }
+
+
+def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
+    """When steps were traced, on any rank: stretches that do not touch."""
+    traced = steps.filter(pl.col("traced")).sort("start_ns")
+    found: list[TimeRange] = []
+    for start, length in traced.select("start_ns", "step_ns").iter_rows():
+        if found and start <= found[-1].end_ns + length:
+            end = max(found[-1].end_ns, start + length)
+            found[-1] = TimeRange(start_ns=found[-1].start_ns, end_ns=end)
+        else:
+            found.append(TimeRange(start_ns=start, end_ns=start + length))
+    return found
+
+
+def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
+    """Real steps of each rank, the slowest and fastest of each stretch where they are many.
+
+    `ranks`; `counts`, points of each; and for all of them together `time` (s), `step`, and
+    `phases` (ms). A point without values is a pause.
+    """
+    ranks = steps["rank"].unique().sort().to_list()
+    limit = max(
+        _STEP_DATA_LEAST_POINTS,
+        min(_STEP_DATA_MOST_POINTS, _STEP_DATA_POINT_LIMIT // max(1, len(ranks))),
+    )
+    columns = ["start_ns", "step_ns", "step", *(f"{phase}_host_ns" for phase in PHASES)]
+    ordered = steps.select("rank", *columns).sort("rank", "start_ns")
+    tables = [
+        _step_data_thin(
+            own.drop("rank").cast(pl.Float64).fill_null(np.nan).to_numpy(), start_ns, limit
+        )
+        for own in ordered.partition_by("rank", maintain_order=True)
+    ]
+    whole = np.concatenate(tables, axis=1) if tables else np.empty((2 + len(PHASES), 0))
+    return {
+        "ranks": ranks,
+        "counts": [table.shape[1] for table in tables],
+        "time": single_floats(whole[0]),
+        "step": single_floats(whole[1]),
+        "phases": {phase: half_floats(whole[2 + place]) for place, phase in enumerate(PHASES)},
+    }
+
+
+def _step_data_thin(table: Floats, start_ns: int, limit: int) -> Floats:
+    """[time, step, phases ...] by point."""
+    seconds, step_ns = (table[:, 0] - start_ns) / NS_PER_S, table[:, 1]
+    ends = seconds + step_ns / NS_PER_S
+    kept = thin_points(step_ns, limit=limit)
+    values = [table[:, 2], *(table[:, 3 + place] / NS_PER_MS for place in range(len(PHASES)))]
+    return np.array(with_gaps(kept, gap_starts(seconds, ends), [seconds, *values], ends))

@@ -13,11 +13,10 @@ from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, failed_allocations
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.labels import entity_label
-from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec
+from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec, entity_label
 from haiprof.show.figures.style import PHASES, series_color
+from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
-from haiprof.show.page.tables import PageTable, text_table
 from haiprof.show.text import printable
 
 _RANK_LIMIT = 16

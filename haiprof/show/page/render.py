@@ -1,4 +1,4 @@
-"""The page as HTML: one self-contained file, or with its parts beside it."""
+"""A page as HTML, of a run or of traces: one self-contained file, or with its parts beside it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
 from haiprof.show.card import cost_text
-from haiprof.show.figures.html_file import write_text
-from haiprof.show.figures.labels import by_reason
-from haiprof.show.figures.style import PHASES
+from haiprof.show.figures.panel_table import by_reason
+from haiprof.show.figures.style import FONT, PHASES, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
-from haiprof.show.page.content import PageContent, page_content
-from haiprof.show.page.death_part import MARKS
-from haiprof.show.page.packed_numbers import json_for_script, squeeze
+from haiprof.show.frame_table import page_table
+from haiprof.show.page.content import MARKS, PageContent, page_content
+from haiprof.show.page.counter_data import json_for_script, squeeze
 from haiprof.show.page.run_sections import file_size
+from haiprof.show.page.trace_sections import figure_data, page_pictures
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
+from haiprof.show.text import count_text, printable
+from haiprof.show.views.trace_report import shown_tables
+from haiprof.trace_analysis.files import fault_lines
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+from haiprof.trace_analysis.report import TraceReport
+from haiprof.trace_format.checks.finding import EVERYTHING
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -310,3 +316,31 @@ def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What stands on top."""
+
+    name: str
+    facts: str
+
+
+def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
+    """The page with plotly, its script and all numbers inside; it needs no network."""
+    pictures, missing = page_pictures(traces, report.steps)
+    tables = [
+        page_table(each.title, each.rows, each.columns, limit=each.limit, note=each.legend)
+        for each in shown_tables(report)
+    ]
+    events = count_text(int(report.tables["files"]["event_count"].sum()), "event")
+    reasons = [(name.replace("_", " "), why) for name, why in report.missing.items()]
+    return trace_html(
+        _Header(name=report.path.name, facts=f"{count_text(len(report.ranks), 'rank')} · {events}"),
+        {"style": {"font": FONT}, "figures": figure_data(pictures)},
+        faults=fault_lines(report.tables["checks"], EVERYTHING),
+        pictures=pictures,
+        tables=tables,
+        missing=[(what, printable(why)) for what, why in [*missing, *reasons]],
+        notes=[printable(note) for note in report.notes],
+    )

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import duration_text
-from haiprof.show.figures.labels import by_reason
+from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import PHASE_COLORS, SKY
 from haiprof.show.run_header import ENDED, RUNNING, RunHeader
 from haiprof.show.series import Series, TimeRange
-from haiprof.show.sparkline import Sparkline
+from haiprof.show.terminal import Sparkline
 from haiprof.show.text import moment_text, printable, value_text
 
 INDENT = 2

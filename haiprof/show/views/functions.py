@@ -1,4 +1,4 @@
-"""What `haiprof functions` shows: five reports, in each the abnormal first and what it means."""
+"""What `functions`, `modules` and `efficiency` show."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import polars as pl
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from haiprof.base.units import ratio_text
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.functions.reports import FunctionReports
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
-from haiprof.show.tables.frame_table import Columns, frame_table
-from haiprof.show.text import count_text, value_text
+from haiprof.show.frame_table import Columns, frame_table
+from haiprof.show.text import count_text, printable, value_text
 from haiprof.show.views.blocks import bullets, section
 from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
@@ -25,6 +25,175 @@ from haiprof.trace_analysis.kernel_names import (
     short_kernel_name,
     split_geometry,
 )
+
+_EFFICIENCY_LIMIT = 14
+_EFFICIENCY_COLUMNS = (
+    ("operator", "operator"), ("shapes", "shapes"), ("precision", "type"), ("count", "calls"),
+    ("time_ns", "time"), ("tflops", "TFLOP/s"), ("tb_per_s", "TB/s"), ("bound", "bound"),
+    ("roofline_ratio", "roofline"),
+)  # fmt: skip
+_OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
+"""Together with the numbers a line of 100 columns."""
+
+
+def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableType:
+    """The whole screen."""
+    summed = _over_ranks(operators)
+    shapes = pl.col("shapes").str.replace_all(" ", "").str.strip_prefix("[").str.strip_suffix("]")
+    short = shapes.str.replace_all(r",\[\]", "").str.slice(0, _SHAPES_WIDTH)
+    rows = summed.with_columns(
+        shapes=short,
+        operator=pl.col("operator").str.strip_prefix("aten::").str.slice(0, _OPERATOR_WIDTH),
+        tflops=pl.col("flops") / pl.col("time_ns") / 1e3,
+        tb_per_s=pl.col("bytes") / pl.col("time_ns") / 1e3,
+    )
+    return Group(
+        *_ranks(whole),
+        section(
+            "Operators, the longest in sum",
+            *frame_table(rows, _EFFICIENCY_COLUMNS, limit=_EFFICIENCY_LIMIT),
+        ),
+    )
+
+
+def _ranks(whole: pl.DataFrame) -> Iterator[RenderableType]:
+    for row in whole.head(16).iter_rows(named=True):
+        device = printable(str(row["device_name"] or "CPU"))
+        yield Text(f"rank {row['rank']}, {device}: {_mfu_text(row)}", style="bold")
+        yield Text(f"  {_basis_text(row)}", style="dim", overflow="fold")
+
+
+def _mfu_text(row: dict[str, object]) -> str:
+    work = float(row["model_flops"] or 0)  # type: ignore[arg-type]
+    amount = f"{work / 1e12:,.3g} TFLOP in {duration_text(int(row['wall_ns']))}"  # type: ignore[call-overload]
+    if row["mfu_ratio"] is None:
+        return f"MFU not known ({row['reason']}); {amount}"
+    least = "at least " if row["is_lower_bound"] else ""
+    mfu, hfu = (ratio_text(row[name]) for name in ("mfu_ratio", "hfu_ratio"))  # type: ignore[arg-type]
+    again = f", HFU {hfu}" if row["recomputed_flops"] else ""
+    return f"MFU {least}{mfu}{again}; {amount}"
+
+
+def _basis_text(row: dict[str, object]) -> str:
+    known, matrix = row["kernel_known_ratio"], row["matrix_known_ratio"]
+    parts = []
+    if known is not None:
+        parts.append(f"rests on {ratio_text(known)} of kernel time")  # type: ignore[arg-type]
+    if matrix is not None:
+        parts.append(f"{ratio_text(matrix)} of that of matrix kernels")  # type: ignore[arg-type]
+    if row["peak"]:
+        parts.append(f"dense peak: {row['peak']}")
+    return "; ".join(parts) or "times of the host: no GPU event"
+
+
+def _over_ranks(operators: pl.DataFrame) -> pl.DataFrame:
+    """The ranks' rows together."""
+    keys = ["operator", "shapes", "precision", "bound"]
+    weight = pl.col("roofline_ratio") * pl.col("time_ns")
+    whole = pl.col("time_ns").filter(pl.col("roofline_ratio").is_not_null()).sum()
+    return operators.group_by(keys).agg(
+        pl.col("count", "time_ns", "flops", "bytes").sum(),
+        roofline_ratio=pl.when(whole > 0).then(weight.sum() / whole),
+    ).sort("time_ns", "operator", descending=[True, False])  # fmt: skip
+
+
+_LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
+_INSTANCE = re.compile(r"_\d+$")
+_TIMES = ("host_ns", "host_self_ns", "device_ns", "device_self_ns", "backward_device_ns",
+          "backward_device_self_ns", "backward_host_ns", "graph_device_self_ns")  # fmt: skip
+_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
+         ("device_ns", "GPU"), ("backward_device_ns", "GPU backward"),
+         ("own_ns", "GPU own"), ("share_ratio", "share"))  # fmt: skip
+_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "host own"),
+            ("device_self_ns", "GPU own"), ("backward_device_self_ns", "own backward"),
+            ("share_ratio", "share"))  # fmt: skip
+_ON_HOST = pl.col("host_ns") + pl.col("backward_host_ns")
+_HOST_TREE = (("name", "module or range"), ("call_count", "calls"), ("host_ns", "host"),
+              ("backward_host_ns", "backward"), ("host_self_ns", "own"),
+              ("share_ratio", "of all"))  # fmt: skip
+_HOST_CLASSES = (("name", "class"), ("call_count", "calls"), ("host_self_ns", "own"),
+                 ("share_ratio", "of all"))  # fmt: skip
+
+
+def modules_view(found: pl.DataFrame, wall_ns: int, *, depth: int | None = None) -> RenderableType:
+    """The whole screen; times are sums over ranks."""
+    summed = _modules_over_ranks(found)
+    whole, on = _whole(summed, wall_ns)
+    tree = summed.filter(pl.col("path").is_not_null()).with_columns(
+        own_ns=pl.col("device_self_ns") + pl.col("backward_device_self_ns"),
+        share_ratio=pl.lit(None, pl.Float64) if not whole else on / whole,
+        name=pl.lit("· ").repeat_by("depth").list.join("") + pl.col("name"),
+    )
+    if depth is not None:
+        tree = tree.filter(pl.col("depth") < depth)
+    large = tree.filter(pl.col("share_ratio").fill_null(1) >= _LEAST_RATIO)
+    columns, by_class = (_TREE, _CLASSES) if _device_ns(summed) else (_HOST_TREE, _HOST_CLASSES)
+    title = "Where the time goes, from 1 % of it; share with all that is inside"
+    parts = [section(title, *frame_table(large, columns, limit=_TREE_LIMIT))]
+    classes = _by_class(summed, whole)
+    parts.append(section("By class, own time", *frame_table(classes, by_class, limit=_CLASS_LIMIT)))
+    return Group(*parts, *_graph_lines(summed), *_outside_lines(summed, whole))
+
+
+def _modules_over_ranks(found: pl.DataFrame) -> pl.DataFrame:
+    return found.group_by("path", maintain_order=True).agg(
+        pl.col("name", "kind", "depth").first(),
+        pl.col("call_count", "kernel_count", "graph_kernel_count", *_TIMES).sum(),
+    )
+
+
+def _whole(summed: pl.DataFrame, wall_ns: int) -> tuple[int, pl.Expr]:
+    """All GPU time, and a part's; of traces without a GPU all time, and the host's in the part."""
+    device = _device_ns(summed)
+    if device:
+        return device, pl.col("device_ns") + pl.col("backward_device_ns")
+    return wall_ns, _ON_HOST
+
+
+def _device_ns(found: pl.DataFrame) -> int:
+    """GPU time of the parts' own launches, forward and backward."""
+    return _sum(found, "device_self_ns") + _sum(found, "backward_device_self_ns")
+
+
+def _sum(found: pl.DataFrame, column: str) -> int:
+    return int(found[column].sum())
+
+
+def _by_class(summed: pl.DataFrame, whole: int) -> pl.DataFrame:
+    known = summed.filter(pl.col("path").is_not_null())
+    names = {name: _INSTANCE.sub("", name) for name in known["name"].unique()}
+    sums = known.with_columns(pl.col("name").replace_strict(names)).group_by("name").agg(
+        pl.col("call_count", *_TIMES).sum()
+    )  # fmt: skip
+    has_gpu = _device_ns(sums) > 0
+    own = pl.col("device_self_ns") + pl.col("backward_device_self_ns")
+    own = own if has_gpu else pl.col("host_self_ns")
+    share = own / whole if whole else pl.lit(None, pl.Float64)
+    return sums.with_columns(share_ratio=share).sort(-own, "name")
+
+
+def _graph_lines(summed: pl.DataFrame) -> Iterator[RenderableType]:
+    """What CUDA graphs launched, whose kernels the trace does not tell apart by module."""
+    count = _sum(summed, "graph_kernel_count")
+    if count:
+        share = ratio_text(_sum(summed, "graph_device_self_ns") / (_device_ns(summed) or 1))
+        text = f"\n{share} of GPU time, {count} kernels, is of CUDA graphs: it counts for the part"
+        yield Text(f"{text} that launched the graph, not for those inside", style="dim")
+
+
+def _outside_lines(summed: pl.DataFrame, whole: int) -> Iterator[RenderableType]:
+    """How much is in no part at all."""
+    if not whole:
+        return
+    if _device_ns(summed):
+        outside = _device_ns(summed.filter(pl.col("path").is_null()))
+        text = "of GPU time was launched outside of all of these"
+    else:
+        inside = summed.filter(pl.col("depth") == 0).select(_ON_HOST.sum()).item()
+        outside, text = max(whole - inside, 0), "of the traced time is in none of these"
+    if outside:
+        yield Text(f"\n{ratio_text(outside / whole)} {text}", style="dim")
+
 
 _LIMIT = 6
 TITLES = {ABNORMAL: "abnormal", FUNCTIONS: "over all ranks", RANKS: "by rank"}

@@ -1,17 +1,21 @@
-"""What `haiprof ps` shows: running jobs, one line each."""
+"""What `haiprof ps` and `haiprof top` show: running jobs, the ranks of one, one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import MISSING, duration_text, ranks_text, ratio_text
+from haiprof.base.units import MISSING, bytes_text, duration_text, ranks_text, ratio_text
+from haiprof.live.follow import JobNow, RankNow
 from haiprof.live.progress import JobProgress
-from haiprof.show.figures.style import PHASE_COLORS
+from haiprof.show.figures.style import PHASE_COLORS, PHASES
+from haiprof.show.terminal import FILLINGS, filling, fit_width, sparkline
 from haiprof.show.text import printable
-from haiprof.show.views.blocks import FittingTable, one_line
+from haiprof.show.views.blocks import FittingTable, one_line, plain_table
 
 _STALL_STEPS = 5
 """A warning is shown after this multiple of the usual step without a step."""
@@ -80,3 +84,296 @@ def _stall(job: JobProgress) -> str | None:
     if job.idle_ns <= max(_STALL_STEPS * job.step_ns, 10e9):
         return None
     return f"no step for {duration_text(job.idle_ns)}; {snapshot}"
+
+
+JOBS, RANKS, RANK = "jobs", "ranks", "rank"
+UP, DOWN, ENTER, BACK, QUIT = "up", "down", "enter", "back", "quit"
+_BAR, _LINE, _STEPS = 10, 12, 50
+_JOB, _JOB_LINES = 12, 4
+_NARROW, _NARROW_JOB, _NARROW_JOB_LINES = 78, 18, 4
+"""Below this many columns a job has no bar and no line of steps, and more room for its name."""
+_HEAD_LINES = 9
+_TOP_STALL_STEPS, _STALL_NS = 5, 10e9
+_COUNTER_NAMES = {
+    "cpu_cores": "cores, with its workers",
+    "cpu_main_cores": "cores, the process alone",
+    "memory_rss_bytes": "memory",
+    "utilization_ratio": "GPU utilization",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The current selection in `haiprof top`."""
+
+    level: str = JOBS
+    job: int = 0
+    rank: int = 0
+    alone: bool = False
+    """Whether one job was named, so that there is no list of jobs to go back to."""
+
+
+def move(selection: Selection, key: str, jobs: Sequence[JobNow]) -> Selection | None:
+    """The selection after a key; None to leave."""
+    count = {
+        JOBS: len(jobs),
+        RANKS: _rank_count(jobs, selection),
+        RANK: _rank_count(jobs, selection),
+    }
+    if key in (UP, DOWN):
+        step = 1 if key == DOWN else -1
+        at = selection.job if selection.level == JOBS else selection.rank
+        at = min(max(at + step, 0), max(count[selection.level] - 1, 0))
+        return (
+            replace(selection, job=at) if selection.level == JOBS else replace(selection, rank=at)
+        )
+    if key == ENTER and count[RANKS if selection.level != JOBS else JOBS]:
+        return replace(selection, level=RANKS if selection.level == JOBS else RANK)
+    if key == QUIT or (key == BACK and selection.level == (RANKS if selection.alone else JOBS)):
+        return None
+    if key == BACK:
+        return replace(selection, level=RANKS if selection.level == RANK else JOBS)
+    return selection
+
+
+def _rank_count(jobs: Sequence[JobNow], selection: Selection) -> int:
+    return len(jobs[selection.job].ranks) if selection.job < len(jobs) else 0
+
+
+def top_view(
+    jobs: Sequence[JobNow],
+    selection: Selection,
+    *,
+    height: int | None = 24,
+    width: int = 80,
+    colored: bool = True,
+) -> RenderableType:
+    """One frame."""
+    if not jobs:
+        return Text("no job runs under haiprof here; start one: haiprof train.py")
+    keys = _keys if height is not None else _no_keys
+    height = height or len(jobs) + sum(len(job.ranks) for job in jobs) + _HEAD_LINES
+    if selection.level == JOBS or selection.job >= len(jobs):
+        shown = _visible_jobs(len(jobs), selection, height, width)
+        table = _jobs(jobs, selection, shown, width=width, colored=colored)
+        return Group(table, *keys("enter a job", "q quit", _part(shown, len(jobs), "jobs")))
+    job = jobs[selection.job]
+    head = _head(job, colored)
+    if selection.level == RANKS or selection.rank >= len(job.ranks):
+        leave = "q quit" if selection.alone else "q back"
+        shown = _visible_range(len(job.ranks), selection.rank, height - _HEAD_LINES - len(head) + 4)
+        ranks = _top_ranks(job, selection, shown, width=width, colored=colored)
+        part = _part(shown, len(job.ranks), "ranks")
+        return Group(*head, ranks, *keys("enter a rank", leave, part))
+    rank = _rank(job.ranks[selection.rank], width=width, colored=colored)
+    return Group(*head, *rank, *keys("other ranks", "q back", ""))
+
+
+def _keys(enter: str, leave: str, part: str) -> list[Text]:
+    return [Text(f"↑ ↓ ⏎ {enter}   {leave}   {part}".rstrip(), style="dim")]
+
+
+def _no_keys(_: str, __: str, ___: str) -> list[Text]:
+    return []
+
+
+def _part(shown: range, count: int, what: str) -> str:
+    """`jobs 3 to 7 of 12`; empty where all are shown."""
+    return "" if len(shown) == count else f"{what} {shown[0] + 1} to {shown[-1] + 1} of {count}"
+
+
+def _visible_jobs(count: int, selection: Selection, height: int, width: int) -> range:
+    lines = _NARROW_JOB_LINES if width < _NARROW else _JOB_LINES
+    return _visible_range(count, selection.job, (height - 4) // lines)
+
+
+def _jobs(
+    jobs: Sequence[JobNow], selection: Selection, shown: range, *, width: int, colored: bool
+) -> Table:
+    narrow = width < _NARROW
+    pictures = () if narrow else ("split", "last steps")
+    numbers = ("job", "ranks", "step", "each", *pictures[:1], "cores", "gpu", *pictures[1:])
+    table = _table(*numbers)
+    names = table.columns[0]
+    names.no_wrap, names.overflow = False, "fold"  # numbers stay whole
+    names.min_width = _NARROW_JOB if narrow else _JOB
+    for at in shown:
+        job = jobs[at]
+        bar = () if narrow else (_bar(job.split, colored),)
+        line = () if narrow else (_line(job.ranks[0].times_ns) if job.ranks else "",)
+        table.add_row(
+            printable(job.id),
+            _ranks_text(job),
+            _step(job.step, all(r.step_is_exact for r in job.ranks)),
+            duration_text(job.step_ns),
+            *bar,
+            _number(_total(job.ranks, "cpu_cores")),
+            ratio_text(_average(job.ranks, "utilization_ratio")),
+            *line,
+            style="reverse" if at == selection.job else "",
+        )
+    return table
+
+
+def _head(job: JobNow, colored: bool) -> list[RenderableType]:
+    title = Text(overflow="fold")
+    title.append(printable(job.id), style="bold")
+    title.append("" if job.id.startswith(job.name) else f"  {printable(job.name)}")
+    title.append(f"  {duration_text(job.elapsed_ns)}", style="dim")
+    if not job.running:
+        title.append("  ended", style="yellow")
+    summary = f"{_ranks_text(job)} {'rank' if job.world_size == len(job.ranks) == 1 else 'ranks'}  "
+    summary += f"step {_step(job.step, all(r.step_is_exact for r in job.ranks))}  "
+    summary += (
+        f"{duration_text(job.step_ns)} each  {_number(_total(job.ranks, 'cpu_cores'))} cores  "
+    )
+    summary += f"GPU {ratio_text(_average(job.ranks, 'utilization_ratio'))}"
+    verdict = Text(printable(job.verdict or "no verdict yet"))
+    verdict.stylize("bold" if job.verdict else "dim")
+    legend = _legend(job.split, colored)
+    return [title, Text(summary), *([legend] if legend else []), verdict, *_warnings(job)]
+
+
+def _warnings(job: JobNow) -> list[RenderableType]:
+    stalled = [rank for rank in job.ranks if is_stalled(rank)]
+    if job.running and job.stopped:
+        which = "suspended: all ranks" if job.suspended else ranks_text(job.stopped)
+        return [Text(f"{which} stopped by a signal", style="yellow")]
+    if not job.running or not stalled:
+        return []
+    longest = max(rank.idle_ns or 0 for rank in stalled)
+    return [
+        Text(
+            f"no step for {duration_text(longest)} on {len(stalled)} ranks: haiprof snapshot",
+            style="yellow",
+        )
+    ]
+
+
+def is_stalled(rank: RankNow) -> bool:
+    """Whether it has made no step for several times its step time, and ten seconds."""
+    if not rank.recording or rank.idle_ns is None or not rank.step_ns:
+        return False
+    return rank.idle_ns > max(_TOP_STALL_STEPS * rank.step_ns, _STALL_NS)
+
+
+def _top_ranks(
+    job: JobNow, selection: Selection, shown: range, *, width: int, colored: bool
+) -> RenderableType:
+    if not job.ranks:
+        return Text("no rank has reported in yet: it does so at its first training step")
+    hosts = ["host"] if len({rank.host for rank in job.ranks}) > 1 else []
+    narrow = width < _NARROW and bool(hosts)
+    bars = [] if narrow else ["split"]
+    table = _table("rank", *hosts, "step", "each", *bars, "cores", "gpu", "last steps")
+    for at in shown:
+        rank = job.ranks[at]
+        table.add_row(
+            str(rank.rank),
+            *(one_line(rank.host or MISSING) for _ in hosts),
+            _step(rank.step, rank.step_is_exact),
+            duration_text(rank.step_ns),
+            *([] if narrow else [_bar(rank.split, colored)]),
+            _number(rank.counters.get("cpu_cores")),
+            ratio_text(rank.counters.get("utilization_ratio")),
+            _last(rank),
+            style="reverse" if at == selection.rank else "",
+        )
+    return table
+
+
+def _last(rank: RankNow) -> str:
+    if rank.stopped:
+        return "stopped"
+    return "stalled" if is_stalled(rank) else _line(rank.times_ns)
+
+
+def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
+    where = f"rank {rank.rank}, {rank.host or MISSING}, pid {rank.pid or MISSING}"
+    state = "" if rank.recording else ", its recording has ended"
+    if rank.elsewhere:
+        state = ": its node keeps its files to itself; haiprof top shows it there"
+    parts: list[RenderableType] = [Text(printable(where + state), style="bold")]
+    times = plain_table("phase", "share", "of a step", left=("phase",))
+    for phase in PHASES:
+        share = rank.split.get(phase)
+        spent = None if share is None or rank.step_ns is None else share * rank.step_ns
+        times.add_row(
+            Text(f"{filling(phase, colored=colored)} {phase}", style=PHASE_COLORS.get(phase, "")),
+            ratio_text(share),
+            duration_text(spent),
+        )
+    line = sparkline(fit_width(rank.times_ns, min(_STEPS, width - len("last steps  "))))
+    parts += [times, Text(f"last steps  {line}")]
+    for step, spent_ns, phase in rank.slowest[:3]:
+        parts.append(Text(f"  step {step}: {duration_text(spent_ns)}, most of it in {phase}"))
+    for metric, name in _COUNTER_NAMES.items():
+        if metric in rank.counters:
+            parts.append(Text(f"  {name}: {_counter(metric, rank.counters[metric])}"))
+    return parts
+
+
+def _counter(metric: str, value: float) -> str:
+    if metric.endswith("_bytes"):
+        return bytes_text(value)
+    return ratio_text(value) if metric.endswith("_ratio") else f"{value:.2f}"
+
+
+def _table(*names: str) -> Table:
+    return plain_table(*names, left=("job", "host", "split", "last steps"))
+
+
+def _visible_range(count: int, chosen: int, room: int) -> range:
+    """The part of a long list that fits, with the selected line."""
+    room = max(room, 3)
+    start = min(max(chosen - room // 2, 0), max(count - room, 0))
+    return range(start, min(start + room, count))
+
+
+def _ranks_text(job: JobNow) -> str:
+    whole = job.world_size is None or len(job.ranks) == job.world_size
+    return str(len(job.ranks)) if whole else f"{len(job.ranks)} of {job.world_size}"
+
+
+def _step(step: int | None, exact: bool) -> str:
+    if step is None:
+        return MISSING
+    return str(step) if exact else f"~{step}"
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1f}"
+
+
+def _total(ranks: Sequence[RankNow], metric: str) -> float | None:
+    known = [rank.counters[metric] for rank in ranks if metric in rank.counters]
+    return sum(known) if known else None
+
+
+def _average(ranks: Sequence[RankNow], metric: str) -> float | None:
+    total = _total(ranks, metric)
+    return None if total is None else total / sum(metric in rank.counters for rank in ranks)
+
+
+def _bar(split: dict[str, float | None], colored: bool, width: int = _BAR) -> Text:
+    bar, done = Text(), 0.0
+    for phase in PHASES:
+        share = split.get(phase) or 0.0
+        length = round((done + share) * width) - round(done * width)
+        done += share
+        bar.append(filling(phase, colored=colored) * length, style=PHASE_COLORS.get(phase, ""))
+    return bar if done else Text(MISSING)
+
+
+def _line(times_ns: Sequence[int]) -> str:
+    return sparkline(times_ns[-_LINE:])
+
+
+def _legend(split: dict[str, float | None], colored: bool) -> Text:
+    line = Text(overflow="fold")
+    for phase in PHASES:
+        if split.get(phase) is not None:
+            mark = filling(phase, colored=colored) if colored else FILLINGS[phase]
+            line.append(mark, style=PHASE_COLORS.get(phase, ""))
+            line.append(f" {phase} {ratio_text(split[phase])} ")
+    return line

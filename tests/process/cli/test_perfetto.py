@@ -14,8 +14,8 @@ import pytest
 
 from haiprof.base.errors import MissingDataError
 from haiprof.cli.app import run_command
-from haiprof.show.servers import perfetto
-from haiprof.show.servers.perfetto_trace import trace_to_show
+from haiprof.show import servers as perfetto
+from haiprof.show.servers import trace_to_show
 from haiprof.trace_analysis.step_time import with_range_lanes
 from haiprof.trace_format.merge.overlaps import LANE
 from tests.browser import Page, browser

@@ -15,7 +15,7 @@ import pytest
 from haiprof.cli.app import run_command
 from haiprof.compat import tensorboard_server
 from haiprof.compat.tensorboard_folder import open_layout
-from haiprof.show.servers.local_server import free_port
+from haiprof.show.servers import free_port
 from tests.served import served
 from tests.unit.analysis.trace.shared import rank_file, step
 from tests.unit.rundir.small_run import write_small_run

@@ -27,7 +27,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.writer import RecordWriter
-from haiprof.show.views.top import (
+from haiprof.show.views.jobs import (
     BACK,
     DOWN,
     ENTER,

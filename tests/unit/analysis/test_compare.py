@@ -27,7 +27,7 @@ from haiprof.diagnosis.compare.step_time import Change, step_change
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
-from haiprof.show.tables.compare import headline
+from haiprof.show.views.compare import headline
 from tests.unit.analysis.recorded import CLOCK, KINDS, spans_from, write_rank
 from tests.unit.analysis.test_bootstrap import noise
 

@@ -11,8 +11,7 @@ from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.comparison import Comparison
 from haiprof.run_format.layout import RunPaths
-from haiprof.show.tables.compare import headline, line_table
-from haiprof.show.views.compare import compare_data
+from haiprof.show.views.compare import compare_data, headline, line_table
 from tests.sampling import first_of
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.sampled import Stack, write_stacks

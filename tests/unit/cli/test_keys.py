@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from haiprof.cli.keys import Keys
-from haiprof.show.views.top import BACK, DOWN, ENTER, QUIT, UP
+from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
 
 @pytest.fixture

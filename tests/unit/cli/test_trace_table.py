@@ -13,7 +13,7 @@ import pytest
 
 from haiprof.cli import main
 from haiprof.cli.trace_table import NAMES
-from haiprof.show.views.trace_table import TABLES
+from haiprof.show.views.tables import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 
 

@@ -11,9 +11,13 @@ import pytest
 from haiprof import Analyzer
 from haiprof.run_analysis.lateness import LATENESS_SCHEMA
 from haiprof.run_analysis.rank_grid import rank_grid
-from haiprof.show.figures.late_ranks import late_ranks_figure
-from haiprof.show.figures.over_time import LINE_LIMIT, over_time_figure
-from haiprof.show.figures.rank_map import PARTS, rank_map_figure
+from haiprof.show.figures.job import (
+    LINE_LIMIT,
+    PARTS,
+    late_ranks_figure,
+    over_time_figure,
+    rank_map_figure,
+)
 from haiprof.show.figures.run_figures import late_ranks_picture, rank_map_picture
 from tests.unit.report.many_ranks import write_flight, write_many
 

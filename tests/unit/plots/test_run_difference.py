@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from haiprof.base.units import NS_PER_MS
-from haiprof.show.figures.run_difference import Difference, run_difference_figure
+from haiprof.show.figures.run_figures import Difference, run_difference_figure
 
 PARTS = (
     Difference(name="forward", ns=2e6, low_ns=1.5e6, high_ns=3e6, is_sure=True),

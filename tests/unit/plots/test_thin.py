@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from haiprof.show.figures.thinning import gap_starts, points_per_series, thin_points, with_gaps
+from haiprof.show.figures.panels import gap_starts, points_per_series, thin_points, with_gaps
 
 
 def test_kept_points_short_series_is_whole() -> None:

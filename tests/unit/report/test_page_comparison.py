@@ -12,9 +12,8 @@ from haiprof.base.local_http import allowed_hosts
 from haiprof.cli.app import run_command
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
-from haiprof.show.page.application import PageApp
-from haiprof.show.page.page_state import CachedPage
-from haiprof.show.servers.local_server import Access
+from haiprof.show.page.server import CachedPage, PageApp
+from haiprof.show.servers import Access
 from tests.unit.analysis.test_compare import write
 from tests.unit.report.page_parts import PageParts, parts_of
 

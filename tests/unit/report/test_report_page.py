@@ -17,7 +17,7 @@ from haiprof.cli.app import run_command
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.page.content import page_content
-from haiprof.show.page.packed_numbers import half_floats, json_for_script, on_axis
+from haiprof.show.page.counter_data import half_floats, json_for_script, on_axis
 from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
 from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from haiprof.show.sparkline import Sparkline, fit_width, sparkline
+from haiprof.show.terminal import Sparkline, fit_width, sparkline
 
 
 def test_sparkline_missing_value_is_a_gap() -> None:

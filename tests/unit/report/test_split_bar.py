@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from haiprof.show.figures.style import PHASES
-from haiprof.show.split_bar import SplitBar, block_lengths
+from haiprof.show.terminal import SplitBar, block_lengths
 
 
 def split(*times: float | None) -> dict[str, float | None]:

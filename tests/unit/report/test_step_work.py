@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from haiprof.diagnosis.step_work import StepWork
-from haiprof.show.step_work import flops_text, work_text
+from haiprof.show.card import flops_text, work_text
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 from haiprof.cli.output import json_text
 from haiprof.run_analysis.step_frame import STEP_PHASES
-from haiprof.show.export import view_text
+from haiprof.show.card import view_text
 from haiprof.show.figures.style import PHASES, time_unit
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.summary import overview_summary
 from haiprof.show.text import steps_text
-from haiprof.show.views.overview import overview_view
-from haiprof.show.views.rank import rank_view
+from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.report.fake_run import START_NS, FakeRun, empty_run, two_rank_run
 
 

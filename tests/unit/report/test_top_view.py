@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from haiprof.live.follow import JobNow, RankNow
-from haiprof.show.export import view_text
-from haiprof.show.views.top import JOBS, RANK, RANKS, Selection, top_view
+from haiprof.show.card import view_text
+from haiprof.show.views.jobs import JOBS, RANK, RANKS, Selection, top_view
 
 SPLIT: dict[str, float | None] = {
     "dataloader": 0.55, "forward": 0.12, "backward": 0.23, "optimizer": 0.05, "other": 0.05,

@@ -18,10 +18,8 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.local_http import allowed_hosts
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
-from haiprof.show.page.application import PageApp
-from haiprof.show.page.page_state import CachedPage
-from haiprof.show.page.server import Viewers
-from haiprof.show.servers.local_server import Access
+from haiprof.show.page.server import CachedPage, PageApp, Viewers
+from haiprof.show.servers import Access
 from tests.unit.report.many_ranks import write_many
 
 TOKEN, COOKIE = "right-token", "haiprof-5000"
@@ -128,14 +126,14 @@ def test_page_is_made_anew_when_the_run_has_grown(
     os.utime(run / "ranks" / "0" / "events.jsonl", (later, later))
     assert page.status()["changed"] is True
     assert page.status()["due"] is False  # the job keeps its processor
-    monkeypatch.setattr("haiprof.show.page.page_state._PAUSE_S", 0.0)
-    monkeypatch.setattr("haiprof.show.page.page_state._COST_RATIO", 1e9)
+    monkeypatch.setattr("haiprof.show.page.server._PAUSE_S", 0.0)
+    monkeypatch.setattr("haiprof.show.page.server._COST_RATIO", 1e9)
     assert page.status()["due"] is True
     assert page.status()["text"].startswith("job running for ")
     assert page.current() is first  # figures agree with the text that is shown
-    monkeypatch.setattr("haiprof.show.page.page_state._OLD_S", 1e9)
+    monkeypatch.setattr("haiprof.show.page.server._OLD_S", 1e9)
     assert page.newest() is first  # a page is held for a while
-    monkeypatch.setattr("haiprof.show.page.page_state._OLD_S", 0.0)
+    monkeypatch.setattr("haiprof.show.page.server._OLD_S", 0.0)
     assert page.newest() is not first
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from haiprof.diagnosis.finding import Evidence, Finding
-from haiprof.show.card import verdict_card
-from haiprof.show.export import save_card_svg, save_verdict, view_text
+from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_text
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import overview_summary
-from haiprof.show.views.overview import overview_view
-from haiprof.show.views.rank import rank_view
+from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.diagnosis.stories import verdict_of
 from tests.unit.report.fake_run import FakeRun, empty_run, two_rank_run
 from tests.unit.report.fake_verdict import DRIFT, FORWARD_BOUND, fake_verdict

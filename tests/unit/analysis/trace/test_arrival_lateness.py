@@ -10,8 +10,8 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.show.views.causes import what_if_answers
 from haiprof.show.views.trace_report import shown_tables
-from haiprof.show.views.what_if import what_if_answers
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_analysis.what_if.replay_parts import rank_as_others
 from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces

@@ -1,9 +1,9 @@
-"""What `haiprof what-if` shows: how well the step is reproduced, and what would make it shorter."""
+"""What `critical-path`, `what-if` and `trace-diff` show."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,60 @@ from rich.text import Text
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.show.tables.frame_table import frame_table
+from haiprof.show.frame_table import frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
+from haiprof.trace_analysis.critical_path import CriticalPath
+from haiprof.trace_analysis.diff import TraceDiff, Verdict
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
 from haiprof.trace_analysis.what_if.replay_parts import Change
 from haiprof.trace_analysis.what_if.scenarios import scenarios
+
+_CAUSES = (
+    ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),
+    ("segment_count", "pieces"),
+)  # fmt: skip
+_NAMES = (
+    ("name", "name"), ("bound_by", "cause"), ("duration_ns", "time"), ("share_ratio", "share"),
+    ("segment_count", "pieces"),
+)  # fmt: skip
+_OUTSIDE = "(host, outside of all events)"
+
+
+def critical_path_view(path: CriticalPath) -> RenderableType:
+    """The whole view."""
+    changes = count_text(path.dependency_count, "change") + " between threads and streams"
+    summary = f"{changes}, {path.assumed_count} of them assumed · confidence: {path.confidence}"
+    causes = path.summary().filter(pl.col("duration_ns") > 0)
+    causes = causes.sort("duration_ns", descending=True)
+    names = path.top(12).with_columns(pl.col("name").fill_null(_OUTSIDE))
+    parts = [
+        Text(f"{path.window}, {duration_text(path.length_ns)}", style="bold"),
+        Text(summary, style="dim"),
+        section("What it consists of", *frame_table(causes, _CAUSES, limit=12)),
+        section("By name", *frame_table(names, _NAMES, limit=12)),
+    ]
+    if path.caveats:
+        parts.append(notes_block(path.caveats))
+    return Group(*parts)
+
+
+def critical_path_data(path: CriticalPath) -> dict[str, Any]:
+    """The same as JSON, with every segment."""
+    return {
+        "window": path.window,
+        "start_ns": path.start_ns,
+        "end_ns": path.end_ns,
+        "confidence": path.confidence,
+        "dependency_count": path.dependency_count,
+        "assumed_count": path.assumed_count,
+        "caveats": list(path.caveats),
+        "summary": path.summary().to_dicts(),
+        "segments": path.segments().to_dicts(),
+    }
+
 
 _COMMON = (
     "measured_step_ns", "reproduced_step_ns", "error_ratio", "unexplained_ratio",
@@ -228,3 +274,45 @@ def _sign_text(ratio: float) -> str:
 
 def _share(ratio: float | None) -> str:
     return "\N{EN DASH}" if ratio is None else f"{ratio:.4f}"
+
+
+_TRACE_DIFF_COLUMNS = (
+    ("name", "name"), ("change", "calls"), ("control_ns", "control"), ("test_ns", "test"),
+    ("difference_ns", "difference"), ("explained_ratio", "explains"),
+    ("adjusted_p_value", "p"),
+)  # fmt: skip
+_STYLES = {True: "bold red", False: "bold green", None: "bold yellow"}
+_TITLES = {"kernel": "Kernels", "operator": "Operators"}
+
+
+def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
+    """The whole view: times are means per step and rank."""
+    time = diff.step_time
+    words = f"step {duration_text(time.control_ns)} before, {duration_text(time.test_ns)} after"
+    parts: list[RenderableType] = [
+        Text(verdict.text, style=_STYLES[verdict.is_slower]),
+        Text(words, style="dim"),
+    ]
+    for kind, title in _TITLES.items():
+        changed = diff.names.filter((pl.col("of") == kind) & (pl.col("difference_ns") != 0))
+        table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
+        parts.append(section(f"{title} per step, the largest difference first", *table))
+    if diff.notes:
+        parts.append(notes_block(diff.notes))
+    return Group(*parts)
+
+
+def diff_data(diff: TraceDiff, verdict: Verdict) -> dict[str, Any]:
+    """The same as JSON, complete."""
+    return {
+        "is_slower": verdict.is_slower,
+        "verdict": verdict.text,
+        "step_time": {
+            **asdict(diff.step_time),
+            "difference_ns": diff.step_time.difference_ns,
+            "change_ratio": diff.step_time.change_ratio,
+        },
+        "names": diff.names.to_dicts(),
+        "steps": diff.steps.to_dicts(),
+        "notes": list(diff.notes),
+    }

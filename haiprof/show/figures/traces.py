@@ -1,0 +1,479 @@
+"""Figures of traces: shares of time, kernels, launches, values over time, and causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+from plotly.subplots import make_subplots
+
+from haiprof.base.arrays import Floats
+from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US
+from haiprof.show.figures.panels import points_per_series, thin_points
+from haiprof.show.figures.style import (
+    AXIS,
+    BLUE,
+    DARK_GREY,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    figure_layout,
+    series_color,
+    time_unit,
+)
+from haiprof.show.views.functions import kernel_label as short_label
+from haiprof.trace_analysis.device_time import OTHERS
+from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
+
+_ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 24, 170, 260, 1600
+
+Part = tuple[str, str, str]
+"""Column of the frame, the name that people read, and its colour."""
+
+TEMPORAL: tuple[Part, ...] = (
+    ("compute_ns", "computes", GREEN),
+    ("non_compute_ns", "communicates or copies", ORANGE),
+    ("idle_ns", "idle", GREY),
+)
+IDLE: tuple[Part, ...] = (
+    ("host_wait", "waits for the host", VERMILLION),
+    ("kernel_wait", "between two kernels", SKY),
+    ("other", "waits for another stream", PURPLE),
+    ("unknown", "not known: no launch in the trace", GREY),
+)
+OVERLAP: tuple[Part, ...] = (
+    ("overlap_ns", "hidden behind computing", GREEN),
+    ("exposed_ns", "exposed", VERMILLION),
+)
+KINDS: tuple[Part, ...] = (
+    ("computation", "computing", GREEN),
+    ("communication", "communication", ORANGE),
+    ("memory", "copies and sets", PURPLE),
+    ("computation overlapping communication", "computing and communication", BLUE),
+    ("computation overlapping memory", "computing and copies", SKY),
+    ("communication overlapping memory", "communication and copies", YELLOW),
+    ("computation overlapping communication overlapping memory", "all three", DARK_GREY),
+)
+COLLECTIVES: tuple[Part, ...] = (
+    ("transfer_ns", "transfers", GREEN),
+    ("wait_ns", "waits for the last rank", VERMILLION),
+    ("untold_ns", "not told apart", GREY),
+)
+
+
+def temporal_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+    """Computing, other work and idle time of each rank's GPU."""
+    return part_bars(found, TEMPORAL, ("rank", "device"), share=share,
+                     title=title or "<b>GPU time by rank</b>")  # fmt: skip
+
+
+def idle_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+    """What each stream waited for."""
+    wide = _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"])
+    return part_bars(wide, IDLE, ("rank", "device", "stream"), share=share,
+                     title=title or "<b>Idle time of streams, by cause</b>")  # fmt: skip
+
+
+def kernel_type_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+    """Busy GPU time by the kinds that ran at once."""
+    wide = _by_category(found, "kernel_type", "time_ns", ["rank", "device"])
+    return part_bars(wide, KINDS, ("rank", "device"), share=share,
+                     title=title or "<b>Busy GPU time by kind of kernel</b>")  # fmt: skip
+
+
+def overlap_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+    """Communication of each rank: hidden behind computing, or exposed."""
+    exposed = found.with_columns(exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns"))
+    return part_bars(exposed, OVERLAP, ("rank", "device"), share=share,
+                     title=title or "<b>Communication: hidden and exposed</b>")  # fmt: skip
+
+
+def collective_figure(found: pl.DataFrame, *, share: bool = False, title: str = "") -> go.Figure:
+    """Time that each rank spends in collectives: transferring, or waiting for the last rank."""
+    known = pl.col("wait_ns").is_not_null() & pl.col("transfer_ns").is_not_null()
+    length = pl.col("end_ns") - pl.col("start_ns")
+    sums = found.group_by("rank").agg(
+        pl.col("transfer_ns").filter(known).sum(),
+        pl.col("wait_ns").filter(known).sum(),
+        untold_ns=length.filter(~known).sum(),
+    ).sort("rank")  # fmt: skip
+    return part_bars(sums, COLLECTIVES, ("rank",), share=share,
+                     title=title or "<b>Time in collectives by rank</b>")  # fmt: skip
+
+
+def part_bars(
+    found: pl.DataFrame, parts: Sequence[Part], keys: Sequence[str], *, share: bool, title: str
+) -> go.Figure:
+    """A bar per row, in stacked parts; parts that nowhere happened are left out."""
+    names = row_names(found, keys)
+    seen = [part for part in parts if part[0] in found.columns and (found[part[0]].sum() or 0) > 0]
+    whole = found.select(pl.sum_horizontal(*(name for name, _, _ in seen))).to_series() if seen \
+        else pl.Series([], dtype=pl.Float64)  # fmt: skip
+    unit, size = ("%", 0.01) if share else time_unit(whole.max() if len(whole) else None)  # type: ignore[arg-type]
+    figure = go.Figure()
+    for column, name, color in seen:
+        values = found[column] / whole if share else found[column]
+        figure.add_trace(
+            go.Bar(
+                y=names, x=(values.cast(pl.Float64) / size).to_list(), name=name, orientation="h",
+                marker={"color": color},
+                hovertemplate=f"%{{y}}: %{{x:.4g}} {unit} {name}<extra></extra>",
+            )
+        )  # fmt: skip
+    layout_rows(figure, names, title=title)
+    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+    if share:
+        figure.update_xaxes(range=[0, 100])
+    return figure
+
+
+def layout_rows(figure: go.Figure, names: Sequence[str], *, title: str) -> None:
+    """The layout of a figure with a bar per named row, the first on top."""
+    height = min(_MOST_PX, max(_LEAST_PX, _ROW_PX * len(names) + _FRAME_PX))
+    figure.update_layout(**figure_layout(title, height=height))
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=list(names),
+                        autorange="reversed", automargin=True, **AXIS)  # fmt: skip
+
+
+def row_names(found: pl.DataFrame, keys: Sequence[str]) -> list[str]:
+    """A name per row: `rank 3`, `rank 3 · GPU 1 · stream 7`; a GPU only if a rank has several."""
+    several = "device" in keys and not (
+        found.select("rank", "device").unique()["rank"].is_unique().all()
+    )
+    words = {"rank": "rank", "device": "GPU", "stream": "stream"}
+    shown = [key for key in keys if key != "device" or several]
+    return [
+        " · ".join(f"{words[key]} {row[key]}" for key in shown if row[key] is not None)
+        for row in found.select(shown).iter_rows(named=True)
+    ]
+
+
+def _by_category(found: pl.DataFrame, category: str, value: str, keys: list[str]) -> pl.DataFrame:
+    """A row per key with a column for each category."""
+    if found.is_empty():
+        return found.select(keys)
+    return found.pivot(category, index=keys, values=value, aggregate_function="sum").sort(keys)
+
+
+_HEIGHT_PX = 340
+
+
+def critical_path_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """What the critical path consists of, the longest cause on top."""
+    ordered = found.filter(pl.col("duration_ns") > 0).sort(-pl.col("duration_ns"), "bound_by")
+    return _time_bars(
+        [name.replace("_", " ") for name in ordered["bound_by"]],
+        ordered["duration_ns"].to_list(),
+        ordered["share_ratio"].to_list(),
+        colors=[BLUE] * ordered.height,
+        share="%{customdata:.3g} % of the window",
+        title=title or "<b>Critical path by cause</b>",
+    )
+
+
+def what_if_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """The step as it is, and as each change would make it."""
+    now_ns = [found["reproduced_step_ns"][0]] if found.height else []
+    figure = _time_bars(
+        ["as it is", *found["change"]][: len(now_ns) + found.height],
+        [*now_ns, *found["predicted_step_ns"]],
+        [0.0] * len(now_ns) + found["saved_ratio"].to_list(),
+        colors=[GREY] * len(now_ns) + [BLUE] * found.height,
+        share="shorter by %{customdata:.3g} %",
+        title=title or "<b>What would make the step shorter</b>",
+    )
+    _, size = time_unit(now_ns[0] if now_ns else None)
+    above, below = (
+        [0.0] * len(now_ns)
+        + ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
+        for name in ("high_step_ns", "low_step_ns")
+    )
+    figure.update_traces(
+        error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    )
+    return figure
+
+
+def _time_bars(
+    names: Sequence[str],
+    times_ns: Sequence[float],
+    ratios: Sequence[float],
+    *,
+    colors: Sequence[str],
+    share: str,
+    title: str,
+) -> go.Figure:
+    """A bar of time per name, the first on top and the unit's measure, with what its ratio says."""
+    unit, size = time_unit(times_ns[0] if times_ns else None)
+    figure = go.Figure(
+        go.Bar(
+            y=names, x=[time / size for time in times_ns], orientation="h",
+            marker={"color": colors}, customdata=[ratio * 100 for ratio in ratios],
+            hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}, {share}<extra></extra>",
+        )
+    )  # fmt: skip
+    layout_rows(figure, names, title=title)
+    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+    return figure
+
+
+def arrival_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """How late each rank begins its collectives, per step, with its interval where there is one."""
+    ordered = found.sort("rank")
+    late = (ordered["late_ns"] / NS_PER_MS).cast(pl.Float64)
+    above, below = (
+        ((ordered[name] - ordered["late_ns"]).abs() / NS_PER_MS).fill_null(0).to_list()
+        for name in ("high_ns", "low_ns")
+    )
+    said = str(found["said"][0]) if found.height else ""
+    small = f"<br><span style='font-size:12px'>{said.split(';')[0]}</span>" if said else ""
+    figure = go.Figure(
+        go.Bar(
+            x=ordered["rank"].to_list(), y=late.to_list(),
+            marker={"color": [VERMILLION if is_late else BLUE for is_late in ordered["is_late"]]},
+            error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below},
+            hovertemplate="rank %{x}: %{y:.4g} ms late per step<extra></extra>",
+        )
+    )  # fmt: skip
+    default = f"<b>Lateness at collectives, per step</b>{small}"
+    figure.update_layout(**figure_layout(title or default, height=_HEIGHT_PX))
+    figure.update_xaxes(title="rank", tickformat="d", **AXIS)
+    figure.update_yaxes(ticksuffix=" ms", **AXIS)
+    return figure
+
+
+_COLORED = 8
+"""So many kernels have a colour of their own: colours repeat after them."""
+_TRACE_KERNELS_HEIGHT_PX, _NAME_LENGTH = 340, 48
+
+
+def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """The kernels with the most time, stacked for each rank; all others are one part."""
+    labels = {name: kernel_label(name) for name in found["name"].unique()}
+    found = found.with_columns(pl.col("name").replace_strict(labels))
+    named = found.filter(pl.col("name") != OTHERS)
+    sums = named.group_by("kind", "name").agg(pl.col("sum_ns").sum())
+    top = sums.sort(-pl.col("sum_ns"), "name").head(_COLORED)
+    ranks = found.select("rank").unique().sort("rank")
+    whole = found.group_by("rank").agg(pl.col("sum_ns").sum())
+    unit, size = time_unit(whole["sum_ns"].max())  # type: ignore[arg-type]
+    names, figure = row_names(ranks, ("rank",)), go.Figure()
+    rest = ranks.join(whole, on="rank", how="left")["sum_ns"]
+    for index, (kind, name) in enumerate(top.select("kind", "name").iter_rows()):
+        own = found.filter((pl.col("kind") == kind) & (pl.col("name") == name))
+        own = own.group_by("rank").agg(pl.col("sum_ns").sum())
+        times = ranks.join(own, on="rank", how="left")["sum_ns"].fill_null(0)
+        rest = rest - times
+        figure.add_trace(_bars(names, times / size, name, series_color(index), unit))
+    if rest.sum():
+        figure.add_trace(_bars(names, rest / size, "all others", GREY, unit))
+    layout_rows(figure, names, title=title or "<b>Kernels with the most time, by rank</b>")
+    # Names of kernels are long: a line for each in the legend, below the bars.
+    figure.update_layout(
+        height=figure.layout.height + 20 * len(figure.data),
+        legend={"orientation": "v", "y": -0.12, "yref": "paper", "yanchor": "top"},
+    )
+    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+    return figure
+
+
+def one_kernel_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """One kernel on every rank: its mean duration, with the shortest and the longest call."""
+    ordered = found.sort("rank", "device")
+    mean, low, high = (ordered[name] / NS_PER_US for name in ("mean_ns", "min_ns", "max_ns"))
+    worst = mean.max()
+    figure = go.Figure(
+        go.Bar(
+            x=ordered["rank"].to_list(), y=mean.to_list(),
+            marker={"color": [VERMILLION if value == worst else BLUE for value in mean]},
+            error_y={"type": "data", "symmetric": False, "array": (high - mean).to_list(),
+                     "arrayminus": (mean - low).to_list(), "thickness": 1.5},
+            customdata=list(zip(low, high, ordered["count"], strict=True)),
+            hovertemplate="rank %{x}: %{y:.4g} µs in the mean of %{customdata[2]} calls, "
+            "%{customdata[0]:.4g} to %{customdata[1]:.4g} µs<extra></extra>",
+        )
+    )  # fmt: skip
+    name = kernel_label(ordered["name"][0]) if ordered.height else "no such kernel"
+    figure.update_layout(
+        **figure_layout(title or f"<b>{name}</b> by rank", height=_TRACE_KERNELS_HEIGHT_PX)
+    )
+    figure.update_xaxes(title="rank", tickformat="d", **AXIS)
+    figure.update_yaxes(rangemode="tozero", ticksuffix=" µs", **AXIS)
+    return figure
+
+
+def kernel_label(name: str) -> str:
+    """A kernel's name for a legend: without template arguments, and not longer than a line."""
+    short = short_label(name)
+    cut = short if len(short) <= _NAME_LENGTH else f"{short[: _NAME_LENGTH - 1]}…"
+    return cut.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _bars(names: list[str], values: pl.Series, name: str, color: str, unit: str) -> go.Bar:
+    return go.Bar(
+        y=names, x=values.to_list(), name=name, orientation="h", marker={"color": color},
+        hovertemplate=f"%{{y}}: %{{x:.4g}} {unit}<br>{name}<extra></extra>",
+    )  # fmt: skip
+
+
+_BINS_PER_DECADE, _SHORTEST_US = 8, 0.1
+_TRACE_LAUNCHES_HEIGHT_PX = 720
+
+
+def launch_figure(
+    found: pl.DataFrame,
+    *,
+    runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
+    title: str = "",
+) -> go.Figure:
+    """Three distributions over all ranks, on logarithmic axes of time."""
+    short = found.filter("is_short")
+    panels = (
+        (found["cpu_duration_ns"], BLUE, runtime_cutoff_ns,
+         f"Calls by duration: {found['is_runtime_outlier'].sum()} of {found.height} are longer "
+         f"than {runtime_cutoff_ns / NS_PER_US:g} µs"),
+        (found["launch_delay_ns"], PURPLE, launch_delay_cutoff_ns,
+         f"Delay from call to kernel: {found['is_launch_delay_outlier'].sum()} are longer than "
+         f"{launch_delay_cutoff_ns / NS_PER_US:g} µs"),
+        (short["gpu_duration_ns"], GREEN, None,
+         f"Kernels shorter than their call: {short.height} of {found.height}, by duration"),
+    )  # fmt: skip
+    figure = make_subplots(
+        rows=3, cols=1, vertical_spacing=0.13, subplot_titles=[text for *_, text in panels]
+    )
+    for row, (times, color, cutoff_ns, _) in enumerate(panels, start=1):
+        for bars in _histogram(times, color):
+            figure.add_trace(bars, row=row, col=1)
+        if cutoff_ns:
+            figure.add_vline(x=cutoff_ns / NS_PER_US, row=row, col=1,
+                             line={"color": GREY, "dash": "dash"})  # fmt: skip
+    figure.update_layout(
+        **figure_layout(title or "<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX)
+        | {"showlegend": False}
+    )
+    for note in figure.layout.annotations:
+        note.update(x=0, xanchor="left", font={"size": 13})
+    figure.update_xaxes(type="log", ticksuffix=" µs", **AXIS)
+    figure.update_yaxes(rangemode="tozero", **AXIS)
+    return figure
+
+
+def _histogram(times_ns: pl.Series, color: str) -> Iterator[go.Bar]:
+    """How many are how long; what is shorter than the first bin counts in it."""
+    known: Floats = times_ns.drop_nulls().to_numpy() / NS_PER_US
+    if not len(known):
+        return
+    decades = np.log10(max(float(known.max()), _SHORTEST_US * 10) / _SHORTEST_US)
+    edges = np.geomspace(
+        _SHORTEST_US, _SHORTEST_US * 10**decades * 1.001, int(decades * _BINS_PER_DECADE) + 2
+    )
+    counts = np.histogram(np.maximum(known, _SHORTEST_US), edges)[0]
+    yield go.Bar(
+        x=np.sqrt(edges[:-1] * edges[1:]), y=counts, width=np.diff(edges),
+        marker={"color": color}, customdata=np.stack([edges[:-1], edges[1:]], axis=1),
+        hovertemplate="%{y} of %{customdata[0]:.3g} to %{customdata[1]:.3g} µs<extra></extra>",
+    )  # fmt: skip
+
+
+SERIES_LIMIT = 12
+"""More lines cannot be told apart: those with the highest values are drawn."""
+_TRACE_LINES_HEIGHT_PX = 380
+
+
+def queue_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """The length of each stream's launch queue over time."""
+    return _over_time(
+        found.with_columns(value=pl.col("queue_length").cast(pl.Float64)),
+        ("rank", "device", "stream"),
+        lambda key: f"rank {key[0]}, stream {key[2]}",
+        unit="",
+        title=title or "<b>Launch queues over time</b>",
+    )
+
+
+def bandwidth_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """The bandwidth of each kind of copy over time."""
+    return _over_time(
+        found.with_columns(value=pl.col("bandwidth_bytes_per_s") / BYTES_PER_GIB),
+        ("rank", "device", "copy_kind"),
+        lambda key: f"rank {key[0]}, {key[2]}",
+        unit="GiB/s",
+        title=title or "<b>Bandwidth of copies over time</b>",
+    )
+
+
+def memory_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
+    """Memory in tensors over time, and what the caching allocator holds."""
+    names = {"allocated_bytes": "in tensors", "reserved_bytes": "reserved"}
+    if found["allocated_bytes"].is_null().all():
+        names = {"since_start_bytes": "since the trace began"}
+    kept = found.filter(pl.col("device_type") != "cpu")
+    long = (
+        (kept if kept.height else found)
+        .unpivot(
+            list(names), index=["rank", "device_type", "device", "ts_ns"], variable_name="what"
+        )
+        .drop_nulls("value")
+    )
+    small = max(long["value"].to_list(), default=0) < BYTES_PER_GIB
+    unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
+    return _over_time(
+        long.with_columns(value=pl.col("value") / size),
+        ("rank", "device_type", "device", "what"),
+        lambda key: f"rank {key[0]}, {names[str(key[3])]}",
+        unit=unit,
+        title=title or "<b>Memory over time</b>",
+    )
+
+
+def _over_time(
+    found: pl.DataFrame,
+    keys: Sequence[str],
+    name: Callable[[tuple[object, ...]], str],
+    *,
+    unit: str,
+    title: str,
+) -> go.Figure:
+    """A stepped line per series: `ts_ns`, and `value` from then on."""
+    figure = go.Figure()
+    highest = found.group_by(keys).agg(pl.col("value").max().alias("most"))
+    ordered = highest.filter(pl.col("most") > 0).sort(
+        "most", *keys, descending=[True] + [False] * len(keys)
+    )
+    shown = ordered.head(SERIES_LIMIT).sort(keys).select(keys)
+    start_ns, end_ns = (
+        int(ns) for ns in found.select(first=pl.min("ts_ns"), last=pl.max("ts_ns")).row(0)
+    )
+    second, second_ns = time_unit(end_ns - start_ns)
+    limit = points_per_series(shown.height)
+    for index, key in enumerate(shown.iter_rows()):
+        same = [
+            pl.col(column).eq_missing(pl.lit(part)) for column, part in zip(keys, key, strict=True)
+        ]
+        own = found.filter(*same).sort("ts_ns", maintain_order=True)
+        values = own["value"].to_numpy()
+        kept = thin_points(values, limit=limit)
+        times = ((own["ts_ns"] - start_ns) / second_ns).to_numpy()
+        figure.add_trace(
+            go.Scatter(
+                x=times[kept].astype(np.float32), y=values[kept].astype(np.float32),
+                name=name(key), mode="lines",
+                line={"color": series_color(index), "width": 1.5, "shape": "hv"},
+                hovertemplate=f"{name(key)}, %{{x:.4g}} {second}: %{{y:.4g}} {unit}<extra></extra>",
+            )
+        )  # fmt: skip
+    left_out = ordered.height - shown.height
+    more = f"<br><span style='font-size:12px'>{left_out} lower lines are left out</span>"
+    figure.update_layout(
+        **figure_layout(title + (more if left_out else ""), height=_TRACE_LINES_HEIGHT_PX)
+    )
+    figure.update_xaxes(ticksuffix=f" {second}", **AXIS)
+    figure.update_yaxes(rangemode="tozero", ticksuffix=f" {unit}".rstrip(), **AXIS)
+    return figure

@@ -1,1 +1,0 @@
-"""Servers on this machine: TensorBoard, Perfetto, and what serves pages."""

@@ -1,1 +1,0 @@
-"""Rows of cells that terminal and page share."""

@@ -1,0 +1,310 @@
+"""What `snapshot`, `trace-now` and `attach` show: the answers of a running job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from haiprof.base.code_places import is_library
+from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
+from haiprof.live.attach import RECORDED, Attached
+from haiprof.live.external_sampling import RATE_HZ, SampledStacks
+from haiprof.live.kineto.result import KinetoTraces, ProcessTrace
+from haiprof.live.native_stacks import SuspectDetails
+from haiprof.live.snapshot import Snapshot
+from haiprof.live.stacks import Node
+from haiprof.live.standstill import RankState, Suspect, doing
+from haiprof.live.trace_now import TraceNow, failures
+from haiprof.run_format.stack_frames import frame_text
+from haiprof.show.card import verdict_card
+from haiprof.show.figures.style import PHASE_COLORS
+from haiprof.show.run_header import RunHeader
+from haiprof.show.text import count_text, moment_text, printable, value_text
+from haiprof.show.views.blocks import notes_block, one_line, section
+
+if TYPE_CHECKING:
+    from haiprof.diagnosis.verdict import Verdict
+    from haiprof.run_analysis.run_frames import RunFrames
+
+MOST_SUSPECTS = 12
+NATIVE_FRAMES = 8
+
+
+def snapshot_view(snapshot: Snapshot) -> RenderableType:
+    """The whole view: the verdict first, then every rank's stack as one tree."""
+    return Group(
+        Text(_headline(snapshot), style="bold"),
+        Text(
+            f"{moment_text(snapshot.wall_ns)} · {count_text(len(snapshot.states), 'rank')}, "
+            f"{sum(s.answered for s in snapshot.states)} answered",
+            style="dim",
+        ),
+        *_suspects(snapshot.suspects, {details.rank: details for details in snapshot.details}),
+        section("main threads", _tree(snapshot.tree)),
+        *_without_stack(snapshot.states),
+        *([notes_block(snapshot.notes)] if snapshot.notes else []),
+    )
+
+
+def _headline(snapshot: Snapshot) -> str:
+    if not snapshot.states:
+        return "no rank has reported in"
+    if snapshot.suspended:
+        return "The job is suspended: all its ranks are stopped by a signal (kill -CONT)"
+    certain = [s.rank for s in snapshot.suspects if s.certain]
+    if certain:
+        return f"{_names_text(certain)} {'holds' if len(certain) == 1 else 'hold'} the job up"
+    if snapshot.moves:
+        return "The job moves: collectives went on between two looks"
+    odd = [s.rank for s in snapshot.suspects]
+    if odd:
+        return (
+            f"{_names_text(odd)} {'does' if len(odd) == 1 else 'do'} something else than the rest"
+        )
+    if snapshot.moves is None:
+        return "No collectives to compare; all ranks do the same or none could be compared"
+    return "Nothing moves, and no rank differs from the others: all wait for something else"
+
+
+def _names_text(ranks: Sequence[int]) -> str:
+    text = ranks_text(ranks)
+    return text[:1].upper() + text[1:]
+
+
+def _suspects(
+    suspects: Sequence[Suspect], details: Mapping[int, SuspectDetails]
+) -> Iterator[RenderableType]:
+    for suspect in suspects[:MOST_SUSPECTS]:
+        yield section(
+            f"rank {suspect.rank}",
+            Text(printable(suspect.reason)),
+            *([one_line(f"doing: {suspect.doing}")] if suspect.doing else []),
+            *_details(details.get(suspect.rank)),
+        )
+    if len(suspects) > MOST_SUSPECTS:
+        yield Text(f"and {len(suspects) - MOST_SUSPECTS} more (--json has all)", style="dim")
+
+
+def _details(details: SuspectDetails | None) -> Iterator[RenderableType]:
+    if details is None:
+        return
+    for frame in (details.native or ())[-NATIVE_FRAMES:]:
+        yield one_line(f"  {printable(frame)}")
+    if details.gpu:
+        said = (_metric_text(metric, value) for metric, value in details.gpu.items())
+        yield one_line("its GPU: " + ", ".join(said))
+    if details.xids:
+        codes = ", ".join(map(str, details.xids))
+        yield one_line(f"its GPU reported XID {codes}", style="bold")
+
+
+def _metric_text(metric: str, value: float) -> str:
+    """`memory used 12.0 GiB`: a metric's last word is its unit."""
+    name, _, unit = metric.rpartition("_")
+    return f"{name.replace('_', ' ')} {value_text(value, unit)}"
+
+
+def _without_stack(states: Sequence[RankState]) -> Iterator[RenderableType]:
+    mute = [state for state in states if state.stack is None]
+    if mute:
+        lines = [one_line(f"rank {s.rank}: {doing(s)}") for s in mute[:MOST_SUSPECTS]]
+        yield section("without a stack", *lines)
+
+
+def _tree(root: Node) -> RenderableType:
+    """The merged tree; a chain of frames that the same ranks are in is one branch."""
+    tree = Tree(Text(ranks_text(root.ranks) if root.ranks else "no stacks"), guide_style="dim")
+    _grow(tree, root)
+    return tree
+
+
+def _grow(branch: Tree, node: Node) -> None:
+    for child in node.children.values():
+        chain = [child]
+        while len(chain[-1].children) == 1:
+            (only,) = chain[-1].children.values()
+            if only.ranks != chain[-1].ranks:
+                break
+            chain.append(only)
+        _grow(branch.add(_chain_text(chain)), chain[-1])
+
+
+def _chain_text(chain: Sequence[Node]) -> Text:
+    """The user's own frames of a chain and its innermost one; what lies between is counted."""
+    text = Text(style="")
+    text.append(ranks_text(chain[0].ranks), style="cyan")
+    hidden = 0
+    for node in chain:
+        frame = node.frame or ("", 0, "")
+        inner = node is chain[-1]
+        if is_library(frame[0], frame[2]) and not inner:
+            hidden += 1
+            continue
+        if hidden:
+            text.append(f"\n  … {hidden} library frames", style="dim")
+            hidden = 0
+        text.append(f"\n  {printable(frame_text(frame))}")
+    return text
+
+
+MOST_FILES = 8
+
+
+def kineto_view(found: KinetoTraces) -> RenderableType:
+    """The whole view."""
+    return Group(*_result_lines(found), *_failure_lines(found))
+
+
+def _result_lines(found: KinetoTraces) -> Iterator[RenderableType]:
+    for each in found.done:
+        yield Text(f"traced {_steps(each)} of {_name(each)}", style="bold")
+    paths = [Path(each.path) for each in found.done if each.path]
+    if paths:
+        size = bytes_text(sum(path.stat().st_size for path in paths if path.exists()))
+        yield Text(f"{len(paths)} files, {size}", style="dim")
+    for path in paths[:MOST_FILES]:
+        yield one_line(f"  {path}")
+    if len(paths) > MOST_FILES:
+        yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
+    for reason in sorted({each.steps_reason for each in found.done if each.steps_reason}):
+        yield Text(f"steps are not marked: {reason}", style="dim")
+    if found.aligned is False:
+        yield Text("the ranks did not record the same steps", style="yellow")
+
+
+def _steps(each: ProcessTrace) -> str:
+    if each.steps is not None:
+        return f"steps {each.steps[0]} to {each.steps[1] - 1}"
+    return f"{each.optimizer_step_count} optimizer steps"
+
+
+def _name(each: ProcessTrace) -> str:
+    return f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
+
+
+def _failure_lines(found: KinetoTraces) -> Iterator[RenderableType]:
+    for each in found.processes:
+        if each.state != "done":
+            reason = printable(each.reason or "no reason given")
+            yield Text(f"{_name(each)} {each.state}: {reason}", style="yellow")
+
+
+def trace_now_view(found: TraceNow) -> RenderableType:
+    """The whole view."""
+    notes = (Text(printable(note), style="yellow") for note in found.notes)
+    return Group(*_trace_now_result_lines(found), *_trace_now_failure_lines(found), *notes)
+
+
+def _trace_now_result_lines(found: TraceNow) -> Iterator[RenderableType]:
+    by_steps: dict[tuple[int, int] | None, list[int]] = {}
+    for rank in found.done:
+        by_steps.setdefault(rank.steps, []).append(rank.rank)
+    for steps, ranks in by_steps.items():
+        said = "" if steps is None else f"steps {steps[0]} to {steps[1] - 1} "
+        yield Text(f"traced {said}on {ranks_text(ranks)}", style="bold")
+    stalls = [rank.stall_ns for rank in found.done if rank.stall_ns is not None]
+    paths = [Path(rank.path) for rank in found.done if rank.path]
+    if stalls:
+        size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
+        yield Text(
+            f"{len(paths)} files, {size}; the job stood still for {duration_text(max(stalls))} "
+            "at most",
+            style="dim",
+        )
+    for path in paths[:MOST_FILES]:
+        yield one_line(f"  {path}")
+    if len(paths) > MOST_FILES:
+        yield Text(f"  and {len(paths) - MOST_FILES} more", style="dim")
+    if not found.aligned:
+        words = "did not record" if found.counted_alike else "may not have recorded"
+        yield Text(f"the ranks {words} the same steps", style="yellow")
+
+
+def _trace_now_failure_lines(found: TraceNow) -> Iterator[RenderableType]:
+    by_reason: dict[str, list[int]] = {}
+    for rank in failures(found):
+        by_reason.setdefault(f"{rank.state}: {rank.reason or 'no reason given'}", []).append(
+            rank.rank
+        )
+    for reason, ranks in by_reason.items():
+        yield Text(f"{ranks_text(ranks)} {printable(reason)}", style="yellow")
+
+
+_PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
+_ENOUGH_SAMPLES = 30
+_BUSY_CORES = 0.9
+_IDLE_CORES = 0.2
+
+
+def attach_view(
+    done: Attached, verdict: Verdict | None, header: RunHeader, analyzer: RunFrames, *, width: int
+) -> RenderableType:
+    """The whole view."""
+    parts: list[RenderableType] = []
+    if verdict is not None:
+        parts.append(verdict_card(verdict, header, width=width))
+    else:
+        parts += _sampling_lines(done.seen, analyzer)
+    if done.trace is not None:
+        parts.append(trace_now_view(done.trace))
+    parts += [
+        Text(printable(f"{name} is not recorded: {why}"), style="yellow")
+        for name, why in done.refused.items()
+    ]
+    where = "a part of the recording in" if done.how == RECORDED else "the recording is in"
+    return Group(*parts, one_line(f"{where} {done.run}"))
+
+
+def _sampling_lines(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Iterator[RenderableType]:
+    cores = _main_cores(analyzer)
+    for each in seen:
+        if each.problem is not None:
+            yield Text(f"rank {each.rank}: no stacks: {printable(each.problem)}", style="yellow")
+        else:
+            yield _attach_headline(each, cores.get(each.rank))
+            yield from _shares(each)
+    yield Text(
+        "From outside: no steps are counted, no step times known, and a share of samples is not a "
+        "share of GPU time. haiprof attach --inject measures them.",
+        style="dim",
+    )
+
+
+def _attach_headline(seen: SampledStacks, cores: float | None) -> Text:
+    """The result of sampling, without a cause."""
+    phase, share = max(seen.shares.items(), key=lambda item: item[1])
+    text = f"rank {seen.rank} (pid {seen.pid}): its main thread is in {phase} in "
+    text += f"{ratio_text(share)} of {seen.sample_count} samples"
+    if cores is not None:
+        doing = (
+            "busy" if cores > _BUSY_CORES else "mostly idle" if cores < _IDLE_CORES else "in part"
+        )
+        text += f", using {cores:.2f} cores ({doing})"
+    if seen.sample_count < _ENOUGH_SAMPLES:
+        text += f"; too few to judge by: take more than {_ENOUGH_SAMPLES / RATE_HZ:.0f} s"
+    return Text(text, style="bold")
+
+
+def _shares(seen: SampledStacks) -> Iterator[RenderableType]:
+    line = Text("  ")
+    for phase in _PHASES:
+        if phase in seen.shares:
+            line.append(f"{phase} ", style=PHASE_COLORS.get(phase, ""))
+            line.append(f"{ratio_text(seen.shares[phase])} ±{100 * seen.margin(phase):.0f}  ")
+    yield line
+    for frame, share in seen.hottest:
+        yield one_line(f"  {ratio_text(share)} at {printable(frame)}")
+
+
+def _main_cores(analyzer: RunFrames) -> dict[int, float]:
+    rows = analyzer.counters().filter(
+        (pl.col("source") == "process") & (pl.col("metric") == "cpu_main_cores")
+    )
+    medians = rows.group_by("rank").agg(pl.col("value").median())
+    return {rank: value for rank, value in medians.rows() if rank is not None and value is not None}

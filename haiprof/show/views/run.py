@@ -1,0 +1,498 @@
+"""What `overview`, `rank` and `lines` show of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.base.units import (
+    MISSING,
+    NS_PER_S,
+    bytes_text,
+    duration_text,
+    rate_text,
+    ratio_text,
+    visible,
+)
+from haiprof.run_analysis.code_samples import CODE_PHASES
+from haiprof.run_analysis.settings import ModelSettings, OptimizerSettings, RankSettings
+from haiprof.run_analysis.step_boundaries import WORDS
+from haiprof.show.card import work_text
+from haiprof.show.figures.style import PHASES
+from haiprof.show.rank_summary import OneRankSummary, SlowStep
+from haiprof.show.series import Series, fold_series
+from haiprof.show.summary import (
+    GpuSummary,
+    NodeSummary,
+    OverviewSummary,
+    RankSummary,
+    Split,
+    rank_name,
+)
+from haiprof.show.terminal import PhaseMark, SplitBar, SplitLegend, phase_heading
+from haiprof.show.text import count_text, number_text, printable, share_text, steps_text, value_text
+from haiprof.show.views.blocks import (
+    FittingTable,
+    bullets,
+    header_block,
+    missing_block,
+    notes_block,
+    one_line,
+    plain_table,
+    section,
+    series_block,
+)
+
+_SWITCHES = {
+    "anomaly": "anomaly detection",
+    "deterministic": "deterministic algorithms",
+    "cudnn_benchmark": "cudnn.benchmark",
+    "cudnn_deterministic": "cudnn.deterministic",
+    "tracemalloc": "tracemalloc",
+    "developer_mode": "python -X dev",
+}
+
+
+def setting_rows(settings: RankSettings) -> list[tuple[str, str]]:
+    """What it is, and how it is set; what torch or Python leave alone by itself is left out."""
+    rows = [("model", _model_text(model)) for model in settings.models]
+    rows += [("optimizer", _optimizer_text(optimizer)) for optimizer in settings.optimizers]
+    rows.append(("precision", _precision_text(settings)))
+    rows.append(("cores", ", ".join(_core_parts(settings))))
+    switches = ", ".join(_switch_parts(settings))
+    if switches:
+        rows.append(("switched on", switches))
+    off = [n for n in ("mkldnn", "cudnn_enabled") if settings.flags.get(n) is False]
+    rows += [("switched off", name.removesuffix("_enabled")) for name in off]
+    rows.append(("collector", ", ".join(_collector_parts(settings))))
+    rows += [("not read", problem) for problem in settings.problems]
+    return [(name, text) for name, text in rows if text]
+
+
+def _model_text(model: ModelSettings) -> str:
+    parts = [count_text(model.parameter_count, "parameter")] if model.parameter_count else []
+    parts.append(f"in {count_text(model.tensor_count or 0, 'tensor')}")
+    if model.trainable_ratio is not None and model.trainable_ratio < 1:
+        parts.append(f"{ratio_text(model.trainable_ratio)} trained")
+    parts += [
+        " and ".join(sorted(model.dtypes)),
+        f"on {' and '.join(model.devices) or 'no device'}",
+    ]
+    if model.fsdp_unit_count:
+        parts.append(count_text(model.fsdp_unit_count, "FSDP unit"))
+    if model.ddp is not None:
+        given = (f"{name}={value}" for name, value in model.ddp.items() if value is not None)
+        parts.append(f"DDP({', '.join(given)})")
+    return f"{model.name}: {', '.join(part for part in parts if part)}"
+
+
+def _optimizer_text(optimizer: OptimizerSettings) -> str:
+    given = {"foreach": optimizer.foreach, "fused": optimizer.fused}
+    told = [f"{name}={value}" for name, value in given.items() if value is not None]
+    how = ", ".join(told) or "foreach and fused left to torch"
+    return f"{optimizer.name}: {count_text(optimizer.tensor_count or 0, 'tensor')}, {how}"
+
+
+def _precision_text(settings: RankSettings) -> str:
+    flags = settings.flags
+    parts = [f"default {flags.get('default_dtype')}"] if flags.get("default_dtype") else []
+    if flags.get("matmul_precision"):
+        parts.append(f"float32 matmul {flags['matmul_precision']}")
+    parts.append(f"autocast {settings.autocast or 'not seen at the call of a model'}")
+    return ", ".join(parts)
+
+
+def _core_parts(settings: RankSettings) -> Iterator[str]:
+    if settings.operator_threads is not None:
+        yield f"{count_text(settings.operator_threads, 'thread')} per operator"
+    if settings.cores is not None:
+        yield f"{count_text(settings.cores, 'core')} allowed"
+    if settings.cpu_limit_cores is not None:
+        yield f"control group limits it to {settings.cpu_limit_cores:g} cores"
+    if settings.memory_limit_bytes is not None:
+        yield f"and to {bytes_text(settings.memory_limit_bytes)} of memory"
+
+
+def _switch_parts(settings: RankSettings) -> Iterator[str]:
+    for name, title in _SWITCHES.items():
+        if settings.flags.get(name) is True:
+            yield title
+    ratio = settings.on_ratio("profiler")
+    if ratio:
+        yield f"a profiler of the job's own ({ratio_text(ratio)} of the time)"
+    level = settings.flags.get("distributed_debug")
+    if level not in (None, "OFF"):
+        yield f"TORCH_DISTRIBUTED_DEBUG={level}"
+
+
+def _collector_parts(settings: RankSettings) -> Iterator[str]:
+    if settings.gc_enabled is not None:
+        thresholds = ", ".join(map(str, settings.gc_thresholds))
+        yield f"thresholds {thresholds}" if settings.gc_enabled else "disabled"
+    looks = settings.looks
+    if looks.collect_count:
+        times = count_text(looks.collect_count, "call")
+        yield f"{times} of gc.collect() for {duration_text(looks.collect_ns)}"
+
+
+ONE_LINE_CELLS_WIDTH = 104
+BAR_WIDTH = 132
+COMPACT_BELOW_WIDTH = 80
+HOST_WIDTH = 14
+SHOWN_RANKS = 24
+
+
+def overview_view(summary: OverviewSummary, *, width: int) -> RenderableType:
+    """The terminal view of a job."""
+    ranks = shown_ranks(summary.ranks)
+    parts = [_header(summary)]
+    if any(rank.step_count for rank in ranks):
+        work = [Text(work_text(summary.work), style="dim")] if summary.work else []
+        parts.append(section("Steps", *_steps(ranks, width), *work))
+    parts += _machine(summary, ranks, width)
+    if summary.series:
+        series = [
+            line
+            for _, group in groupby(summary.series, key=lambda s: s.title)
+            for line in fold_series(list(group))
+        ]
+        parts.append(section("Over time", series_block(series, summary.window, begin=summary.span)))
+    if summary.reactions:
+        lines = [Text(printable(line), overflow="fold") for line in summary.reactions]
+        parts.append(section("Noticed", *lines))
+    if summary.traces:
+        parts.append(section("Traces", *(Text(line, overflow="fold") for line in summary.traces)))
+    if summary.missing:
+        parts.append(missing_block(summary.missing))
+    notes = list(summary.notes)
+    if len(ranks) < len(summary.ranks):
+        notes.append(f"shown are the {len(ranks)} slowest of {len(summary.ranks)}; all: --json")
+    if notes:
+        parts.append(notes_block(notes))
+    return Group(*parts)
+
+
+def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
+    """All ranks, or the slowest of many."""
+    if len(ranks) <= SHOWN_RANKS:
+        return list(ranks)
+    slowest = sorted(ranks, key=lambda rank: rank.median_step_ns or 0.0, reverse=True)
+    return slowest[:SHOWN_RANKS]
+
+
+def _header(summary: OverviewSummary) -> RenderableType:
+    ranks = {rank.rank for rank in summary.ranks}
+    last = {rank.rank: rank.step_count for rank in sorted(summary.ranks, key=lambda r: r.attempt)}
+    return header_block(summary.run, counts=steps_text(sum(last.values()), len(ranks)))
+
+
+def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:
+    bars = width >= BAR_WIDTH
+    names = ["rank", "steps", "median"]
+    table = plain_table(*names, left=["rank"], gap=2 if width >= COMPACT_BELOW_WIDTH else 1)
+    for phase in PHASES:
+        table.add_column(phase_heading(phase, width), justify="right", no_wrap=True)
+    if bars:
+        table.add_column("middle step", ratio=1)
+    longest = max((rank.median_step_ns or 0.0 for rank in ranks), default=0.0)
+    for rank in ranks:
+        for clock, split in _splits(rank):
+            cells = [rank_name(rank) + clock, str(rank.step_count)]
+            cells += [duration_text(rank.median_step_ns) if not clock else ""]
+            row: list[RenderableType] = [*cells, *_split_cells(split, width)]
+            scale = (rank.median_step_ns or 0.0) / longest if longest else 1.0
+            table.add_row(*row, *([SplitBar(split, scale=scale)] if bars else []))
+    table.expand = bars
+    yield table
+    if bars:
+        yield SplitLegend()
+
+
+def _splits(rank: RankSummary) -> Iterator[tuple[str, Split]]:
+    """The host's split, and the device's if there is one, each on a line."""
+    yield "", rank.split_ns
+    if rank.device_split_ns is not None:
+        yield " gpu", rank.device_split_ns
+
+
+def _split_cells(split: Split, width: int) -> Iterator[str]:
+    total = sum(ns or 0.0 for ns in split.values())
+    between = " " if width >= ONE_LINE_CELLS_WIDTH else "\n"
+    for phase in PHASES:
+        ns = split[phase]
+        share = share_text(ns, total)
+        yield MISSING if ns is None else f"{duration_text(ns)}{between}{share:>5}"
+
+
+def _machine(
+    summary: OverviewSummary, ranks: Sequence[RankSummary], width: int
+) -> Iterator[RenderableType]:
+    if ranks:
+        yield section("Processes", _processes(ranks))
+    if summary.gpus:
+        yield section("GPUs", _gpus(summary.gpus))
+    if summary.nodes:
+        tables = [_node_load(summary.nodes), _node_traffic(summary.nodes)]
+        side_by_side = width >= ONE_LINE_CELLS_WIDTH
+        yield section("Nodes", *([_side_by_side(*tables)] if side_by_side else tables))
+
+
+def _processes(ranks: Sequence[RankSummary]) -> RenderableType:
+    table = plain_table("rank", "pid", "CPU cores", "memory", "read", "write", left=["rank"])
+    for rank in ranks:
+        table.add_row(
+            rank_name(rank),
+            MISSING if rank.pid is None else str(rank.pid),
+            number_text(rank.cpu_cores),
+            bytes_text(rank.memory_rss_bytes),
+            rate_text(rank.read_bytes_per_s),
+            rate_text(rank.write_bytes_per_s),
+        )
+    return table
+
+
+def _gpus(gpus: Sequence[GpuSummary]) -> RenderableType:
+    table = plain_table("GPU", "rank", "utilization", "memory", "of", "power", left=["GPU"])
+    for gpu in gpus[:SHOWN_RANKS]:
+        table.add_row(
+            MISSING if gpu.gpu is None else str(gpu.gpu),
+            MISSING if gpu.rank is None else str(gpu.rank),
+            ratio_text(gpu.utilization_ratio),
+            bytes_text(gpu.memory_used_bytes),
+            bytes_text(gpu.memory_total_bytes),
+            value_text(gpu.power_watts, "watts"),
+        )
+    return table
+
+
+def _node_load(nodes: Sequence[NodeSummary]) -> RenderableType:
+    table = plain_table("node", "CPU", "of", "memory", "of", left=["node"])
+    for node in nodes[:SHOWN_RANKS]:
+        table.add_row(
+            _host(node),
+            ratio_text(node.cpu_utilization_ratio),
+            MISSING if node.cpu_count is None else count_text(int(node.cpu_count), "core"),
+            bytes_text(node.memory_used_bytes),
+            bytes_text(node.memory_total_bytes),
+        )
+    return table
+
+
+def _node_traffic(nodes: Sequence[NodeSummary]) -> RenderableType:
+    table = plain_table("node", "disk read", "write", "net receive", "send", left=["node"])
+    for node in nodes[:SHOWN_RANKS]:
+        table.add_row(
+            _host(node),
+            rate_text(node.disk_read_bytes_per_s),
+            rate_text(node.disk_write_bytes_per_s),
+            rate_text(node.network_receive_bytes_per_s),
+            rate_text(node.network_transmit_bytes_per_s),
+        )
+    return table
+
+
+def _host(node: NodeSummary) -> Text:
+    name = Text(str(node.host))
+    name.truncate(HOST_WIDTH, overflow="ellipsis")
+    return name
+
+
+def _side_by_side(*tables: RenderableType) -> RenderableType:
+    grid = Table.grid(padding=(0, 4, 0, 0))
+    grid.add_row(*tables)
+    return grid
+
+
+_EVENT_TITLES = {
+    "gc": "garbage collection",
+    "save": "checkpoint save",
+    "eval": "evaluation forward",
+    "dataloader_iter": "dataloader start",
+    "nograd_forward": "forward without gradients",
+}
+_BOUNDARIES = {
+    "dataloader": "a step begins with its batch",
+    "optimizer": "a step ends with its optimizer",
+    "backward": "a step ends with its backward",
+    **WORDS,
+}
+
+
+def rank_view(summary: OneRankSummary) -> RenderableType:
+    """The terminal view of a rank."""
+    counts = count_text(summary.step_count, "step")
+    parts = [header_block(summary.run, counts=counts), Text(), _identity(summary)]
+    if summary.step_count:
+        parts += [*_step_parts(summary)]
+    if summary.events:
+        parts.append(section("Besides the phases", _events(summary)))
+    if summary.settings is not None:
+        parts.append(section("Settings", _settings(summary.settings)))
+    if summary.counter_series:
+        parts.append(section("Counters", _over_time(summary, summary.counter_series)))
+    if summary.missing:
+        parts.append(missing_block(summary.missing))
+    of_run = [note for note in summary.notes if not note.startswith("rank ")]
+    notes = [*(summary.about.get("notes") or ()), *of_run]
+    if notes:
+        parts.append(notes_block(notes))
+    return Group(*parts)
+
+
+def _identity(summary: OneRankSummary) -> Text:
+    about = summary.about
+    text = Text(f"rank {summary.rank}", style="bold")
+    words = [
+        f"of {about['world_size']}" if about.get("world_size") else "",
+        f"pid {about['pid']} on {about['host']}",
+        f"Python {about['python']}" if about.get("python") else "",
+        f"torch {about['torch']}" if about.get("torch") else "",
+        str(about.get("device") or ""),
+        f"attempt {summary.attempt}" if summary.attempt or summary.other_attempts else "",
+    ]
+    text.append("  " + " · ".join(fact for fact in words if fact), style="not bold dim")
+    return text
+
+
+def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
+    yield section("Middle step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
+    yield section("Phases", _phases(summary))
+    yield section("Over time", _over_time(summary, summary.phase_series))
+    yield section("Slowest steps", _slowest(summary))
+
+
+def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
+    return series_block(series, summary.window, begin=summary.span)
+
+
+def _steps_line(summary: OneRankSummary) -> str:
+    parts = [f"median {duration_text(summary.median_step_ns)}"]
+    boundary = _BOUNDARIES.get(summary.boundary or "")
+    if boundary:
+        parts.append(f"{boundary} (confidence {ratio_text(summary.confidence)})")
+    if summary.skipped_step_count:
+        parts.append(f"{count_text(summary.skipped_step_count, 'skipped step')}")
+    return " · ".join(parts)
+
+
+def _phases(summary: OneRankSummary) -> RenderableType:
+    device = any(stat.device_median_ns is not None for stat in summary.phases)
+    columns = ["", "phase", "median", "p95", "max", "share"]
+    table = plain_table(*columns, *(["on the GPU"] if device else []), left=["", "phase"])
+    for stat in summary.phases:
+        row: list[RenderableType] = [PhaseMark(stat.phase), stat.phase]
+        row += [duration_text(ns) for ns in (stat.median_ns, stat.p95_ns, stat.max_ns)]
+        row.append(ratio_text(stat.share_ratio))
+        table.add_row(*row, *([duration_text(stat.device_median_ns)] if device else []))
+    return table
+
+
+def _slowest(summary: OneRankSummary) -> RenderableType:
+    table = plain_table("step", "at", "took", "of median", "mostly", left=["mostly"])
+    for slow in summary.slowest:
+        start_ns = summary.span.start_ns if summary.span else slow.start_ns
+        table.add_row(
+            str(slow.step),
+            f"{(slow.start_ns - start_ns) / NS_PER_S:.1f} s",
+            duration_text(slow.step_ns),
+            f"{number_text(round(slow.over_median_ratio, 2))}x",
+            _excess(slow),
+        )
+    return table
+
+
+def _excess(slow: SlowStep) -> str:
+    if not slow.longest_excess or not slow.longest_excess_ns or slow.longest_excess_ns <= 0:
+        return MISSING
+    return f"{slow.longest_excess} +{duration_text(slow.longest_excess_ns)}"
+
+
+def _events(summary: OneRankSummary) -> RenderableType:
+    table = plain_table("what", "count", "total", "longest", left=["what"])
+    for event in summary.events:
+        table.add_row(
+            _EVENT_TITLES.get(event.phase, event.phase),
+            str(event.count),
+            duration_text(event.total_ns),
+            duration_text(event.max_ns),
+        )
+    return table
+
+
+def _settings(settings: RankSettings) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in setting_rows(settings):
+        table.add_row(name, Text(visible(text)))
+    return table
+
+
+_LINES = 8
+_MOST_GROUPS = 40
+_TITLES = {
+    "other": "outside the model",
+    "worker": "DataLoader workers, loading",
+    "worker_waiting": "DataLoader workers, waiting",
+    "between_steps": "between steps",
+    "other_threads": "other Python threads while they used a core",
+}
+
+
+def lines_view(lines: pl.DataFrame, notes: tuple[str, ...]) -> RenderableType:
+    """The screen of a frame of lines (`run_analysis.lines`)."""
+    if lines.is_empty():
+        return Group(Text("no stacks were sampled", style="bold yellow"), *_notes(notes))
+    parts = list(_sections(lines))
+    return Group(*parts[:_MOST_GROUPS], *_notes(notes))
+
+
+def _sections(lines: pl.DataFrame) -> Iterator[RenderableType]:
+    workers = pl.col("worker").is_not_null()
+    for (rank,), of_rank in lines.group_by("rank", maintain_order=True):
+        for phase in CODE_PHASES:
+            found = of_rank.filter(pl.col("phase") == phase)
+            if found.is_empty():
+                continue
+            threads = found.filter(workers)["worker"].n_unique()
+            who = f", {count_text(threads, 'worker')}" if threads else ""
+            title = f"rank {rank}: {_TITLES.get(phase, phase)}{who}"
+            yield section(title, _table(_merge_workers(found)))
+
+
+def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
+    """The lines of one phase, those of all workers together."""
+    total = found.group_by("worker").agg(pl.col("sample_count").first())["sample_count"].sum()
+    sums = found.group_by("file", "line", "function").agg(
+        pl.col("self_count", "inclusive_count", "time_ns").sum()
+    )
+    order = ["self_count", "inclusive_count", "file", "line"]
+    merged = sums.with_columns(sample_count=pl.lit(total))
+    return merged.sort(order, descending=[True, True, False, False])
+
+
+def _table(found: pl.DataFrame) -> RenderableType:
+    rows = [
+        (
+            ratio_text(row["self_count"] / row["sample_count"]),
+            ratio_text(row["inclusive_count"] / row["sample_count"]),
+            f"{row['self_count']} of {row['sample_count']}",
+            duration_text(row["time_ns"]) if row["time_ns"] else "",
+            one_line(f"{row['file'].rpartition('/')[2]}:{row['line']} {row['function']}"),
+        )
+        for row in found.head(_LINES).iter_rows(named=True)
+    ]
+    names = ("itself", "with what it calls", "samples", "time", "line")
+    table = FittingTable(names, rows, left=["line"], first_to_go=("samples", "time"))
+    more = found.height - _LINES
+    text = Text(f"and {more} more, in --json", style="dim") if more > 0 else Text()
+    return Group(table, *([text] if more > 0 else []))
+
+
+def _notes(notes: tuple[str, ...]) -> list[RenderableType]:
+    return [section("notes", *bullets(notes))] if notes else []

@@ -1,0 +1,165 @@
+"""What `chakra`, `link`, `merge` and `trace-check` show: what was read, joined and written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from haiprof.show.frame_table import frame_table
+from haiprof.show.text import count_text, printable
+from haiprof.show.views.blocks import notes_block, section
+from haiprof.trace_analysis.chakra import ChakraGraph
+from haiprof.trace_analysis.execution_link import LinkShare
+from haiprof.trace_analysis.matching import RULE
+from haiprof.trace_analysis.merge import MergeReport
+
+
+def row_of(graph: ChakraGraph, path: Path) -> dict[str, Any]:
+    """The row of one rank."""
+    return {
+        "rank": graph.rank,
+        "path": str(path),
+        "nodes": len(graph.nodes),
+        "data_dependencies": len(graph.edges),
+        "types": graph.type_counts,
+    }
+
+
+def chakra_view(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> RenderableType:
+    """A row per rank, and notes below."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "nodes", "dependencies"):
+        table.add_column(name, justify="right")
+    table.add_column("of them")
+    table.add_column("file", overflow="fold")
+    for row in rows:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in row["types"].items())
+        table.add_row(
+            str(row["rank"]), str(row["nodes"]), str(row["data_dependencies"]), kinds, row["path"]
+        )
+    return Group(table, *(Text(note, style="dim") for note in dict.fromkeys(notes)))
+
+
+_NAMES_SHOWN = 3
+
+
+def link_view(shares: Sequence[LinkShare], alone: Sequence[str]) -> RenderableType:
+    """A row per rank, and below it what was not linked."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("linked by")
+    for name in ("nodes", "operators", "GPU events"):
+        table.add_column(name, justify="right")
+    for share in shares:
+        table.add_row(
+            str(share.rank),
+            share.linked_by or "-",
+            _part(share.linked_count, share.linkable_count),
+            _part(share.operator_linked_count, share.operator_count),
+            _part(share.kernel_linked_count, share.kernel_count),
+        )
+    return Group(table, *_remarks(shares, alone))
+
+
+def link_data(
+    shares: Sequence[LinkShare], alone: Sequence[str], written: Sequence[Path]
+) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "ranks": [dataclasses.asdict(share) for share in shares],
+        "without_partner": list(alone),
+        "written": [str(path) for path in written],
+    }
+
+
+def _part(count: int, whole: int) -> str:
+    return f"{count} of {whole} ({count / whole:.1%})" if whole else "-"
+
+
+def _remarks(shares: Sequence[LinkShare], alone: Sequence[str]) -> list[Text]:
+    lines: dict[str, list[int]] = {}
+    for share in shares:
+        said = [f"{count} {reason}" for reason, count in share.not_linked.items()]
+        names = {**share.nodes_not_linked, **share.operators_not_linked}
+        shown = ", ".join(list(names)[:_NAMES_SHOWN])
+        said += [f"not linked: {shown}"] if shown else []
+        for line in [*said, *share.notes]:
+            lines.setdefault(line, []).append(share.rank)
+    own = [f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in lines.items()]
+    return [Text(line, style="dim") for line in (*own, *alone)]
+
+
+_COLUMNS = (
+    ("rank", "rank"), ("merged_count", "events"), ("method", "clock"), ("moved_ns", "moved"),
+    ("offset_ns", "seems ahead"), ("residual_ns", "± spread"), ("collective_count", "collectives"),
+)  # fmt: skip
+_SCHEMA = {name: pl.String if name == "method" else pl.Int64 for name, _ in _COLUMNS}
+_LIMIT = 40
+
+
+def merge_view(report: MergeReport) -> RenderableType:
+    """The whole view."""
+    merged = report.merged
+    rows = [{name: row[name] for name in _SCHEMA} for row in report.as_json()["ranks"]]
+    summary = f"{count_text(len(rows), 'rank')}, {count_text(merged.event_count, 'event')}"
+    if merged.track_event_count:
+        summary += f", {merged.track_event_count} of them haiprof's phases and counters"
+    parts = [
+        Text(str(report.path), style="bold"),
+        Text(summary, style="dim"),
+        section(
+            "Ranks and their clocks",
+            *frame_table(pl.DataFrame(rows, schema=_SCHEMA), _COLUMNS, limit=_LIMIT),
+            Text(RULE, style="dim"),
+        ),
+    ]
+    if report.notes:
+        parts.append(notes_block(report.notes))
+    return Group(*parts)
+
+
+_TRACE_CHECK_LIMIT = 8
+
+
+def check_view(checks: pl.DataFrame, files: pl.DataFrame) -> RenderableType:
+    """The whole screen."""
+    faults = checks.filter("is_fault")
+    events = count_text(int(files["event_count"].sum()), "event")
+    head = f"{count_text(files.height, 'trace')}, {events}"
+    said = (
+        count_text(faults["check"].n_unique(), "kind") + " of fault" if len(faults) else "no fault"
+    )
+    by_design = checks.filter(~pl.col("is_fault"))
+    return Group(
+        Text(f"{head}: {said} of the recording", style="bold"),
+        *_kinds(faults, "Faults"),
+        *_kinds(by_design, "Odd, but accounted for"),
+    )
+
+
+def _kinds(checks: pl.DataFrame, title: str) -> Iterator[RenderableType]:
+    if checks.is_empty():
+        return
+    parts: list[RenderableType] = []
+    for key, rows in checks.group_by("check", maintain_order=True):
+        parts.append(Text(str(key[0]).replace("_", " "), style="bold"))
+        parts += [_line(row) for row in rows.head(_TRACE_CHECK_LIMIT).iter_rows(named=True)]
+        if len(rows) > _TRACE_CHECK_LIMIT:
+            parts.append(Text(f"  and {len(rows) - _TRACE_CHECK_LIMIT} more: --json", style="dim"))
+        answers = rows["answers"].str.split(", ").explode().unique(maintain_order=True).to_list()
+        parts.append(Text(f"  concerns {', '.join(map(str, answers))}", style="dim"))
+    yield section(title, *parts)
+
+
+def _line(row: dict[str, object]) -> Text:
+    of = "" if row["rank"] is None else f"rank {row['rank']}: "
+    return Text(
+        f"  {of}{printable(str(row['text']))}; {printable(str(row['effect']))}", overflow="fold"
+    )
