@@ -119,7 +119,7 @@ class _Time(NamedTuple):
     """When that event began."""
 
 
-def device_time(trace: Trace) -> RankLedger:
+def rank_ledger(trace: Trace) -> RankLedger:
     """The time line of each device of one rank, by account; a question for a pool.
 
     A step lasts on the device until the last event that it launched has ended, and the next one

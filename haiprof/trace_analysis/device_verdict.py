@@ -25,7 +25,7 @@ from haiprof.trace_analysis.device_ledger import (
     QUEUE,
     TALK,
     RankLedger,
-    device_time,
+    rank_ledger,
 )
 from haiprof.trace_analysis.device_remedies import remedy_of
 from haiprof.trace_analysis.host_activity import (
@@ -100,7 +100,7 @@ class _Traces(RankTraces):
     def ledger(self, progress: Progress | None = None) -> DeviceLedger:
         """The ledger of all of them."""
         paths = [file.path for file in self.files.values()]
-        answers = self._ask(device_time, paths, {}, progress)
+        answers = self._ask(rank_ledger, paths, {}, progress)
         ranks = dict(zip(self.files, answers, strict=True))
         rows = pl.concat(
             each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())

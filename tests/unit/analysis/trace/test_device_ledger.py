@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError
-from haiprof.trace_analysis.device_ledger import RankLedger, device_time, work_kind
+from haiprof.trace_analysis.device_ledger import RankLedger, rank_ledger, work_kind
 from haiprof.trace_analysis.device_remedies import REMEDIES, remedy_of
 from haiprof.trace_analysis.device_verdict import DeviceLedger, call_nodes, device_ledger
 from haiprof.trace_analysis.host_activity import ACTIVITIES
@@ -69,7 +69,7 @@ def assert_adds_up(found: RankLedger) -> None:
 @pytest.mark.parametrize("name", FEW_TRACES)
 def test_accounts_of_each_step_of_each_device_add_up_to_it(name: str) -> None:
     for trace in ranks_of(name).values():
-        assert_adds_up(device_time(trace))
+        assert_adds_up(rank_ledger(trace))
 
 
 @pytest.mark.parametrize("name", FEW_TRACES)
@@ -146,7 +146,7 @@ def test_ledger_agrees_with_a_sweep_over_the_raw_file(name: str) -> None:
     files = trace_files(traces(name))
     for path in files:
         events = raw_events(path)
-        window, found = raw_window(events), device_time(Trace(path))
+        window, found = raw_window(events), rank_ledger(Trace(path))
         assert found.steps.select("start_ns", "end_ns").rows() == [window]
         assert +by_class(found.rows) == +swept(events, window)
         whole += swept(events, window)
@@ -232,7 +232,7 @@ def _event_tables(draw: st.DrawFn) -> list[Event]:
 def test_accounts_add_up_whatever_was_recorded(
     events: list[Event], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = device_time(trace_of(tmp_path_factory.mktemp("trace"), events))
+    found = rank_ledger(trace_of(tmp_path_factory.mktemp("trace"), events))
     assert_adds_up(found)
     device = [each for each in events if each["cat"] in ("kernel", *NO_RANK_CATEGORIES)]
     if not found.devices or found.devices == (-1,):
@@ -246,7 +246,7 @@ def test_accounts_add_up_whatever_was_recorded(
 
 
 def test_overlapping_events_are_computing_first_and_the_earlier_one_first(tmp_path: Path) -> None:
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 100), launch(1, 0), launch(2, 0), launch(3, 0), launch(4, 0),
         kernel("ncclDevKernel_AllReduce_Sum", 10, 50, correlation=1, stream=9),
         kernel("gemm", 20, 20, correlation=2),
@@ -265,7 +265,7 @@ def test_overlapping_events_are_computing_first_and_the_earlier_one_first(tmp_pa
 
 
 def test_idle_time_is_what_the_host_did_until_the_next_launch(tmp_path: Path) -> None:
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 100),
         event("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation",
               0, 30),
@@ -285,7 +285,7 @@ def test_idle_time_is_what_the_host_did_until_the_next_launch(tmp_path: Path) ->
 
 def test_a_wait_for_the_device_is_charged_as_long_as_it_kept_the_host(tmp_path: Path) -> None:
     """Without the wait of 40 us the host would have launched the next kernel 40 us earlier."""
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 200), launch(1, 0, 5), kernel("gemm", 10, 40, correlation=1),
         event("aten::item", "cpu_op", 15, 40),
         launch(2, 15, 40, name="cudaStreamSynchronize"),
@@ -302,7 +302,7 @@ def test_a_wait_for_the_device_is_charged_as_long_as_it_kept_the_host(tmp_path: 
 
 def test_backward_kernels_belong_to_the_line_of_their_forward(tmp_path: Path) -> None:
     backward = {"tid": 2, "Sequence number": 4, "Fwd thread id": 1}
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 100),
         event("train.py(1): <module>", "python_function", 0, 100),
         event("model.py(9): forward", "python_function", 5, 20),
@@ -322,7 +322,7 @@ def test_backward_kernels_belong_to_the_line_of_their_forward(tmp_path: Path) ->
 def test_backward_on_a_cpu_belongs_to_the_line_of_its_forward_too(tmp_path: Path) -> None:
     """There autograd runs below backward() on the same thread; a hook of the job is its own."""
     backward = {"Sequence number": 4, "Fwd thread id": 1}
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 100), event("train.py(1): main", "python_function", 0, 100),
         event("model.py(9): forward", "python_function", 5, 20),
         event("aten::mm", "cpu_op", 10, 10, **{"Sequence number": 4}),
@@ -354,7 +354,7 @@ def test_each_device_of_a_process_has_a_time_line(tmp_path: Path) -> None:
 
 def test_positions_follow_the_order_of_spans(tmp_path: Path) -> None:
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-    found = device_time(trace_of(tmp_path, [
+    found = rank_ledger(trace_of(tmp_path, [
         step(1, 0, 100), event(loader, "user_annotation", 2, 8),
         event("nn.Module: Net_0", "python_function", 15, 15), event("aten::mm", "cpu_op", 20, 5),
         event("autograd::engine::evaluate_function: X", "cpu_op", 40, 20, tid=2,
