@@ -144,6 +144,8 @@ def _waits_for_loader(question: Question) -> Explanation:
 def _input(question: Question) -> Explanation:
     """The batch is made on the training thread."""
     inputs, account = question.inputs, question.account
+    if account.activity == "unknown":  # nobody saw who makes it
+        return _waits_for_loader(question)
     why = loader_cause(inputs, min(question.share, 1.0))
     told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")
