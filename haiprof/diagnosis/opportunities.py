@@ -19,6 +19,7 @@ from haiprof.run_analysis.ledger import (
     GIL_WAIT,
     LINK_WAIT,
     LOADER_WAIT,
+    MODEL_POSITIONS,
     NO_CORE,
     OPERATORS,
     PEER_WAIT,
@@ -29,12 +30,13 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.lines import functions_of, written_in
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
+    AFTER_STEP,
     BACKWARD,
     COMPILE,
     FORWARD,
     INPUT,
-    LOSS,
     OPTIMIZER,
+    PREPARE,
 )
 
 FRAMEWORKS = frozenset({
@@ -43,7 +45,8 @@ FRAMEWORKS = frozenset({
     "megatron", "torchtitan", "fairscale", "ignite", "fastai",
 })  # fmt: skip
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
-_MODEL = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+_WITHOUT_PHASES = (PREPARE, AFTER_STEP)
+"""Where the model is in a job of which only the ends of steps are known."""
 _BY_ACTIVITY = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT)
 """Activities that no line of the training thread is the cause of."""
 _PURE = 0.5
@@ -107,7 +110,9 @@ def needed_rows(table: TimeTable) -> Bools:
     of_optimizer = np.array(
         [*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False]
     )[place]
-    inside = np.isin(table.position, _MODEL)
+    inside = np.isin(table.position, MODEL_POSITIONS)
+    if not inside.any():
+        inside = np.isin(table.position, _WITHOUT_PHASES)
     own = (table.activity == OPERATORS) | ((table.activity == PYTHON) & of_model)
     own |= table.activity == UNKNOWN
     needed: Bools = (inside & own) | (of_optimizer & np.isin(table.activity, (OPERATORS, PYTHON)))
@@ -279,9 +284,17 @@ class _Walk:
             line = max(function.lines.values(), key=self._weight)
             inner = max(line.calls.values(), key=lambda call: self._time(call.rows), default=None)
             whole = self._time(function.rows)
-            if inner is None or inner.key in self.models or self._time(inner.rows) < _MOST * whole:
+            if inner is None or self._time(inner.rows) < _MOST * whole:
+                return line
+            if inner.key in self.models and not self._is_in_model(inner):
                 return line
             function = inner
+
+    def _is_in_model(self, function: _Function) -> bool:
+        rows = np.array(function.rows)
+        rows = rows[self.free[rows]]
+        inside = np.isin(self.table.position[rows], MODEL_POSITIONS)
+        return float(self.table.ns[rows[inside]].sum()) > 0.5 * float(self.table.ns[rows].sum())
 
     def _weight(self, line: _Line) -> float:
         return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())

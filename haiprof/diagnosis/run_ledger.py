@@ -97,8 +97,8 @@ def run_ledger(
     table = time_table(samples, parts)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
-    everything = np.concatenate([each.rows for each in found]) if found else np.zeros(0, int)
-    avoidable = time.parts(table, everything)
+    own = [each.rows for each in found if each.activity != PEER_WAIT]  # own time is without it
+    avoidable = time.parts(table, np.concatenate([*own, np.zeros(0, dtype=np.int64)]))
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
     late = find_straggler(time, left)
     straggler_ns = 0.0

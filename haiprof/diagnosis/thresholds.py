@@ -63,10 +63,9 @@ waiting beyond that is the ranks' own doing. Own choice."""
 CORE_WAIT_WARNING_RATIO = 0.15
 """Share of time in which the main thread could run and got no core. Above the tenth that others may
 have caused. Own choice."""
-STOLEN_WARNING_RATIO = 0.25
 STOLEN_NOTED_RATIO = 0.05
 """Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
-is noted and taken off what other rules find; by a quarter the loop is a third slower. Own choice.
+is noted. Own choice.
 """
 PAGES_ELSEWHERE_RATIO = 0.50
 """Most of a rank's memory on nodes other than its cores'. Own choice."""
