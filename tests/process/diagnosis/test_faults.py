@@ -84,7 +84,8 @@ def test_a_verdict_is_held_to_line_place_rank_and_gain(
     truth = bench.Truth(
         lines=(("train.py", 7),), positions=("after_step",), activities=("python",), rank=rank
     )
-    row = bench.score.judged(truth, document(*rows))
+    said = document(*rows)
+    row = bench.score.judged(truth, said, bench.score.opportunities(said))
     assert row == {"first": first, "line": line, "listed": listed, "promised": promised}
     assert bench.score.outcome({**row, "truth": {"gain": 0.2}}) == (
         "right" if first else "listed" if listed else "missed"
@@ -95,6 +96,8 @@ def test_a_promise_is_kept_within_three_points_or_a_fifth(bench: Any) -> None:
     assert bench.score.is_kept(0.06, 0.03)
     assert bench.score.is_kept(0.50, 0.41)
     assert not bench.score.is_kept(0.0, 0.04)
+    said = document(account(7, 20.0, activity="no core"), account(8, 10.0))
+    assert [a["line"] for a in bench.score.opportunities(said, alone=False)] == [8]
     assert bench.score.lacks({"findings": []}) == list(bench.score.NEEDED)
 
 
