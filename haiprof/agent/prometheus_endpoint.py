@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from haiprof.agent.samplers.loop import SamplingLoop
-from haiprof.agent.samplers.stream import Stream
+from haiprof.agent.samplers.loop import SamplingLoop, Stream
 from haiprof.base.errors import RunFormatError
 from haiprof.base.local_http import (
     GuardedHandler,

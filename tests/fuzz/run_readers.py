@@ -18,12 +18,11 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from haiprof.agent.kineto.daemon import KinetoAgent
-from haiprof.agent.kineto.messages import Ask, encode, encode_ask, encode_ours
-from haiprof.agent.reach import messages
-from haiprof.agent.reach.connection import Connection, Events
-from haiprof.agent.reach.proof import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake
-from haiprof.agent.reach.token_file import read_token
+from haiprof.agent import reach_uplink as messages
+from haiprof.agent.kineto_daemon import KinetoAgent
+from haiprof.agent.kineto_protocol import Ask, encode, encode_ask, encode_ours
+from haiprof.agent.reach_controller import Connection, Events
+from haiprof.agent.reach_uplink import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake, read_token
 from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.kineto.socket_address import PrivateFolder
-from haiprof.agent.reach.token_file import make_token
+from haiprof.agent.kineto_protocol import PrivateFolder
+from haiprof.agent.reach_uplink import make_token
 from haiprof.agent.relay import Relay
 from haiprof.base.errors import UsageError
 from haiprof.base.options import ENV_ACTIVE

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.cgroup_files import Places, cgroup_readings
 from haiprof.linux.cgroup_limits import OwnLimit, cpu_limit, memory_limit
 from haiprof.linux.cgroup_tree import V2, Cgroup, CgroupTree

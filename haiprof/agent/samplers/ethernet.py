@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
 from haiprof.linux.readings import (
     Clock,

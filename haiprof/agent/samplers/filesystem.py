@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.sampler import ALL_METRICS, Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.mounts import (
     LUSTRE,

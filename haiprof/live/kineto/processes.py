@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.kineto.ask import ask_agent
-from haiprof.agent.kineto.socket_address import address_for
+from haiprof.agent.kineto_protocol import address_for, ask_agent
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.linux.procfs import (
     command_line,

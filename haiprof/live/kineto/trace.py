@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.kineto.ask import NoAgentError, ask_agent
-from haiprof.agent.kineto.trace_config import WARMUP_S, KinetoWindow
+from haiprof.agent.kineto_protocol import WARMUP_S, KinetoWindow, NoAgentError, ask_agent
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.safe_files import (
     PRIVATE,
@@ -54,7 +53,7 @@ class TraceRequest:
     steps: int = 5
     time_s: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches as in `agent.kineto.trace_config`."""
+    """Switches as in `agent.kineto_protocol.trace_config`."""
     timeout_s: float | None = None
     endpoint: tuple[str, int] | None = None
     """Of a dynolog daemon; None asks haiprof's own agent."""

@@ -8,7 +8,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS
 from haiprof.linux.cgroup_tree import CgroupTree
 from haiprof.run_format.schema import Table
 from haiprof.run_format.tables.cgroup import CGROUP

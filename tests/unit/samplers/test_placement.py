@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from haiprof.agent.samplers.placement import PlacementSampler, is_other_placement
+from haiprof.agent.samplers.ranks import PlacementSampler, is_other_placement
 from haiprof.linux.pages import draw_pages, move_pages
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables.placement import PLACEMENT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.ranks import ProcessSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
 from haiprof.run_format.layout import RunPaths

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.core_events import core_events
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, spare_files
+from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events, spare_files
 from haiprof.linux.cpu_sockets import no_core_pmu, read_cpu
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
