@@ -3,9 +3,9 @@
     python benchmarks/reach.py [--agents 10 100 1250 10000] [--json FILE]
 
 The controller is a launcher's (`haiprof.agent.reach_controller`), in a process of its own; the
-agents are connections of one other process, on the same cores. Measured from the moment the controller's
-tick hands the request over: until the last agent has it, and until the last reply is back. A
-launcher's tick, at the most 0.5 s before and after, comes on top.
+agents are connections of one other process, on the same cores. Measured from the moment the
+controller's tick hands the request over: until the last agent has it, and until the last reply is
+back. A launcher's tick, at the most 0.5 s before and after, comes on top.
 """
 
 from __future__ import annotations

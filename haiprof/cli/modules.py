@@ -41,7 +41,7 @@ def modules(
     """
     from haiprof.show.views.functions import modules_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)

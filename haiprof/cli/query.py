@@ -61,7 +61,7 @@ def query(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.sql import ask, names_traces
     from haiprof.trace_analysis.sql_tables import sql_tables
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     if target is not None and sql is None and not schema and not Path(target).exists():
         target, sql = None, target  # the statement alone: of the newest run

@@ -98,7 +98,7 @@ def trace_table(
     from haiprof.compat.exports.tabular import print_text, write_csv
     from haiprof.show.views.tables import Limits, table_of, table_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     limits = Limits(
         num_kernels=num_kernels, duration_ratio=duration_ratio, runtime_cutoff=runtime_cutoff,

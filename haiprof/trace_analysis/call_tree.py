@@ -11,8 +11,8 @@ import polars as pl
 
 from haiprof.base.arrays import Ints
 from haiprof.base.intervals import covered_lengths, union
+from haiprof.trace_format.kineto.events import OPS, PYTHON
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import OPS, PYTHON
 
 _TABLES = {OPS: "operators", PYTHON: "Python functions"}
 

@@ -24,8 +24,8 @@ from haiprof.trace_analysis.device_time import (
 )
 from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.launches import launch_statistics, with_call
-from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
 
 class PatternWindow(NamedTuple):

@@ -28,9 +28,8 @@ from haiprof.trace_analysis.operator_work import (
     values_of,
     work_of,
 )
-from haiprof.trace_format.kineto.concrete_values import concrete_values
-from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.times import Flags
+from haiprof.trace_format.kineto.columns import Flags
+from haiprof.trace_format.kineto.rank_trace import Trace, concrete_values
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 MEMORY = "memory"

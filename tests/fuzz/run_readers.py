@@ -62,7 +62,7 @@ from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.show.run_list import list_view, run_list
 from haiprof.show.terminal import SafeConsole
-from haiprof.trace_format.run_windows import one_window
+from haiprof.trace_format.find import one_window
 from tests.fake_nsys import write_export
 from tests.fuzz.scratch import folder, put
 from tests.unit.rundir.small_run import read_all, write_small_run

@@ -53,8 +53,7 @@ _OWN = {
     "linux/process_exit.py": "the kernel's answer about a process",
     "trace_analysis/operator_work.py": "arguments of a trace that was loaded",
     "trace_analysis/kernel_names.py": "arguments of a trace that was loaded",
-    "trace_format/kineto/kept_findings.py": "the user's own cache, whose entries have checksums",
-    "trace_format/kineto/concrete_values.py": "events of a trace that was loaded",
+    "trace_format/kineto/rank_trace.py": "events of a trace that was loaded",
     "run_format/schema.py": "no bytes: it makes the struct",
 }
 

@@ -1,22 +1,80 @@
-"""Kernels and their launches by time: before it, without it, and launches that have no kernel."""
+"""Findings about a trace, and kernels and launches by time: before, without, or no kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.arrays import Ints
-from haiprof.trace_format.blocking_calls import DEVICE_SYNC
-from haiprof.trace_format.checks.finding import (
-    GPU_TIME,
-    LAUNCHES,
-    Finding,
-    count_text,
-    milliseconds,
+from haiprof.trace_format.kineto.columns import Flags
+
+# Source: CUDA runtime API, "API synchronization behavior", and the HIP runtime's likewise.
+# cudaEventQuery and cudaStreamQuery, which HTA counts among these, return at once; so do copies
+# and sets with Async in their name, unless the memory is pageable, which only their times tell.
+DEVICE_SYNC = r"^(?:(?:cuda|hip)DeviceSynchronize|cudaThreadSynchronize|(?:cu|hip)CtxSynchronize)$"
+"""They wait for all streams of the device."""
+STREAM_SYNC = r"^(?:cuda|cu|hip)(?:Stream|Event)Synchronize"
+"""They wait for a stream, or for what was launched to one before an event was recorded."""
+COPY_SYNC = (
+    r"^(?:cuda|hip)Memcpy(?:2D|3D)?(?:(?:To|From)(?:Array|Symbol))?$|^hipMemcpyWithStream$"
+    r"|^(?:cu|hip)Memcpy(?:2D|3D|(?:HtoD|DtoH|DtoD)(?:_v2)?)$"
 )
-from haiprof.trace_format.kineto.times import Flags
+"""They wait for the copy that they make."""
+FREE = r"^(?:cuda|hip)Free(?:Host)?$|^cuMemFree(?:_v2)?$"
+"""They wait for the device where the memory may be in use, and do much work of their own."""
+BLOCKING = f"{DEVICE_SYNC}|{STREAM_SYNC}|{COPY_SYNC}"
+"""All that always wait."""
+
+
+GPU_TIME = ("temporal", "overlap", "kernel_types", "kernels", "idle", "steps")
+LAUNCHES = ("launches", "queue", "idle", "critical-path", "what-if")
+ALL_RANKS = ("process_groups", "lateness", "stragglers", "clock_offsets")
+OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)
+"""What the events of each rank answer by themselves."""
+EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is odd about a trace."""
+
+    check: str
+    """Name of the check, such as `covering_kernels`."""
+    count: int
+    """Of events, ranks or whatever was counted."""
+    text: str
+    """What was seen, with its numbers."""
+    effect: str
+    """What becomes of the answers: what was corrected or left out, or what they cannot say."""
+    answers: tuple[str, ...]
+    """Tables of the report, and commands, that rest on it."""
+    is_fault: bool = True
+    """False where it is so by design, and nothing is wrong."""
+
+    @property
+    def line(self) -> str:
+        """Both texts, for people."""
+        return f"{self.text}: {self.effect}"
+
+
+def faults_of(findings: Iterable[Finding], answer: str) -> list[Finding]:
+    """The faults that an answer rests on."""
+    return [each for each in findings if each.is_fault and answer in each.answers]
+
+
+def milliseconds(ns: float) -> str:
+    """A duration or an offset for a sentence."""
+    us = ns / 1e3
+    return f"{us:,.1f} µs" if abs(us) < 1000 else f"{us / 1e3:,.3f} ms"
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
 
 # Calls that start kernels. Copies and sets are not among them: one of no bytes starts nothing.
 _LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"

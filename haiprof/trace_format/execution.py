@@ -1,27 +1,169 @@
-"""An execution trace as a frame of nodes, with a report of what was read and what not."""
+"""Execution traces of PyTorch (ExecutionTraceObserver): read as frames, written with times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gzip
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.errors import TraceFormatError
+from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.safe_files import named_file
 from haiprof.run_format.unpack import read_text
-from haiprof.trace_format.execution.records import (
-    JsonError,
-    Node,
-    NoNodesError,
-    OldNode,
-    attributes,
-    decode,
-    values,
-)
+
+_NONE = msgspec.Raw(b"[]")
+_NO_ATTRIBUTES = msgspec.Raw(b"null")
+
+
+class Values(msgspec.Struct, gc=False):
+    """Inputs or outputs of an operator; each is the JSON array of the file."""
+
+    values: msgspec.Raw = _NONE
+    shapes: msgspec.Raw = _NONE
+    types: msgspec.Raw = _NONE
+    strides: msgspec.Raw = _NONE
+
+
+class Node(msgspec.Struct, gc=False):
+    """A node of schema 1.0.2-chakra and later, with what `haiprof link` or Chakra's linker adds."""
+
+    id: Any = None
+    name: Any = None
+    ctrl_deps: Any = None
+    inputs: Values = msgspec.field(default_factory=Values)
+    outputs: Values = msgspec.field(default_factory=Values)
+    attrs: msgspec.Raw = _NO_ATTRIBUTES
+    ts: Any = None
+    inclusive_dur: Any = None
+    exclusive_dur: Any = None
+    cat: Any = None
+    stream: Any = None
+    pg_name: Any = None
+    inter_thread_dep: Any = None
+    sync_dep: Any = None
+    haiprof: Any = None
+
+
+class OldNode(msgspec.Struct, gc=False):
+    """A node of schema 1.0.1 and before: attributes beside the name, one parent."""
+
+    id: Any = None
+    name: Any = None
+    parent: Any = None
+    rf_id: Any = None
+    fw_parent: Any = None
+    seq_id: Any = None
+    scope: Any = None
+    tid: Any = None
+    fw_tid: Any = None
+    op_schema: Any = None
+    inputs: msgspec.Raw = _NONE
+    input_shapes: msgspec.Raw = _NONE
+    input_types: msgspec.Raw = _NONE
+    outputs: msgspec.Raw = _NONE
+    output_shapes: msgspec.Raw = _NONE
+    output_types: msgspec.Raw = _NONE
+
+
+class Attribute(msgspec.Struct, gc=False):
+    """A named value of a node."""
+
+    name: Any = None
+    value: Any = None
+
+
+class _Head(msgspec.Struct):
+    schema: Any = None
+    pid: Any = None
+    time: Any = None
+    start_ts: Any = None
+    finish_ts: Any = None
+    rank: Any = None
+    haiprof: Any = None
+    nodes: msgspec.Raw = _NO_ATTRIBUTES
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+_NODES = msgspec.json.Decoder(list[Node])
+_OLD_NODES = msgspec.json.Decoder(list[OldNode])
+_RAW_NODES = msgspec.json.Decoder(list[msgspec.Raw])
+_NODE, _OLD_NODE = msgspec.json.Decoder(Node), msgspec.json.Decoder(OldNode)
+_ATTRIBUTES = msgspec.json.Decoder(list[Attribute])
+ATTRIBUTE_NAMES = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
+"""What every node has; a field of its own in old files."""
+JsonError = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+class NoNodesError(Exception):
+    """The text is JSON, but not an execution trace."""
+
+
+def decode(text: bytes) -> tuple[dict[str, Any], Sequence[Node | OldNode], int]:
+    """The header, the nodes, and how many nodes could not be read."""
+    try:
+        head = _HEAD.decode(text)
+    except msgspec.ValidationError:
+        raise NoNodesError from None
+    if not bytes(head.nodes).lstrip().startswith(b"["):
+        raise NoNodesError
+    header = {name: getattr(head, name) for name in _Head.__struct_fields__ if name != "nodes"}
+    return header, *_decode_nodes(head.nodes)
+
+
+def _decode_nodes(text: msgspec.Raw) -> tuple[Sequence[Node | OldNode], int]:
+    for decoder in (_NODES, _OLD_NODES):
+        try:
+            found: Sequence[Node | OldNode] = decoder.decode(text)
+        except msgspec.ValidationError:
+            continue
+        if decoder is _OLD_NODES or not _is_old(text):
+            return found, 0
+    each = [_one(node) for node in _RAW_NODES.decode(text)]
+    good = [node for node in each if node is not None]
+    return good, len(each) - len(good)
+
+
+def _is_old(text: msgspec.Raw) -> bool:
+    """Nodes without values have the same form in both but for where their parent stands."""
+    return b'"ctrl_deps"' not in bytes(text)
+
+
+def _one(text: msgspec.Raw) -> Node | OldNode | None:
+    decoder: Any = _OLD_NODE if _is_old(text) else _NODE
+    try:
+        found: Node | OldNode = decoder.decode(text)
+    except msgspec.ValidationError:
+        return None
+    return found
+
+
+def attributes(node: Node | OldNode) -> dict[str, Any]:
+    """A node's named values; empty where they are of another form."""
+    if isinstance(node, OldNode):
+        return {name: getattr(node, name) for name in ATTRIBUTE_NAMES}
+    try:
+        return {each.name: each.value for each in _ATTRIBUTES.decode(node.attrs)
+                if isinstance(each.name, str)}  # fmt: skip
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        return {}
+
+
+def values(node: Node | OldNode) -> tuple[Values, Values]:
+    """Inputs and outputs in the new form."""
+    if isinstance(node, Node):
+        return node.inputs, node.outputs
+    return (
+        Values(values=node.inputs, shapes=node.input_shapes, types=node.input_types),
+        Values(values=node.outputs, shapes=node.output_shapes, types=node.output_types),
+    )
+
 
 TEXT_LIMIT_BYTES = 4 << 30
 _MIN, _MAX = -(1 << 63), (1 << 63) - 1
@@ -273,3 +415,83 @@ def _circles(above: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     found = np.zeros(len(above), dtype=np.bool_)
     found[reached[reached >= 0]] = True
     return found
+
+
+SCHEMA = "1.1.1-chakra.0.0.4"
+"""The schema that is written: mlc-chakra 1.0.0 reads no later one."""
+_TYPES = dict.fromkeys(ATTRIBUTE_NAMES, "uint64") | {"seq_id": "int64", "op_schema": "string"}
+_COLUMNS = {
+    "rf_id": "record_function_id", "fw_parent": "forward_parent", "seq_id": "sequence_number",
+    "scope": "scope", "tid": "tid", "fw_tid": "forward_tid", "op_schema": "op_schema",
+}  # fmt: skip
+_EXACT = ("ts_ns", "dur_ns", "self_ns", "host_tid", "linked_by", "device", "bytes")
+_EMPTY: dict[str, Any] = {"op_schema": "", "seq_id": -1}
+
+
+def write_linked(path: Path, nodes: pl.DataFrame, header: Mapping[str, Any]) -> None:
+    """Writes nodes with their times; the file is complete or absent."""
+    head = {"schema": SCHEMA, **{key: value for key, value in header.items() if value is not None}}
+    with _whole(path) as file:
+        file.write(msgspec.json.encode(head)[:-1] + b',"nodes":[')
+        separator = b"\n"
+        for row in nodes.iter_rows(named=True):
+            file.write(separator + msgspec.json.encode(_node(row)))
+            separator = b",\n"
+        file.write(b"\n]}\n")
+
+
+def _node(row: dict[str, Any]) -> dict[str, Any]:
+    node: dict[str, Any] = {
+        "id": row["node"],
+        "name": row["name"],
+        "ctrl_deps": row["node"] if row["parent"] is None else row["parent"],
+        "inputs": _values(row, "input"),
+        "outputs": _values(row, "output"),
+        "attrs": _attributes(row),
+    }
+    if row["ts_ns"] is None:
+        return node
+    node |= {
+        "ts": row["ts_ns"] / 1000,
+        "inclusive_dur": row["dur_ns"] / 1000,
+        "exclusive_dur": row["self_ns"] / 1000,
+        "inter_thread_dep": row["thread_dependency"],
+        "haiprof": {name: row[name] for name in _EXACT if row[name] is not None},
+    }
+    if row["sync_dependencies"]:
+        node["sync_dep"] = row["sync_dependencies"]
+    if row["category"] is not None:
+        node |= {"cat": row["category"], "ph": "X", "stream": row["stream"]}
+        if row["process_group"] is not None:
+            node["pg_name"] = row["process_group"]
+    return node
+
+
+def _values(row: dict[str, Any], direction: str) -> dict[str, msgspec.Raw]:
+    parts = ("values", "shapes", "types", "strides")
+    return {part: msgspec.Raw((row[f"{direction}_{part}"] or "[]").encode()) for part in parts}
+
+
+def _attributes(row: dict[str, Any]) -> object:
+    """As they were written; of old nodes in today's form."""
+    if row["attributes"] is not None and row["attributes"] != "null":
+        return msgspec.Raw(row["attributes"].encode())
+    return [
+        {"name": name, "type": _TYPES[name],
+         "value": _EMPTY.get(name, 0) if row[column] is None else row[column]}
+        for name, column in _COLUMNS.items()
+    ]  # fmt: skip
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name once it is complete."""
+    try:
+        with named_file(path) as file:
+            if path.name.endswith(".gz"):
+                with gzip.GzipFile("", "wb", 6, file) as packed:
+                    yield packed  # type: ignore[misc]
+            else:
+                yield file
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None
