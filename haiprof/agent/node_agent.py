@@ -17,7 +17,7 @@ from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder
-from haiprof.linux.process_tree import ProcessTree
+from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import has_mapped, process_exists, strings, variables
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.clock import ClockAnchor
@@ -29,7 +29,7 @@ from haiprof.run_format.writer import LineWriter, write_json
 
 if TYPE_CHECKING:
     from haiprof.agent.prometheus_endpoint import Scrape
-    from haiprof.linux.training_processes import Process
+    from haiprof.linux.processes import Process
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 _COMMAND_CHARS = 120
@@ -261,7 +261,7 @@ class Agent:
 
     def starting(self) -> list[Process]:
         """Processes that have loaded torch and haiprof's hook, and have not begun to train."""
-        from haiprof.linux.training_processes import ranks_below
+        from haiprof.linux.processes import ranks_below
 
         if "phases" not in self.options.recorder or self.job_pid is None:
             return []  # nobody reports in

@@ -27,8 +27,14 @@ from haiprof.base.options import ALL_USERS, Options, user_id
 from haiprof.linux.readings import Clock
 from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.otel_names import Instrument, instruments
-from haiprof.run_format.prometheus_names import Family, Sample, families, series_labels
+from haiprof.run_format.otel_names import (
+    Family,
+    Instrument,
+    Sample,
+    families,
+    instruments,
+    series_labels,
+)
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import NULL_I64, counter_end
 from haiprof.run_format.writer import LineWriter

@@ -19,26 +19,24 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import remove_file
 from haiprof.linux.procfs import process_state, read_start_ticks, read_stat
 from haiprof.run_format.control import (
+    HELLO,
+    MEMBER,
     MESSAGE_LIMIT_BYTES,
+    REMOTE_REPLY,
+    REPLY,
     Request,
+    conform,
     control_socket,
     encode_message,
+    is_id,
     open_requests,
     parse_request,
     pending_requests,
     post_member,
     post_reply,
-)
-from haiprof.run_format.layout import RankPaths, RunPaths
-from haiprof.run_format.messages import (
-    HELLO,
-    MEMBER,
-    REMOTE_REPLY,
-    REPLY,
-    conform,
-    is_id,
     read_object,
 )
+from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records
 from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, Ring, read_ring
 from haiprof.run_format.schema import PHASES, TAG_BITS

@@ -132,7 +132,7 @@ def functions(
         )
         found = replace(found, hardware=joined)
     if csv is not None:
-        from haiprof.compat.exports.tables import write_tables
+        from haiprof.compat.exports import write_tables
 
         tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
         tables["functions_by_rank"] = found.functions

@@ -10,7 +10,7 @@ import typer
 from haiprof.cli.target import default_log_dir
 
 if TYPE_CHECKING:
-    from haiprof.linux.training_processes import Process
+    from haiprof.linux.processes import Process
     from haiprof.live.find import RunningJob
 
 JobName = Annotated[
@@ -48,7 +48,7 @@ def job_or_processes(
         UsageError: Several jobs fit, or a process belongs to another user.
     """
     from haiprof.base.errors import RunNotFoundError
-    from haiprof.live.processes import training_processes
+    from haiprof.live.external_sampling import training_processes
 
     try:
         return the_job(name, named), []

@@ -45,7 +45,7 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
     if not running:  # no need to load what reads jobs
         output.show(lambda _: _NO_JOB, {"jobs": []})
         return
-    from haiprof.live.progress import job_progress
+    from haiprof.live.follow import job_progress
     from haiprof.show.views.jobs import jobs_view
 
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]

@@ -82,7 +82,7 @@ def query(
         of_traces = names_traces(tables, sql)
     faults = print_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
     if as_csv:
-        from haiprof.compat.exports.tabular import print_text, write_csv
+        from haiprof.compat.exports import print_text, write_csv
 
         print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return

@@ -16,7 +16,7 @@ from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from haiprof.live.watch import Watch
+    from haiprof.live.follow import Watch
     from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
@@ -44,7 +44,7 @@ def top(
     """
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job
-    from haiprof.live.watch import Watch
+    from haiprof.live.follow import Watch
     from haiprof.show.views.jobs import JOBS, RANKS, Selection
 
     found = None if job is None else find_job(job, log_dirs(log_dir))

@@ -12,14 +12,14 @@ from haiprof.cli.job_arguments import log_dirs, the_job
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
-    from haiprof.live.kineto.choose import KinetoJob
+    from haiprof.live.kineto_processes import KinetoJob
 
 DEFAULT_FOLDER = Path("haiprof-traces")
 
 
 def find_kineto_job(job: str | None, named: list[Path] | None, *, backend: str) -> KinetoJob | None:
     """The job, where it is traced through Kineto's side; None where haiprof's hook traces it."""
-    from haiprof.live.kineto.choose import kineto_job
+    from haiprof.live.kineto_processes import kineto_job
 
     name = job if job is not None else str(the_job(None, named).run.root)
     return kineto_job(name, log_dirs(named), backend=backend, progress=print_message)
@@ -34,8 +34,8 @@ def trace_through_kineto(
     Raises:
         HaiprofError: No process was traced.
     """
-    from haiprof.live.kineto.dynolog import parse_endpoint
-    from haiprof.live.kineto.trace import TraceRequest, trace_processes
+    from haiprof.live.kineto_processes import parse_endpoint
+    from haiprof.live.kineto_trace import TraceRequest, trace_processes
     from haiprof.show.views.requests import kineto_view
 
     if options["execution_trace"]:

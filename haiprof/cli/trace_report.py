@@ -106,7 +106,7 @@ def trace_report(
             traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
         )
     if csv is not None:
-        from haiprof.compat.exports.tables import write_tables
+        from haiprof.compat.exports import write_tables
 
         written = write_tables(report.tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")

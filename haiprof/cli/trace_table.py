@@ -95,7 +95,7 @@ def trace_table(
 
       haiprof trace-table counter-traces traces/ -o with-counters
     """
-    from haiprof.compat.exports.tabular import print_text, write_csv
+    from haiprof.compat.exports import print_text, write_csv
     from haiprof.show.views.tables import Limits, table_of, table_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.launch_checks import OF_EACH_RANK

@@ -180,7 +180,7 @@ def _check(
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
-    from haiprof.live.collect import collect
+    from haiprof.live.trace_now import collect
 
     trace = {"count": _TRACE_STEPS} if traces else None
     (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)

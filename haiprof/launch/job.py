@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, SHARES, Options
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
-from haiprof.launch.run_copies import RunCopies
+from haiprof.launch.run_directories import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
 from haiprof.linux.procfs import read_start_ticks, read_stat
 from haiprof.run_format.layout import RunPaths

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.clock_offsets import estimate_offsets
 from haiprof.run_analysis.records import text
 from haiprof.run_analysis.run_files import RunFiles

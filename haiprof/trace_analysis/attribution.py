@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
 from haiprof.trace_analysis.device_time import Steps, gpu_events, step_window
 from haiprof.trace_analysis.launches import with_call

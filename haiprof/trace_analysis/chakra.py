@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
+from haiprof.base.intervals import Ints
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.collectives import kind_of
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
-from haiprof.base.intervals import union
+from haiprof.base.intervals import Ints, union
 from haiprof.base.safe_files import whole_file
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis.call_tree import innermost

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered_lengths, difference, total, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, total, union
 from haiprof.run_analysis.records import median
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
 from haiprof.trace_analysis.device_time import (

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree
 from haiprof.trace_analysis.device_time import Steps, step_window, traced_window

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Intervals, covered_lengths, difference, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, union
 from haiprof.base.safe_files import MadeFolder, whole_file
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import Flags
 from haiprof.trace_format.launch_checks import (
     EVERYTHING,

@@ -18,10 +18,10 @@ from typing import IO, Any
 import msgspec
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.intervals import Ints
 from haiprof.base.safe_files import named_file
-from haiprof.run_format.added_ranges import is_phase
+from haiprof.run_format.phase_ranges import is_phase
 from haiprof.trace_format.find import MERGED_KEY
 from haiprof.trace_format.kineto.columns import Flags, exact_ns
 from haiprof.trace_format.kineto.decode import Damage, decode

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.trace_format.find import MERGED_KEY, by_rank, one_window, rank_of, trace_files
 from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import event_texts

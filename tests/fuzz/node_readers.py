@@ -18,8 +18,8 @@ from haiprof.agent.samplers.host import HostSampler, NumaSampler
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import TableSampler
 from haiprof.agent.samplers.tools import find_permissions, software
-from haiprof.linux.cpu_sockets import read_cpu
 from haiprof.linux.ethtool import Ethtool
+from haiprof.linux.topology import read_cpu
 from haiprof.run_format.layout import RunPaths
 from tests.fake_cgroup import FakeCgroups, FakeGroup
 from tests.fake_mounts import FakeLustre, FakeMounts, FakeNfs

@@ -33,7 +33,7 @@ from haiprof.base.safe_files import (
     write_file,
 )
 from haiprof.cli.app import run_command
-from haiprof.compat.tensorboard_folder import open_layout
+from haiprof.compat.tensorboard import open_layout
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request

@@ -38,8 +38,7 @@ from haiprof.linux.readings import (
     Value,
     refused_reading,
 )
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.gpu_health import GPU_HEALTH
+from haiprof.run_format.tables import GPU, GPU_HEALTH
 
 _GPU_HEALTH_SM = 1  # nvmlClockType_t
 _SHUTDOWN, _SLOWDOWN = 0, 1  # nvmlTemperatureThresholds_t

@@ -22,7 +22,7 @@ from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailab
 from haiprof.run_format.entities import plain_uuid
 from haiprof.run_format.schema import NULL_I64
 from haiprof.run_format.secrets import mask_text
-from haiprof.run_format.tables.dcgm import DCGM
+from haiprof.run_format.tables import DCGM
 
 # nvmlGpmMetricId_t, nvml.h
 RATIOS = {

@@ -11,11 +11,9 @@ from pathlib import Path
 from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
-from haiprof.linux.procfs import TICK_NS, file_reading
+from haiprof.linux.procfs import TICK_NS, file_reading, list_names
 from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value
-from haiprof.linux.sysfs import list_names
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.numa import NUMA
+from haiprof.run_format.tables import HOST, NUMA
 
 
 class SummedCounters:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.linux.procfs import inode, link_name, read_text
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -19,8 +20,7 @@ from haiprof.linux.readings import (
     os_status,
     refused_reading,
 )
-from haiprof.linux.sysfs import inode, link_name, read_text
-from haiprof.run_format.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
+from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
 
 _ATTRIBUTE_BYTES = 256  # a sysfs attribute of one value; its length is a line
 _RATE = re.compile(r"([0-9.]+) Gb/sec")

@@ -13,8 +13,8 @@ from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node, RankReports
 from haiprof.base.options import MIN_INTERVAL_S, Options
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import SuspendWatch, boot_ns
 from haiprof.linux.readings import Clock
-from haiprof.linux.suspend import SuspendWatch, boot_ns
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.entities import Key, entities_by_key
 from haiprof.run_format.layout import NodePaths, RunPaths

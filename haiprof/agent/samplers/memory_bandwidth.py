@@ -10,15 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 
 from haiprof.agent.samplers.table import Node, TableSampler
-from haiprof.linux.cpu_sockets import (
-    PMU_FOLDER,
-    Cpu,
-    no_core_pmu,
-    node_count,
-    parse_cpu_list,
-    read_cpu,
-    socket_of_cpu,
-)
 from haiprof.linux.perf_events import (
     Event,
     Kernel,
@@ -28,10 +19,19 @@ from haiprof.linux.perf_events import (
     close_all,
     open_counter,
     refusal,
+    resctrl_entities,
 )
 from haiprof.linux.readings import Clock, Entity, Reading, Status, Unavailable, Value
-from haiprof.linux.resctrl import resctrl_entities
-from haiprof.run_format.tables.memory_bandwidth import MEMORY_BANDWIDTH
+from haiprof.linux.topology import (
+    PMU_FOLDER,
+    Cpu,
+    no_core_pmu,
+    node_count,
+    parse_cpu_list,
+    read_cpu,
+    socket_of_cpu,
+)
+from haiprof.run_format.tables import MEMORY_BANDWIDTH
 
 READ, WRITE, TOTAL, REMOTE = "read_bytes", "write_bytes", "total_bytes", "remote_bytes"
 _UNIT_BYTES = {"MiB": 1 << 20, "KiB": 1 << 10, "Bytes": 1, "B": 1}

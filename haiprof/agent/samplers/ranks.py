@@ -11,15 +11,13 @@ from typing import Any
 from haiprof.agent.samplers.table import Node, RankProcess, RankReports, TableSampler
 from haiprof.base.errors import RunFormatError
 from haiprof.linux import topology
-from haiprof.linux.cpu_sockets import parse_cpu_list
-from haiprof.linux.pages import MovePages, PageSample, move_pages
-from haiprof.linux.process_family import Family
-from haiprof.linux.process_tree import ProcessTree
+from haiprof.linux.memory import MovePages, PageSample, move_pages
+from haiprof.linux.processes import Family, ProcessTree
 from haiprof.linux.procfs import file_reading, read_process, read_start_ticks, read_stat
 from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.linux.topology import parse_cpu_list
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.placement import PLACEMENT
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import PLACEMENT, PROCESS
 
 _OTHER_NAMESPACE = "run haiprof where the rank runs, in the same container"
 

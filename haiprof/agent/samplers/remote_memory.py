@@ -11,7 +11,6 @@ from pathlib import Path
 
 from haiprof.agent.samplers.ranks import RankSampler
 from haiprof.agent.samplers.table import RankProcess, RankReports
-from haiprof.linux.cpu_sockets import Cpu, no_core_pmu, read_cpu
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -29,8 +28,9 @@ from haiprof.linux.perf_events import (
 )
 from haiprof.linux.procfs import read_start_ticks
 from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.linux.topology import Cpu, no_core_pmu, read_cpu
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.remote_memory import REMOTE_MEMORY
+from haiprof.run_format.tables import REMOTE_MEMORY
 
 LINE_BYTES = 64
 INSTRUCTIONS, CYCLES = "instruction_count", "cycle_count"

@@ -17,8 +17,8 @@ import numpy.ma  # polars imports it for its first series: 30 ms that the first 
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Floats, Ints
 from haiprof.trace_format.kineto.events import NO_JSON, TABLES, TraceColumn, argument_names
 
 # Above this many us a float no longer resolves 1 ns: such a timestamp is read from its text.

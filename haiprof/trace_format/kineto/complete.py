@@ -13,14 +13,14 @@ from typing import IO, Any, BinaryIO
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.added_ranges import (
+from haiprof.run_format.phase_ranges import (
     CHUNK_BYTES,
     HEAD_BYTES,
+    PhaseRange,
     events_start,
     phase_texts,
     range_text,
 )
-from haiprof.run_format.phase_ranges import PhaseRange
 from haiprof.trace_format.kineto.columns import finish_table, merge_parts
 from haiprof.trace_format.kineto.events import ANNOTATIONS, OPS
 from haiprof.trace_format.kineto.load import read_trace

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
     Common,

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.run_format.phase_ranges import NAMES
 from haiprof.trace_format.checks import (
     CheckedDevice,

@@ -29,8 +29,7 @@ from haiprof.launch.run import _check_extras
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64, Table
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, PROCESS
 from tests.unit.analysis.recorded import row_of
 
 HAIPROF = [sys.executable, "-m", "haiprof"]

@@ -15,7 +15,7 @@ import pytest
 from haiprof.agent.samplers.ranks import ProcessSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import PROCESS
 from tests.unit.samplers.records import Row, rows
 
 HOST = "node1"

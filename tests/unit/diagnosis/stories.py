@@ -15,8 +15,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, PROCESS
 from haiprof.run_format.writer import LineWriter
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 

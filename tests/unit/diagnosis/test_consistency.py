@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from haiprof.diagnosis.causes import CONTRADICTIONS, PHASE_RULES, STANDSTILL, in_order, severity_of
+from haiprof.diagnosis.consistency import SHARE_OF_USUAL, impossible_findings, is_in_order
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S, ratio_text
-from haiprof.diagnosis.causes import CONTRADICTIONS, PHASE_RULES, STANDSTILL, in_order, severity_of
-from haiprof.diagnosis.consistency import SHARE_OF_USUAL, impossible_findings, is_in_order
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Evidence, Finding
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import HOST, PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.diagnosis.stories import START_NS
 

@@ -17,9 +17,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.cgroup import CGROUP
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import CGROUP, HOST, PROCESS
 from tests.unit.analysis.recorded import row_of, write_records
 from tests.unit.diagnosis.stories import START_NS, write_story
 

@@ -23,10 +23,7 @@ from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.cgroup import CGROUP
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import CGROUP, GPU, HOST, PROCESS
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import write_stacks
 from tests.unit.diagnosis.stories import START_NS, PhaseTimes, verdict_of, write_beside, write_story

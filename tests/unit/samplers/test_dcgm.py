@@ -14,7 +14,7 @@ import pytest
 from haiprof.agent.samplers.gpu_activity import DEFAULT_URL, DcgmSampler, fetch
 from haiprof.agent.samplers.table import ALL_METRICS, Missing
 from haiprof.linux.readings import Unavailable
-from haiprof.run_format.tables.dcgm import DCGM
+from haiprof.run_format.tables import DCGM
 from tests.fake_nvml import FakeGpu, FakeNvml, NVMLError_FunctionNotFound
 from tests.unit.samplers.records import rows
 

@@ -18,7 +18,7 @@ from haiprof.agent.samplers.table import ALL_METRICS, Missing
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_lines, read_records
-from haiprof.run_format.tables.gpu import GPU
+from haiprof.run_format.tables import GPU
 from tests.fake_nvml import (
     ALL_LINKS,
     UINT,

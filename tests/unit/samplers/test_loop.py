@@ -26,12 +26,11 @@ from haiprof.agent.samplers.table import (
 )
 from haiprof.base.options import RECORDERS, Options
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.suspend import SuspendWatch, boot_ns
+from haiprof.linux.procfs import SuspendWatch, boot_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json, read_lines, read_records
 from haiprof.run_format.schema import Table
-from haiprof.run_format.tables import COUNTER_TABLES
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import COUNTER_TABLES, HOST
 from tests.fake_nvml import FakeGpu, FakeNvml
 from tests.unit.analysis.recorded import row_of, write_run
 

@@ -1,15 +1,34 @@
-"""Block bootstrap of series whose values depend on each other, and intervals from it."""
+"""Statistics of the analyses: tests, intervals, trends; each from a named source."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, lgamma, log
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats, Ints
+
+
+def at_least_p_value(hits: int, trials: int, chance: float) -> float:
+    """How likely so many hits or more are, where each trial hits with that chance."""
+    if hits <= 0 or chance >= 1.0:
+        return 1.0
+    if chance <= 0.0:
+        return 0.0
+    whole = lgamma(trials + 1)
+    terms = (
+        whole - lgamma(k + 1) - lgamma(trials - k + 1)
+        + k * log(chance) + (trials - k) * log(1.0 - chance)
+        for k in range(hits, trials + 1)
+    )  # fmt: skip
+    return min(sum(map(exp, terms)), 1.0)
+
 
 CONFIDENCE = 0.99
 REPLICATES = 1000
@@ -251,3 +270,193 @@ def student_p_value(t: float, freedom: float) -> float:
         z = math.sqrt(freedom * math.log1p(t * t / freedom))
         z *= (8 * freedom + 1) / (8 * freedom + 3)
     return math.erfc(z / math.sqrt(2))
+
+
+LEAST = 4
+"""Measurements on each side; with three and three no p-value is below 0.1."""
+_EXACT_LIMIT = 40  # measurements on both sides together; beyond, the normal approximation
+
+
+class Comparison(NamedTuple):
+    """One against the other."""
+
+    p_value: float | None
+    """Two-sided; None with fewer than `LEAST` measurements on a side."""
+    greater_probability: float
+    """That one of the second side is greater than one of the first; a tie counts half."""
+
+
+def compare_samples(first: Floats, second: Floats) -> Comparison:
+    """Tests two samples for a difference, by the two-sided Mann-Whitney U test.
+
+    Source: Mann and Whitney 1947; ties: Lehmann, Nonparametrics, 1975, section 1.4; the
+    probability is Vargha and Delaney's A, 2000.
+    """
+    ranks = _double_ranks(np.concatenate([first, second]))
+    count, both = len(second), len(ranks)
+    observed = int(ranks[len(first) :].sum())
+    pairs = len(first) * count
+    greater = (observed / 2 - count * (count + 1) / 2) / pairs
+    if min(len(first), count) < LEAST:
+        return Comparison(None, greater)
+    off = abs(observed - count * (both + 1))  # of doubled ranks the expected sum
+    if both > _EXACT_LIMIT:
+        return Comparison(_normal_p(ranks, count, off), greater)
+    sums, ways = _distribution(tuple(np.sort(ranks).tolist()), count)
+    extreme = ways[np.abs(sums - count * (both + 1)) >= off].sum()
+    return Comparison(float(extreme / ways.sum()), greater)
+
+
+def larger_p_value(first: Floats, second: Floats) -> float:
+    """Returns the one-sided p of the second sample not being larger than the first.
+
+    Source: as for `compare_samples`.
+    """
+    ranks = _double_ranks(np.concatenate([first, second]))
+    count, both = len(second), len(ranks)
+    variance = _rank_sum_variance(ranks, count)
+    if variance <= 0:
+        return 1.0
+    excess = (int(ranks[len(first) :].sum()) - count * (both + 1)) / 2
+    return 0.5 * math.erfc((excess - 0.5) / math.sqrt(2 * variance))
+
+
+def adjust_p_values(p_values: list[float | None]) -> list[float | None]:
+    """p-values of many questions asked at once, so that a share of false finds is bounded."""
+    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    found: list[float | None] = [None] * len(p_values)
+    least = 1.0
+    for rank in range(len(known), 0, -1):
+        p, place = known[rank - 1]
+        least = min(least, p * len(known) / rank)
+        found[place] = least
+    return found
+
+
+def _double_ranks(values: Floats) -> Ints:
+    """Twice the rank of each, ties in the middle: whole numbers."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    before = np.cumsum(counts) - counts
+    found: Ints = (2 * before + counts + 1)[place]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _distribution(ranks: tuple[int, ...], count: int) -> tuple[Floats, Floats]:
+    """How many choices of so many of the ranks have each sum."""
+    ways = np.zeros((count + 1, sum(ranks) + 1))
+    ways[0, 0] = 1
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank].copy()
+    return np.arange(ways.shape[1], dtype=np.float64), ways[count]
+
+
+def _normal_p(ranks: Ints, count: int, off: int) -> float:
+    """By the normal approximation; `off` is the doubled rank sum's distance from its mean."""
+    variance = _rank_sum_variance(ranks, count)
+    if variance <= 0:
+        return 1.0
+    return math.erfc(max(off / 2 - 0.5, 0.0) / math.sqrt(2 * variance))
+
+
+def _rank_sum_variance(ranks: Ints, count: int) -> float:
+    """The variance of the sum of `count` of the ranks, given their ties."""
+    both = len(ranks)
+    _, ties = np.unique(ranks, return_counts=True)
+    spread = both + 1 - ((ties**3 - ties).sum() / (both * (both - 1)))
+    return float(count * (both - count) * spread / 12)
+
+
+BLOCK_COUNT = 60
+"""Twenty medians in each third: neighbouring steps are alike, more medians add little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """From the first third of a series to the last."""
+
+    before: float
+    after: float
+    p_value: float
+    """Of the last third not being larger (Mann-Whitney U on medians of blocks)."""
+    is_sudden: bool
+    """Whether one step between two levels fits better than a straight line."""
+    since: int
+    """Index in the series: of the first slow step where it is sudden, else of half the rise."""
+
+    @property
+    def growth(self) -> float:
+        """Of the median."""
+        return (self.after - self.before) / max(self.before, 1.0)
+
+
+def rise(values: Floats) -> Rise:
+    """Measures a rise.
+
+    Source:
+        Two levels against a line by their sums of squares, the change point at the least one: Page,
+        1957; robust to single outliers because blocks are medians.
+    """
+    blocks = _block_medians(values)
+    third = len(blocks) // 3
+    p_value = larger_p_value(blocks[:third], blocks[-third:])
+    third = len(values) // 3
+    before, after = float(np.median(values[:third])), float(np.median(values[-third:]))
+    place, of_levels = _two_levels(blocks)
+    of_line = float(np.polyfit(np.arange(len(blocks)), blocks, 1, full=True)[1].sum())
+    sudden = of_levels < of_line
+    since = place * len(values) // len(blocks) if sudden else _half_way(values, before, after)
+    if sudden:
+        since = _refine(values, since, len(values) // len(blocks) + 1)
+    return Rise(before=before, after=after, p_value=p_value, is_sudden=sudden, since=since)
+
+
+def _block_medians(values: Floats) -> Floats:
+    count = min(BLOCK_COUNT, len(values))
+    parts = np.array_split(values, count)
+    return np.array([float(np.median(part)) for part in parts])
+
+
+def _two_levels(values: Floats) -> tuple[int, float]:
+    """First index of the second level, and the sum of squares around both levels."""
+    sums, squares = np.cumsum(values), np.cumsum(values**2)
+    count = np.arange(1, len(values))
+    left = squares[:-1] - sums[:-1] ** 2 / count
+    rest = len(values) - count
+    right = (squares[-1] - squares[:-1]) - (sums[-1] - sums[:-1]) ** 2 / rest
+    place = int((left + right).argmin())
+    return place + 1, float((left + right)[place])
+
+
+def _refine(values: Floats, around: int, width: int) -> int:
+    """The index at which the two sides differ most, within a block of a first guess."""
+    first, last = max(around - width, 1), min(around + width, len(values) - 1)
+    window = values[max(first - 2 * width, 0) : last + 2 * width]
+    place, _ = _two_levels(window)
+    return min(max(first - 2 * width, 0) + place, len(values) - 1)
+
+
+def _half_way(values: Floats, before: float, after: float) -> int:
+    """First index from which a moving median stays above the middle."""
+    width = max(5, len(values) // 20)
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)
+    below = np.flatnonzero(np.median(windows, axis=1) < (before + after) / 2)
+    return min(int(below[-1]) + 1 + width // 2, len(values) - 1) if len(below) else 0
+
+
+def growth_p_value(values: Floats) -> float:
+    """One-sided p of a series not growing.
+
+    Source:
+        Mann, Nonparametric Tests Against Trend, 1945; Kendall, Rank Correlation Methods, 1975.
+    """
+    n = len(values)
+    signs = np.sign(values[None, :] - values[:, None])
+    score = float(np.triu(signs, 1).sum())
+    _, ties = np.unique(values, return_counts=True)
+    tied = float((ties * (ties - 1) * (2 * ties + 5)).sum())
+    variance = (n * (n - 1) * (2 * n + 5) - tied) / 18
+    if variance <= 0:
+        return 1.0
+    z = (score - 1) / math.sqrt(variance)
+    return 0.5 * math.erfc(z / math.sqrt(2))
