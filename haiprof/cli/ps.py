@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from haiprof.base.errors import HaiprofError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import LogDirs, log_dirs
+from haiprof.cli.arguments import AsJson, LogDirs, log_dirs
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, Window
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import ReadProgress, Window
 from haiprof.cli.trace_check import print_faults
 
 Target = Annotated[

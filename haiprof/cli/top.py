@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.live import Live
 
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import JobName, LogDirs, log_dirs
+from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Traces, Window
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
 
 
 def memory_timeline(

@@ -10,8 +10,7 @@ import typer
 
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson, Everything
-from haiprof.cli.job_arguments import the_job
+from haiprof.cli.arguments import AsJson, Everything, the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import COMMAND_NAME, default_log_dir, open_target, working_folder
