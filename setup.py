@@ -16,13 +16,6 @@ setup(
             py_limited_api=True,
             optional=True,
         ),
-        # No module of Python's, and without its headers: what a job's interpreter loads by ctypes.
-        Extension(
-            "haiprof.in_job._sample_clock",
-            ["haiprof/in_job/sample_clock.c"],
-            extra_compile_args=["-std=gnu11", "-fvisibility=hidden"],
-            optional=True,
-        ),
         Extension(
             "haiprof.in_job._terminate",
             ["haiprof/in_job/terminate.cpp"],
@@ -34,13 +27,16 @@ setup(
             Extension(  # loaded by the job's interpreter, which need not be haiprof's own
                 f"haiprof.in_job._{name}",
                 [f"haiprof/in_job/{source}.c" for source in sources],
-                depends=["haiprof/in_job/spans.h"],
+                depends=["haiprof/in_job/spans.h", "haiprof/in_job/sampling.h"],
                 extra_compile_args=["-fvisibility=hidden"],
                 define_macros=[("Py_LIMITED_API", "0x030A0000")],
                 py_limited_api=True,
                 optional=True,
             )
-            for name, sources in (("spans", ("spans", "calls")), ("frames", ("frames",)))
+            for name, sources in (
+                ("spans", ("spans", "calls")),
+                ("frames", ("frames", "sample_clock")),
+            )
         ),
     ]
 )

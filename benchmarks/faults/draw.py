@@ -1,25 +1,38 @@
-"""From a seed to one job: its kind, model, loader, ranks, loop and noise; and the right answer."""
+"""From a seed to one job: its kind, model, loader, ranks, loop; with its fault or without."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kinds import FAULTS, HEALTHY, Kind
 
 TEMPLATE = Path(__file__).with_name("job.py")
 STEP_S = 0.02
-"""About what a step of most models takes: magnitudes are of that."""
+"""About what a step of most models takes."""
 BATCHES = {
     "mlp": 128, "cnn": 24, "unet": 64, "transformer": 20, "vit": 20, "lstm": 64,
     "recommender": 256, "graph": 40,
 }  # fmt: skip
 NEEDED = {"trainer": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
-PLACE = re.compile(r"^( *)# <(\w+)>$", re.M)
+PLACE = re.compile(r"^( *)# <(\w+)>$")
+
+
+class Work(NamedTuple):
+    """What work.py finds of one family on this machine."""
+
+    work: int
+    """Times over that a model works on its batch."""
+    step_s: float
+    """Its step by then."""
+    parameters: int
+    turns_per_s: float
+    """Turns of a Python loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +46,21 @@ class Case:
     ranks: int
     workers: int
     magnitude: float
+    every: int
     loaded: bool
     """Whether two busy processes run beside it."""
 
     @property
     def rank(self) -> int | None:
-        """The rank that a finding must name."""
+        """The rank that has the true account."""
         return {"": None, "first": 0, "last": self.ranks - 1}[self.kind.rank]
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether nothing is wrong with it."""
-        return not self.kind.accepted
+    def text(self) -> str:
+        """The job in a line."""
+        workers = f", {self.workers} workers" if self.workers else ""
+        size = f"{self.magnitude:.2g}x" + (f" every {self.every}" if self.every > 1 else "")
+        return f"{self.family}, {self.style}, {self.ranks} ranks{workers}, {size}"
 
 
 def draw(seed: int, *, loaded: bool = False) -> Case:
@@ -64,7 +80,7 @@ def draw(seed: int, *, loaded: bool = False) -> Case:
     return Case(
         seed=seed, kind=kind, ranks=ranks, style=dice.choice(styles or ["plain"]),
         family=dice.choice(kind.families or tuple(BATCHES)), workers=dice.choice(kind.workers),
-        magnitude=low * (high / low) ** dice.random(), loaded=loaded,
+        magnitude=low * (high / low) ** dice.random(), every=dice.choice(kind.every), loaded=loaded,
     )  # fmt: skip
 
 
@@ -72,27 +88,53 @@ def _is_installed(style: str) -> bool:
     return style not in NEEDED or importlib.util.find_spec(NEEDED[style]) is not None
 
 
-def write_job(case: Case, path: Path) -> None:
-    """Writes the job as one script; `faulty_lines` of it are what a finding should name."""
-    constants = {
+def write_job(
+    case: Case, path: Path, work: Work, *, faulty: bool = True, without: Sequence[str] = (),
+    constants: Mapping[str, object] = {},
+) -> dict[str, range]:  # fmt: skip
+    """Writes the job as one script, with its fault or without.
+
+    Args:
+        case: The job.
+        path: The script.
+        work: Of its family.
+        faulty: Whether it has its fault.
+        without: Places of pieces to be left out.
+        constants: These instead.
+
+    Returns:
+        The lines of each piece, by its place.
+    """
+    kind = case.kind
+    times = work.work * kind.work
+    step_s = work.step_s * kind.work
+    lose_s = case.magnitude * step_s * case.every
+    values = {
         "FAMILY": case.family, "STYLE": case.style, "BATCH": BATCHES[case.family],
-        "WORKERS": case.workers, "SECONDS": case.kind.seconds,
-        "LOSE": round(case.magnitude * STEP_S, 5), "THREADS": 1, **case.kind.constants,
+        "WORKERS": case.workers, "SECONDS": kind.seconds, "WORK": times, "STEP": round(step_s, 5),
+        "LOSE": round(lose_s, 6), "TURNS": max(int(lose_s * work.turns_per_s), 1),
+        "EVERY": case.every, **kind.constants, **constants,
     }  # fmt: skip
-    text = "\n".join(f"{name} = {value!r}" for name, value in constants.items())
-    pieces: Mapping[str, str] = {
-        **case.kind.pieces,
-        "constants": f"{text}\n{case.kind.pieces.get('constants', '')}",
-    }
-    unknown = set(pieces) - {place for _, place in PLACE.findall(TEMPLATE.read_text("utf-8"))}
-    assert not unknown, unknown
-
-    def filled(found: re.Match[str]) -> str:
-        lines = pieces.get(found[2], "").split("\n")
-        return "\n".join(found[1] + line if line else line for line in lines)
-
-    script = PLACE.sub(filled, TEMPLATE.read_text(encoding="utf-8"))
-    path.write_text(script, encoding="utf-8")
+    chosen = kind.pieces if faulty else kind.fixed
+    pieces = {p: [code] for p, code in kind.shape.items()}
+    for place, code in chosen.items():
+        if place not in without:
+            pieces.setdefault(place, []).append(code)
+    text = [f"{name} = {value!r}" for name, value in values.items()]
+    pieces["constants"] = text + pieces.get("constants", [])
+    lines, spans = [], {}
+    for line in TEMPLATE.read_text(encoding="utf-8").split("\n"):
+        found = PLACE.match(line)
+        if not found:
+            lines.append(line)
+            continue
+        begin = len(lines) + 1
+        for code in pieces.pop(found[2], []):
+            lines += [found[1] + part if part else part for part in code.split("\n")]
+        spans[found[2]] = range(begin, len(lines) + 1)
+    assert not pieces, pieces
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return {place: spans[place] for place in chosen if place in spans and place != "constants"}
 
 
 def faulty_lines(path: Path) -> tuple[int, ...]:

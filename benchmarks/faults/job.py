@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 benchmarks/faults/job.py
 
 It knows nothing of haiprof. With the `WORK` that work.py finds a step takes about 20 ms on one
-core, and the loader a small part of it.
+core, and the loader a small part of it; draw.py writes what a fault takes in numbers that are the
+same in each run.
 """
 
-# ruff: noqa: D101, D102, N812, RET504 - a script whose parts are put together
+# ruff: noqa: D101, D102, F401, F841, N812, SIM113 - a script whose parts are put together
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from step_clock import LAST as LAST_STEP
+from step_clock import tick
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -31,39 +33,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 FAMILY, STYLE = "mlp", "plain"
 SECONDS, BATCH, LENGTH = 9.0, 64, 64 * 400
 LOADER, WORKERS, PERSISTENT, ACCUMULATE, THREADS = True, 0, True, 1, 1
-LOSE = 0.0  # seconds that a fault takes in a step
-WORK = int(os.environ.get("FAULTS_WORK", "1"))  # a model works on its batch so many times over
+STEP, WORK = 0.02, 1  # a step in s; a model works on its batch so many times over
+LOSE, EVERY, TURNS = 0.0, 1, 1  # a fault takes so many s every so many steps; turns of a loop
+CLIP = 1.0
 # <constants>
 
-LOSE *= float(os.environ.get("FAULTS_STEP", "1"))  # steps of this model against usual ones
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 LAST = RANK == WORLD - 1
 CLASSES, VOCABULARY = 16, 64
 FOLDER = Path(tempfile.mkdtemp())
 DICE = random.Random(5 + RANK)
-LOST = [0.0, 0]
-
-
-@contextlib.contextmanager
-def lost() -> Iterator[None]:
-    """Counts what a fault takes."""
-    began = time.perf_counter()
-    yield
-    LOST[0] += time.perf_counter() - began
-    LOST[1] += 1
-
-
-def loops(seconds: float) -> int:
-    """How many turns of a Python loop take so much CPU time here."""
-    rates = []
-    for _ in range(5):
-        began = time.thread_time()
-        sum(i * i for i in range(20_000))
-        rates.append(20_000 / max(time.thread_time() - began, 1e-6))
-    return max(int(seconds * sorted(rates)[2]), 1)
-
-
-TURNS = loops(LOSE)
 
 
 # -- models -------------------------------------------------------------------------------------
@@ -267,37 +246,13 @@ def make_loader() -> DataLoader:
     )  # fmt: skip
 
 
-WAITED = [0.0, 0]
-
-
 def batches(loader: DataLoader | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end, one epoch after another; the waits for all but the first are summed up."""
+    """Without end, one epoch after another."""
     while loader is not None:
-        began = time.perf_counter()
-        for batch in loader:
-            WAITED[0] += time.perf_counter() - began if WAITED[1] else 0.0
-            WAITED[1] += 1
-            yield batch
-            began = time.perf_counter()
+        yield from loader
     x, y = torch.randn(BATCH, *FAMILIES[FAMILY].shape), torch.randint(CLASSES, (BATCH,))
     while True:
         yield x, y
-
-
-def clock_waits() -> None:
-    """The same where a framework asks the loader."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    original = _BaseDataLoaderIter.__next__
-
-    def wait(self: object) -> object:
-        began = time.perf_counter()
-        batch = original(self)
-        WAITED[0] += time.perf_counter() - began if WAITED[1] else 0.0
-        WAITED[1] += 1
-        return batch
-
-    _BaseDataLoaderIter.__next__ = wait
 
 
 # -- the loop -----------------------------------------------------------------------------------
@@ -307,7 +262,10 @@ KEPT: list[object] = []
 
 
 def over(step: int) -> bool:
-    """Whether rank 0's time is up: told every 10 steps to all."""
+    """Whether this was the last step: by number, or by rank 0's time, told every 10 steps."""
+    ended = tick(end=False)
+    if LAST_STEP:
+        return ended
     ENDS[0] = ENDS[0] or time.monotonic() + SECONDS
     late = time.monotonic() > ENDS[0]
     if WORLD == 1 or step % 10:
@@ -351,7 +309,7 @@ def evaluate(model: nn.Module, count: int, batch: int = BATCH) -> None:
     model.train()
 
 
-def plain() -> int:
+def plain() -> None:
     model = Net()
     # <model>
     optimizer = make_optimizer(model)
@@ -374,10 +332,9 @@ def plain() -> int:
         after_step(net, step, loss)
         if over(step):
             break
-    return step
 
 
-def accelerate() -> int:
+def accelerate() -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -397,13 +354,15 @@ def accelerate() -> int:
         after_step(net, step, loss)
         if over(step):
             break
-    return step
 
 
-def trainer() -> int:
+def trainer() -> None:
     import transformers
 
     class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: object, state: object, *_: object, **more: object):
+            before_update(more["model"], state.global_step)
+
         def on_step_end(self, args: object, state: object, control: object, **more: object) -> None:
             after_step(more["model"], state.global_step, torch.zeros(()))
             control.should_training_stop = over(state.global_step)
@@ -419,20 +378,22 @@ def trainer() -> int:
         output_dir=str(FOLDER), max_steps=10**6, per_device_train_batch_size=BATCH, use_cpu=True,
         report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=50,
         dataloader_num_workers=WORKERS, dataloader_persistent_workers=bool(WORKERS),
-        remove_unused_columns=False,
+        remove_unused_columns=False, max_grad_norm=CLIP,
     )  # fmt: skip
     job = transformers.Trainer(
         model, settings, train_dataset=Samples(), data_collator=together, callbacks=[Watch()],
         optimizers=(optimizer, None),
     )  # fmt: skip
     job.train()
-    return int(job.state.global_step)
 
 
-def lightning() -> int:
+def lightning() -> None:
     import lightning
 
     class Watch(lightning.Callback):
+        def on_before_optimizer_step(self, job: object, module: object, _: object) -> None:
+            before_update(module.model, job.global_step)
+
         def on_train_batch_end(self, job: object, module: object, *_: object) -> None:
             after_step(module.model, job.global_step, torch.zeros(()))
             job.should_stop = over(job.global_step)
@@ -443,7 +404,9 @@ def lightning() -> int:
             self.model = Net()
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return F.cross_entropy(self.model(batch[0]), batch[1])
+            x, y = batch
+            # <training_step>
+            return F.cross_entropy(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             optimizer = make_optimizer(self.model)
@@ -456,13 +419,11 @@ def lightning() -> int:
         callbacks=[Watch()],
     )  # fmt: skip
     job.fit(Module(), make_loader())
-    return int(job.global_step)
 
 
-def own() -> int:
+def own() -> None:
     step = 0
     # <own>
-    return step
 
 
 def main() -> None:
@@ -472,17 +433,7 @@ def main() -> None:
     if WORLD > 1:
         dist.init_process_group("gloo")
     # <setup>
-    if STYLE in ("trainer", "lightning"):
-        clock_waits()
-    began, faults = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    step = globals()[STYLE]()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    truth = {"steps": step, "lost_s": LOST[0], "lost_count": LOST[1],
-             "waited_s": WAITED[0] if WAITED[1] else None, "page_faults": faults,
-             "train_s": time.monotonic() - (ENDS[0] - SECONDS if ENDS[0] else began)}  # fmt: skip
-    where = os.environ.get("FAULTS_TRUTH")
-    if where:
-        (Path(where) / f"truth-{RANK}.json").write_text(json.dumps(truth))
+    globals()[STYLE]()
     if WORLD > 1:
         dist.barrier()
         time.sleep(0.2)  # as examples/two_ranks_slow_one.py

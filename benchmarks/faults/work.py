@@ -6,7 +6,7 @@ A drawn job whose loader takes a fifth of each step is not healthy: a fifth can 
 bare times are taken first, without haiprof and as CPU time, which neighbours change little: of a
 batch made, of one received from a worker, and of a step of the model. Models work on their batch
 so many times over (`WORK` of job.py) that the loader has three hundredths of the step; and what a
-fault takes (`LOSE`) is counted in steps of the model as it is then.
+fault takes (`LOSE`) is counted in steps of the model as it is then, once for all its runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draw import BATCHES, STEP_S
+from draw import BATCHES, STEP_S, Work
 
 LOADER_RATIO = 0.03
 MOST = 12
@@ -46,8 +46,8 @@ def cpu_s(act: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def work_of(family: str) -> tuple[int, float]:
-    """Times over that a model of the family works on its batch, and its step by then in s."""
+def work_of(family: str) -> Work:
+    """How often a model of the family works on its batch, and what follows from that."""
     job = bare_job(family, 0)
     batches, received = iter(job["make_loader"]()), iter(bare_job(family, 1)["make_loader"]())
     x, y = next(batches)
@@ -64,11 +64,13 @@ def work_of(family: str) -> tuple[int, float]:
     wanted_s = max(loader_s / LOADER_RATIO, 0.75 * STEP_S)
     step_s = cpu_s(step)
     work = min(max(math.ceil(wanted_s / step_s), 1), MOST)
-    return work, work * step_s
+    turns_per_s = 20_000 / cpu_s(lambda: sum(i * i for i in range(20_000)))
+    parameters = sum(p.numel() for p in model.parameters())
+    return Work(work, work * step_s, parameters, turns_per_s)
 
 
 def main() -> None:
-    """Prints `WORK` of each family and its step as JSON."""
+    """Prints what was found of each family as JSON."""
     torch.set_num_threads(1)
     print(json.dumps({family: work_of(family) for family in BATCHES}))
 

@@ -55,9 +55,9 @@ def lines(
 ) -> None:  # fmt: skip
     """Show which lines of your code take the time, by rank and phase, as they were sampled.
 
-    haiprof looks at the training thread's Python stack 20 times a second (less often later), and
-    at those of DataLoader workers. `itself` is the share of samples in which a line was the
-    innermost one of your code: it ran, or a library that it called. `with what it calls` counts
+    haiprof looks at the training thread's Python stack up to 100 times a second (less often
+    later), and at those of DataLoader workers. `itself` is the share of samples in which a line was
+    the innermost one of your code: it ran, or a library that it called. `with what it calls` counts
     all samples that have the line anywhere. Libraries are not listed; --html draws them as a flame
     graph by rank and phase, with --baseline also against another run; --speedscope and --collapsed
     have all stacks.

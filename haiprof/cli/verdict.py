@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,13 @@ from haiprof.base.messages import print_message
 from haiprof.cli.arguments import AsJson, Everything, the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
-from haiprof.cli.target import COMMAND_NAME, default_log_dir, open_target, working_folder
+from haiprof.cli.target import (
+    COMMAND_NAME,
+    default_log_dir,
+    open_target,
+    run_or_traces,
+    working_folder,
+)
 
 if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RunFrames
@@ -24,7 +31,8 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="RUN_OR_JOB",
-        help="A run or log directory; or a running job: its id, name, script, or a process id. "
+        help="A run or log directory; a trace of torch.profiler or a folder of them; or a running "
+        "job: its id, name, script, or a process id. "
         "Left out: the newest run, with --collect the only running job.",
         show_default=False,
     ),
@@ -111,10 +119,20 @@ def verdict(
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
 
       haiprof verdict --json | jq '.findings[0].remedy'
+
+      haiprof verdict traces/                     of torch.profiler: the device's time, by account
     """
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
+    if not collect and (traces := _trace_path(target)) is not None:
+        if save or svg or folder or exit_report or last is not None:
+            raise UsageError(
+                f"{traces}: traces, and no run: only --json and --all go with them",
+                hint="name a run directory, or leave the other options out",
+            )
+        _show_traces(traces, as_json=as_json, everything=everything)
+        return
     since = None
     if collect:
         run = the_job(target, None).run
@@ -155,6 +173,37 @@ def verdict(
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
+
+
+def _trace_path(target: str | None) -> Path | None:
+    """What is named where that is a trace, or a folder of traces and no run; else None."""
+    from haiprof.base.errors import TraceFormatError
+    from haiprof.trace_format.find import TRACE_ENDINGS, trace_files
+
+    if target is None or not (path := Path(target)).exists():
+        return None
+    if path.is_file() and not target.endswith(TRACE_ENDINGS):
+        return None
+    run, traces = run_or_traces(path)
+    try:
+        return traces if run is None and trace_files(traces) else None
+    except TraceFormatError:  # neither a run nor traces: the error of a run says so
+        return None
+
+
+def _show_traces(path: Path, *, as_json: bool, everything: bool) -> None:
+    from haiprof.cli.arguments import ReadProgress
+    from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
+    from haiprof.trace_analysis.device_verdict import device_ledger
+
+    with ReadProgress(quiet=as_json) as waiting:
+        found = device_ledger(path, progress=waiting)
+    output = Output(json=as_json)
+    output.show(
+        lambda width: device_ledger_view(found, path, width=width, everything=everything),
+        device_ledger_data(found, path),
+    )
+    output.hint(f"next: haiprof trace-report {shlex.quote(str(path))}")
 
 
 def _trace_limit() -> int:

@@ -163,10 +163,3 @@ def used_by_others(inputs: RuleInputs, host: str, hosts: Mapping[int, str]) -> f
     if cores is None or busy is None or not all(r in inputs.busy_cores for r in ranks):
         return None
     return max(busy * cores - sum(inputs.busy_cores[r] for r in ranks), 0.0)
-
-
-def cores_of_others(inputs: RuleInputs) -> dict[int, float]:
-    """By rank: cores of its host that others than the host's ranks used, where that is known."""
-    hosts = hosts_of(inputs)
-    used = {host: used_by_others(inputs, host, hosts) for host in set(hosts.values())}
-    return {rank: cores for rank, host in hosts.items() if (cores := used[host]) is not None}

@@ -29,7 +29,6 @@ _OF_RANKS = {
         "cpu_main_cores",
         "cpu_cores",
         "run_queue_wait_ratio",
-        "process_count",
         "memory_rss_bytes",
         "read_bytes_per_s",
         "storage_read_bytes_per_s",

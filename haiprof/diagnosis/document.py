@@ -61,6 +61,8 @@ FINDING_FIELDS = {
     "severity": "`critical`, `warning` or `info`",
     "confidence": "in [0, 1]",
     "lost_ratio": "share of the time that it costs; null: not known",
+    "gain": "what the mean step becomes without it: `step_ns`, `left_ns`, and the 95 % interval "
+    "`low_ns` to `high_ns`; null: not known",
     "title": "the cause in one line",
     "evidence": "the numbers: `name`, `value` (base units; null: not known), `unit`",
     "remedy": "what to change",

@@ -13,7 +13,7 @@ from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.attempts import attempt_notes
 from haiprof.diagnosis.explanations import Question, account_line, explain, straggler
-from haiprof.diagnosis.finding import SEVERITIES, Abstention, Evidence, Finding, Severity
+from haiprof.diagnosis.finding import SEVERITIES, Abstention, Finding, Gain, Severity
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
 from haiprof.diagnosis.reactions import reacted_lines
 from haiprof.diagnosis.recorded_windows import traced_lines
@@ -179,7 +179,10 @@ def _finding(
     if account.explanation in priced:
         fact = priced[account.explanation]
         return replace(
-            fact, lost_ratio=account.gain_ns / mean, severity=_severity(ledger, account, inputs)
+            fact,
+            lost_ratio=account.gain_ns / mean,
+            gain=_gain(ledger, account),
+            severity=_severity(ledger, account, inputs),
         )
     question = Question(
         inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
@@ -193,7 +196,8 @@ def _finding(
         rule=said.slug,
         cause=said.cause,
         title=said.title,
-        evidence=(*_gain_evidence(ledger, account), *said.evidence),
+        evidence=said.evidence,
+        gain=_gain(ledger, account),
         remedy=said.remedy,
         confidence=sure,
         severity=_severity(ledger, account, inputs) if said.is_choice else "info",
@@ -204,12 +208,12 @@ def _finding(
     )
 
 
-def _gain_evidence(ledger: Ledger, account: Account) -> tuple[Evidence, ...]:
-    left = max(ledger.mean_ns - account.gain_ns, 0.0)
-    return (
-        Evidence(name="the step without it", value=left, unit="ns"),
-        Evidence(name="at least", value=max(ledger.mean_ns - account.gain_high_ns, 0.0), unit="ns"),
-        Evidence(name="at most", value=max(ledger.mean_ns - account.gain_low_ns, 0.0), unit="ns"),
+def _gain(ledger: Ledger, account: Account) -> Gain:
+    return Gain(
+        step_ns=ledger.mean_ns,
+        left_ns=max(ledger.mean_ns - account.gain_ns, 0.0),
+        low_ns=max(ledger.mean_ns - account.gain_high_ns, 0.0),
+        high_ns=max(ledger.mean_ns - account.gain_low_ns, 0.0),
     )
 
 

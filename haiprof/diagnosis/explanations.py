@@ -373,7 +373,9 @@ def _code_text(account: Account, lead: str = ": ") -> str:
     if account.file is None:
         return f"{lead}{does}"
     name = account.file.rpartition("/")[2]
-    return f"{lead}{account.function} ({name}:{account.line}), {does}{inside}"
+    code = f" {' '.join(account.expression.split())}" if account.expression else ""
+    function = "the script" if account.function == "<module>" else account.function
+    return f"{lead}{function} ({name}:{account.line}{code}), {does}{inside}"
 
 
 _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {

@@ -70,6 +70,17 @@ class CodeLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What the mean step becomes without an opportunity, in ns."""
+
+    step_ns: float
+    left_ns: float
+    low_ns: float
+    high_ns: float
+    """Where that lies with 95 % certainty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One cause that a rule found."""
 
@@ -88,6 +99,8 @@ class Finding:
     """Share of the time that it costs, in [0, 1]; None where that is not known.
 
     Findings are ordered by it, and with the confidence it gives the severity."""
+    gain: Gain | None = None
+    """What the step becomes without it; None of facts that are no opportunity."""
     missing: tuple[str, ...] = ()
     """What could not be measured and would make it surer."""
     rank: int | None = None

@@ -362,8 +362,8 @@ def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
             best, ratio = cut, after / max(before, level / 20)
     if not best:
         return "each step"
-    rises = (np.diff(series) > 0).mean()
-    if ratio < 4 and rises >= 0.7:
+    rises = np.diff(series)
+    if (rises > 0).mean() >= 0.7 and rises.max() < np.ptp(series) / 2:
         return "growing"
     spread = series[best:].std(), series[:best].std()
     if max(spread) < 0.5 * abs(series[best:].mean() - series[:best].mean()):

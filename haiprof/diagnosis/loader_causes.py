@@ -19,10 +19,7 @@ from haiprof.diagnosis.thresholds import (
     EPOCH_MAIN_RATIO,
     FREE_CORES,
     LOADER_IDLE_RATIO,
-    MIN_COUNT,
-    SMALL_RATIO,
 )
-from haiprof.run_analysis.code_samples import WORKER, WORKER_WAITING
 
 COMPUTED_BATCHES = ("dataloader_bound/few_workers", "dataloader_bound/cores_full")
 """What missing cores would bring about. A loader that waits for storage needs none, and one on the
@@ -108,43 +105,6 @@ def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
         free_cores=max(allowed - busy - others, 0.0) if allowed and busy is not None else None,
     )
-
-
-def own_wait_share(inputs: RuleInputs, rank: int, share: float) -> float:
-    """Of a step, what training would wait for the loader's workers if nobody kept cores from them.
-
-    Workers load for a part of the time, as their samples tell. What they waited for a core is taken
-    off: for each second on one as much as the main thread did, but no more than they did not use
-    the CPU. The rest of the step shrinks by what its own thread waited. Then workers that still
-    take longer than a step are what training waits for.
-
-    Args:
-        inputs: Of a run with workers.
-        rank: Whose.
-        share: Of the step, what it waited for the loader.
-
-    Returns:
-        The share that would be; all of it where the workers' CPU use is not known. Without samples
-        of them they are taken to load while they use the CPU, and to wait for nothing else.
-    """
-    loader = inputs.last_attempts.loaders.get(rank)
-    main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
-    if loader is None or not loader.workers or main is None or busy is None:
-        return share
-    wait, computes = inputs.core_waits.get(rank, 0.0), max(busy - main, 0.0) / loader.workers
-    loads = loading_ratio(inputs, rank)
-    loads = computes if loads is None else loads
-    computes = min(computes, loads)
-    alone = max(computes, loads - computes * wait / max(min(main, 1.0), SMALL_RATIO))
-    rest = max(1.0 - share - wait, min(main, 1.0 - share), SMALL_RATIO)
-    return max(alone - rest, 0.0) / max(alone, rest)
-
-
-def loading_ratio(inputs: RuleInputs, rank: int) -> float | None:
-    """Share of the time in which a rank's workers load, not wait for requests; None: not known."""
-    samples = inputs.load_samples(rank)
-    loads, waits = (int((samples.phase == phase).sum()) for phase in (WORKER, WORKER_WAITING))
-    return loads / (loads + waits) if loads + waits >= MIN_COUNT else None
 
 
 def _share(inputs: RuleInputs, one: int, other: int) -> bool:

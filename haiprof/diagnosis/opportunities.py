@@ -215,12 +215,14 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
     found: set[int] = set()
     inside = np.unique(table.stack[(table.position == FORWARD) & (table.activity == OPERATORS)])
     for stack in inside.tolist():
+        below: set[int] = set()
         while stack:
             frame = int(tree.place[stack])
             if tree.frames[frame].file.endswith("/torch/nn/modules/module.py"):
-                break
-            if not tree.library[frame]:
-                found.add(int(numbers[frame]))
+                found |= below
+                below.clear()
+            elif not tree.library[frame]:
+                below.add(int(numbers[frame]))
             stack = int(tree.parent[stack])
     return found
 

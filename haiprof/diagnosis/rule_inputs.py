@@ -12,15 +12,12 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.counter_averages import CounterAverages, count
 from haiprof.diagnosis.rank_events import LastAttempts, read_last_attempts
 from haiprof.diagnosis.thresholds import (
-    DEVICE_COVERAGE_RATIO,
     SHORT_RUN_S,
     UNTRACED_MIN_RATIO,
     warm_up_steps,
 )
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.collective_counts import collectives_per_s
-from haiprof.run_analysis.phases import NOGRAD_NAME, SAVE_PHASE
 from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.records import median as median
@@ -29,8 +26,6 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, training_spans
-
-_SHARDED_NAMES = ("FSDP", "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +36,6 @@ class NodeCpu:
     """CPUs online."""
     limit_cores: float | None
     """The tightest limit of the cgroup and those above it; None without one, or not known."""
-    period_count: float | None
-    """Periods of that limit in which something ran; None where they are not counted."""
     throttled_ratio: float | None
     """Share of those in which something had to stop; None without any."""
     stolen_ratio: float | None
@@ -69,8 +62,6 @@ class RuleInputs:
     """The same with its children: DataLoader workers."""
     core_waits: Mapping[int, float]
     """Share of time in which the rank's main thread could run and got no core."""
-    process_counts: Mapping[int, float]
-    """Median number of processes of the rank, its children included."""
     placements: Mapping[int, Placement]
     """Where each rank ran, where that was recorded."""
     node_cpus: Mapping[str, NodeCpu]
@@ -84,8 +75,6 @@ class RuleInputs:
     """
     trained_ns: Mapping[int, float]
     """Time in training steps of each rank, the first ones included."""
-    save_ns: float
-    """Time in checkpoint saves while judged steps ran, all ranks together."""
     counted: CounterAverages
     """More counters of ranks and nodes."""
     pauses: pl.DataFrame
@@ -98,14 +87,10 @@ class RuleInputs:
     """What ranks said of their loaders, compilations and allocators."""
     backward_work: pl.DataFrame
     """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
-    lateness: pl.DataFrame
-    """How late ranks begin their collectives; columns of `run_analysis.lateness`."""
     traces: TracedWindow
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]
     """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
-    sharded: bool
-    """Whether a module is sharded over the ranks (FSDP), which makes them wait in forward too."""
     marked_by: str | None
     """What marks a step where that is no training (`step_boundaries.WORDS`); None elsewhere."""
 
@@ -113,13 +98,6 @@ class RuleInputs:
     """Steps of each rank, in order."""
     load_samples: Callable[[int], CodeSamples]
     """Sampled stacks of a rank's judged attempt; read when they are asked for."""
-
-    calls_without_gradients: Callable[[int], pl.DataFrame]
-    """Of a rank's judged steps that have such calls of models: `step`, `count` and `own_ns`, their
-    time; read when it is asked for."""
-    count_collectives: Callable[[int], float | None]
-    """Collectives that a rank begins per judged step, of all groups, its gradients' with them;
-    None: not known. Read when it is asked for."""
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -129,12 +107,6 @@ class RuleInputs:
     def of_rank(self, rank: int) -> pl.DataFrame:
         """Steps of one rank, in order."""
         return self.by_rank[rank]
-
-    @property
-    def usual_step_ns(self) -> float:
-        """The usual step, which the verdict's bar shows: shares on a card are of this one."""
-        split = usual_split(self.of_rank(typical_rank(self)))
-        return sum(ns or 0.0 for ns in split.values())
 
     @property
     def is_short(self) -> bool:
@@ -196,13 +168,11 @@ def gather_inputs(
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
         core_waits=counted.core_waits,
-        process_counts=counted.of("process_count"),
         counted=counted,
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
         stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),
         trained_ns={rank: float(part["step_ns"].sum()) for rank, part in parts.items()},
-        save_ns=_save_ns(pauses, spans),
         pauses=_within(pauses, spans),
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
@@ -210,14 +180,10 @@ def gather_inputs(
             analyzer.files, dict(spans.select("rank", "attempt").rows())
         ),
         backward_work=analyzer.backward_work(),
-        lateness=analyzer.lateness(),
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
-        sharded=_is_sharded(analyzer),
         marked_by=untrained_boundary(found),
         load_samples=cache(lambda rank: _samples(analyzer, spans, rank)),
-        calls_without_gradients=lambda rank: _calls_without_gradients(analyzer, by_rank[rank]),
-        count_collectives=lambda rank: _collectives_per_step(analyzer, by_rank[rank]),
     )
 
 
@@ -270,15 +236,6 @@ def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     return pauses.join(spans.drop("attempt"), on="rank").filter(inside).drop("begin", "end")
 
 
-def _save_ns(phases: pl.DataFrame, spans: pl.DataFrame) -> float:
-    """Saves that began in one of the steps' spans of time."""
-    if not spans.height:
-        return 0.0
-    begin = spans["begin"].min()
-    saves = phases.filter((pl.col("phase") == SAVE_PHASE) & (pl.col("start_ns") >= pl.lit(begin)))
-    return float(saves["duration_ns"].sum())
-
-
 def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples:
     """Of one rank, while its judged steps ran."""
     samples = analyzer.code_samples({rank})
@@ -287,33 +244,11 @@ def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples
     return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
 
 
-def _calls_without_gradients(analyzer: RunFrames, steps: pl.DataFrame) -> pl.DataFrame:
-    """Of one rank's steps; what `nograd_ns` of `rank_frame` is the sum of."""
-    spans = analyzer.phases({int(steps["rank"][0])}).filter(pl.col("phase") == NOGRAD_NAME)
-    own = spans.join(steps, on=["attempt", "step"], how="semi")
-    return own.group_by("step").agg(count=pl.len(), own_ns=pl.col("self_ns").sum()).sort("step")
-
-
-def _collectives_per_step(analyzer: RunFrames, steps: pl.DataFrame) -> float | None:
-    """Of one rank, by its readings while these steps ran."""
-    begin_ns, last = int(steps["start_ns"][0]), steps.row(-1, named=True)
-    end_ns = int(last["start_ns"] + last["step_ns"])
-    rank = int(last["rank"])
-    rate = collectives_per_s(analyzer.files, rank, begin_ns=begin_ns, end_ns=end_ns)
-    return None if rate is None else rate * (end_ns - begin_ns) / NS_PER_S / steps.height
-
-
-def _is_sharded(analyzer: RunFrames) -> bool:
-    """By the roots' class names: FSDP2 renames the class, FSDP1 wraps it."""
-    names = [name for rank in analyzer.files.ranks for name in rank.names("root").values()]
-    return any(name.startswith(_SHARDED_NAMES) for name in names)
-
-
 def _node_cpus(counted: CounterAverages, windows: pl.DataFrame) -> dict[str, NodeCpu]:
     """Counters of the host and of the job's cgroup in these windows."""
     return {
-        host: _node_cpu(list(counted.nodes.get(host, {}).values()), (end - begin) / NS_PER_S)
-        for host, begin, end in windows.rows()
+        host: _node_cpu(list(counted.nodes.get(host, {}).values()))
+        for host in windows["host"].to_list()
     }
 
 
@@ -337,7 +272,7 @@ def _stolen_ratio(entities: Sequence[Mapping[str, float | None]]) -> float | Non
     return None
 
 
-def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) -> NodeCpu:
+def _node_cpu(entities: Sequence[Mapping[str, float | None]]) -> NodeCpu:
     """From the means by metric of the node, of its cgroup and of those above that have a limit.
 
     Periods are of one cgroup: of the one that stops the job most often.
@@ -346,11 +281,10 @@ def _node_cpu(entities: Sequence[Mapping[str, float | None]], seconds: float) ->
     limits = [limit for means in entities if (limit := means.get("cpu_limit_cores")) is not None]
     counted = [means for means in entities if means.get("cpu_period_count_per_s") is not None]
     most = max(counted, key=_stops, default={})
-    limit, periods = most.get("cpu_limit_cores"), most.get("cpu_period_count_per_s")
+    limit = most.get("cpu_limit_cores")
     return NodeCpu(
         core_count=round(counts[0]) if counts else None,
         limit_cores=min(limits, default=None) if limit is None else limit,
-        period_count=None if periods is None else periods * seconds,
         throttled_ratio=_throttled_ratio(most),
         stolen_ratio=_stolen_ratio(entities),
     )
@@ -388,20 +322,6 @@ def _passes(inputs: RuleInputs) -> float:
     return median(inputs.steps["micro_step_count"]) or 1.0
 
 
-def usual_phases(inputs: RuleInputs, *phases: str) -> tuple[str, tuple[float, ...]] | None:
-    """Time in some phases of the usual step, as the verdict's bar has it; None without one of them.
-
-    Returns:
-        The clock, of all phases the same one (`common_clock`); and ns per phase, then per step.
-    """
-    clock = common_clock(inputs.steps, phases)
-    steps = inputs.of_rank(typical_rank(inputs))
-    split = usual_split(steps, clock=clock)
-    values = tuple(value for phase in phases if (value := split[phase]) is not None)
-    whole = sum(value or 0.0 for value in usual_split(steps).values())
-    return (clock, (*values, whole)) if len(values) == len(phases) and whole else None
-
-
 def usual_share(inputs: RuleInputs, phase: str) -> float | None:
     """A phase's share of the usual step; None where it is not measured."""
     split = usual_split(inputs.of_rank(typical_rank(inputs)))
@@ -426,13 +346,6 @@ def typical_of(by_rank: Mapping[int, pl.DataFrame]) -> int:
         for rank, steps in by_rank.items()
     }
     return sorted(work, key=lambda rank: (work[rank], rank))[(len(work) - 1) // 2]
-
-
-def common_clock(steps: pl.DataFrame, phases: tuple[str, ...]) -> str:
-    """`device` where nearly all steps have device times of all these phases, else `host`."""
-    columns = [f"{phase}_device_ns" for phase in phases]
-    known = steps.drop_nulls(columns).height if steps.height else 0
-    return "device" if known and known >= DEVICE_COVERAGE_RATIO * steps.height else "host"
 
 
 def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:

@@ -289,9 +289,22 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
         file=at.file,
         line=at.line,
         function=at.function,
+        expression=_expression(table, found, at.file, at.line),
         callees=common_callees(table.tree, table.stack[found.rows], table.ns[found.rows]),
         callers=tuple(place_text(*caller) for caller in at.callers),
     )
+
+
+def _expression(table: TimeTable, found: Opportunity, file: str, line: int) -> str | None:
+    """What of a line is most of what it does; None where that was not recorded."""
+    rows = found.rows[table.activity[found.rows] == found.activity]
+    frame = innermost_frame(table.tree)[table.stack[rows]]
+    time: dict[str, float] = {}
+    for at, ns in zip(frame.tolist(), table.ns[rows].tolist(), strict=True):
+        own = table.tree.frames[at]
+        if at >= 0 and (own.file, own.line) == (file, line) and own.expression:
+            time[own.expression] = time.get(own.expression, 0.0) + ns
+    return max(time, key=lambda text: (time[text], text), default=None)
 
 
 def _package(table: TimeTable, rows: Ints) -> str | None:
@@ -352,6 +365,7 @@ def _plain_account(
         file=at.file if at else None,
         line=at.line if at else None,
         function=at.function if at else None,
+        expression=(at.expression or None) if at else None,
         callees=common_callees(table.tree, table.stack[rows], table.ns[rows]) if at else (),
         ns_per_step=mean,
         low_ns=low,

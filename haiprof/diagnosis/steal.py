@@ -7,11 +7,6 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import STOLEN_NOTED_RATIO, STOLEN_WARNING_RATIO
 
 
-def explain_by_steal(share: str, lost: float) -> str:
-    """Why another rule stays silent: what steal took from the main threads may be all of it."""
-    return f"{share}, of which {ratio_text(lost)} may be what the hypervisor took of the cores"
-
-
 def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     """What the verdict says of steal that is no finding."""
     lost = max(inputs.stolen.values(), default=0.0)

@@ -18,13 +18,6 @@ COSTLY_CRITICAL_RATIO = 0.20
 COSTLY_WARNING_RATIO = 0.05
 """Of the time: TraceML's 20 % for what is critical (diagnostics/DIAGNOSIS.md); below a twentieth
 what was found is a note. Own choice."""
-SURE_CRITICAL = 0.70
-SURE_WARNING = 0.40
-"""Confidence that the same takes. Own choice."""
-SEEN_SURE = 0.80
-"""Of a phase that takes too long, most of it seen in code of the job's own. Own choice."""
-NOTE_SURE = 0.30
-"""Confidence below both: what is no surer stays a note, however much it costs. Own choice."""
 FEW_STEPS_SURE = 0.60
 """No finding is surer with fewer steps than CRITICAL_MIN_STEPS. Own choice."""
 EXPLAINED_RATIO = 0.50
@@ -44,16 +37,6 @@ BLOCK_COUNT = 20
 waits come in bursts, which a median over single steps does not see, and one stall spoils one block
 only."""
 
-OTHER_WARNING_RATIO = 0.30
-"""Share of a step outside the four phases. TraceML calls a residual of 10 % a warning, but of a
-short step Python's own work between the phases is a quarter. Own choice."""
-SAVE_MAIN_RATIO = 0.50
-"""Saves are named as the cause where they make this share of the time outside. Own choice."""
-
-ALONE_RATIO = 0.10
-"""What one rank does while the others wait for it: TraceML's warning for a straggler."""
-EVALUATION_RATIO = 0.20
-"""Evaluation's share of evaluation and training together. Own choice."""
 
 DRIFT_PHASE_RATIO = 0.50
 """A phase is named where it makes this share of the growth. Own choice."""
@@ -62,71 +45,21 @@ DEVICE_COVERAGE_RATIO = 0.8
 """The device clock is used in a comparison where it has this share of the steps; never both clocks
 in one. TraceML asks for all steps, but an evaluation or a skipped step takes some away."""
 
-FORWARD_BACKWARD_RATIO = 1.5
-"""Forward to backward. A layer's backward has two matrix products for the forward's one, so about
-0.5 is normal (Kaplan et al. 2020, section 2.1: 2N and 4N flops per token); three times that is not.
-The published case (seed 002) had forward far above backward."""
-USUAL_FORWARD_RATIO = 0.5
-"""Of backward (the same source): what forward takes beyond it is what is lost."""
-HELD_STEP_RATIO = 0.08
-"""Of the step, what Python of the job's own takes in a phase, from sampled stacks: the tenth from
-which it must be found, less what samples may miss. Own choice."""
-OWN_STEP_RATIO = 0.12
-"""Of the step, what the job's own code takes outside of the model where it also may wait or call
-operators: averages of weights and the loss stay below. Own choice."""
-MODEL_OWN_RATIO = 0.50
-"""Where less than half of what is lost is outside of torch's own code, it is the model. Own choice.
-"""
-LOOP_NS = 200_000.0
-"""Of each backward pass, what loops take between the phases whatever they train: a loss of few
-operators, zero_grad, their own lines. A linear layer's step of 0.3 ms has 0.11 ms there, nearly all
-of it launching (seed 991 of benchmarks/faults); machines differ by less than twice. Own choice."""
-FORWARD_STEP_RATIO = 0.30
-"""Forward's share of the step from which it is worth a finding. Own choice."""
-FROZEN_RATIO = 0.50
-"""Of the parameters, without gradients: with most of them frozen backward has less to do than
-forward, and their ratio says nothing. Own choice."""
 
 GPU_IDLE_RATIO = 0.50
 """Below it the GPU waits for most of the time. TraceML calls 30-70 % moderate; the published case
 had 30 %. NVML counts a sample as used when any kernel ran, so true use is lower still."""
-CPU_BUSY_CORES = 0.6
-"""The published case had the CPU at 60-70 %."""
 CPU_FULL_CORES = 0.9
 """One Python thread at its limit, as its launches are serial."""
 
-DRIFT_RATIO = 0.20
-"""Last third against first third of the steps. PerfTracker's trigger, as of haiprof's reactions:
-machines by themselves are a tenth faster at one time than at another."""
-PLAIN_DRIFT_RATIO = 2 * DRIFT_RATIO
-"""Where all phases grew alike and nothing that is counted changed, it is the machine, and a note
-below this: two of 49 healthy jobs became 21 and 22 % slower by themselves on ours. Own choice."""
-DRIFT_MAIN_RATIO = 0.50
-"""A phase that is long because it grew: the growth makes this share of it. Own choice."""
-DRIFT_P_VALUE = 0.01
-"""Mann-Whitney U, one-sided: a conventional level."""
 FAULT_NS = 2_000.0
 """What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
 ours; hosts take about half of it. Own choice."""
-DRIFT_MIN_STEPS = 30
-"""Ten steps in each third: below that the normal approximation of U is poor (Mann & Whitney 1947
-give tables up to 8)."""
 
-RANK_EXCESS_WARNING_RATIO = 0.10
-"""TraceML straggler score: 10 % warning, 20 % critical of the victim's step
-(rank-straggler-policy.md). It looks for the rank with the least visible backward; the same
-lag is measured here directly, as the work before it."""
-RANK_PHASE_COVERAGE_RATIO = 0.80
-"""TraceML names a phase only where it makes 80 % of the gap."""
 
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
 waiting beyond that is the ranks' own doing. Own choice."""
-STARVING_CORES = 0.5
-"""What others must use of full cores to be why a loader's workers are slow. Own choice."""
-CORES_WANTED_RATIO = 1.25
-"""With a quarter more runnable threads than cores they wait for each other, whatever others do.
-Own choice."""
 CORE_WAIT_WARNING_RATIO = 0.15
 """Share of time in which the main thread could run and got no core. Above the tenth that others may
 have caused. Own choice."""
@@ -135,15 +68,6 @@ STOLEN_NOTED_RATIO = 0.05
 """Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
 is noted and taken off what other rules find; by a quarter the loop is a third slower. Own choice.
 """
-CORE_WAIT_CRITICAL_RATIO = 0.30
-"""With a third of the time lost in waiting, a free core would make the loop half again as fast.
-Own choice."""
-THROTTLED_RATIO = 0.25
-"""Share of a CPU limit's periods in which something had to stop; kubernetes-mixin's alert
-CPUThrottlingHigh (cpuThrottlingPercent: 25)."""
-THROTTLED_MIN_PERIODS = 20
-"""Two seconds of the kernel's default period of 100 ms (sched-bwc.rst); fewer say little.
-Own choice."""
 PAGES_ELSEWHERE_RATIO = 0.50
 """Most of a rank's memory on nodes other than its cores'. Own choice."""
 PAGES_MIN_COUNT = 64
@@ -229,20 +153,6 @@ COMPARE_LINE_SAMPLES = 8
 COMPARE_LINE_RANKS = 8
 """Of more ranks about so many are looked at: their code is the same. Own choice."""
 
-BACKWARD_FORWARD_RATIO = 6.0
-"""Backward to forward: three times the usual 2 (see FORWARD_BACKWARD_RATIO), as the forward's bound
-is three times the usual half. Recomputing all of forward makes it 3 (Chen et al. 2016)."""
-DEAR_GRADIENTS_RATIO = 4.0
-"""Backward to all before it, the loss with it: twice the usual; recomputing forward makes it 3."""
-BACKWARD_STEP_RATIO = 0.30
-"""As FORWARD_STEP_RATIO."""
-OPTIMIZER_MODEL_RATIO = 1.0
-"""Optimizer to forward and backward together. An update touches each parameter once, forward and
-backward at least three times for every sample (Kaplan et al. 2020). Own choice."""
-USUAL_OPTIMIZER_RATIO = 1 / 3
-"""Of forward and backward, what an optimizer may take: one of three touches. Own choice."""
-OPTIMIZER_STEP_RATIO = 0.30
-"""As FORWARD_STEP_RATIO."""
 
 FIRST_BATCH_RATIO = 0.10
 """Of the recorded training time: TraceML's 10 % for waiting for input."""
@@ -262,34 +172,11 @@ FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
 
-PAUSE_WARNING_RATIO = 0.05
-"""Collector pauses of all ranks together, of the time in steps: half of TraceML's 10 %, as they are
-easy to remove. torchtitan (issue 148) found 1.5 % worth it. Own choice."""
-LOCK_WAIT_RATIO = 0.10
-LOCK_WAIT_SAMPLES = 5
-"""Of its samples, in which the training thread waited for the interpreter lock, at least and with
-95 % certainty: what shorter waits cost would be found by no other means either. Of five samples
-two have to. Own choice."""
-SAVE_WARNING_RATIO = 0.10
-"""TraceML's 10 % and 20 % for what a step should not hold."""
 
-SPIKE_RATIO = 1.5
-"""A step this much longer than the steps around it is a spike: `--slow-ratio`'s default."""
-MORE_WORK_RATIO = 1.25
 LIKE_RATIO = 1.6
 """A step with more work: forward and backward both take a quarter longer than around it, and their
 growth differs by less than this factor, or by no more than that of attention from what is done per
 token (MOST_POWER). What interrupts a step hits one of them. Own choice."""
-SPIKE_WINDOW_STEPS = 21
-"""Steps around it, of which the median is taken: ten before and ten after. Own choice."""
-SPIKE_MIN_COUNT = 3
-"""Fewer are accidents. Own choice."""
-ROLLOUT_RATIO = 0.10
-"""Of a step's time between the phases, calls of models without gradients: below it they are not
-what the step does there beside its usual work. An environment takes most of a rollout. Own choice.
-"""
-JITTER_WARNING_RATIO = 0.10
-"""What spikes take beyond the usual step, of the time: TraceML's 10 % and 20 %."""
 
 TREND_P_VALUE = 0.01
 """Mann-Kendall, one-sided: a conventional level."""
@@ -316,37 +203,12 @@ libraries take beside the allocator. Own choice."""
 ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
 
-COMPILE_WARNING_RATIO = 0.10
-"""Compiling after warm-up, of the time: TraceML's shares again."""
-COMPILE_MIN_COUNT = 3
-"""One or two compilations late in a run are a new shape or an evaluation. Own choice."""
 
 SIZES_MIN_COUNT = 4
 """Sizes of one rank's inputs that were looked at, each unlike the one before. Own choice."""
 SAME_WORK_CORRELATION = 0.3
 """Of two ranks' work over the steps, above which large steps are large for both: a bucket of long
 sequences, tasks that alternate. Own choice."""
-STEADILY_LAST_RATIO = 0.75
-"""A rank that is last at fewer collectives, and that has less of the time by which ranks are late,
-is late now and then, as others are; one that is last at fewer of them is a note below a fifth of
-the step (COSTLY_CRITICAL_RATIO): processes of one node are never alike. Own choice."""
-PHASE_BEYOND_RATIO = 1.3
-"""A phase is named as what grew where its part of the growth is this much more than its part of the
-step: what slows a machine down hits each phase by its length. Own choice."""
-MOST_RATIO = 0.95
-"""But no more than nearly all of it is asked for. Own choice."""
-IMBALANCE_MAIN_RATIO = 0.80
-"""A rank that is the slowest in this share of the steps is the slow one itself: TraceML's
-coverage."""
-STEADY_QUANTILE = 0.25
-STEADY_RATIO = 0.50
-"""A slow rank is slow in three of four steps, by half of its typical excess and more; work that
-differs by turns is not. Own choice."""
-IMBALANCE_TURN_RATIO = 0.10
-"""Taking turns: at least two ranks are the slowest in a tenth of the steps each. Own choice."""
-ONSET_MIN_STEPS = 60
-"""A rank that is slow from some step on is so in as many steps and a quarter of the run: ranks that
-take turns never are, by chance, in four of five of them. Own choice."""
 HARDWARE_DIFFERENCE_RATIO = 0.15
 """A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
 CORE_WAIT_WARNING_RATIO."""
@@ -379,8 +241,6 @@ THREADS_PER_CORE = 2.0
 """Threads of an operator for each core; less is not measured. Own choice."""
 NO_SYNC_MISSED_RATIO = 0.01
 """So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
-ASKED_MAIN_RATIO = 0.50
-"""Collections are the job's own doing where gc.collect() made this share of them. Own choice."""
 MIN_COUNT = 20
 """With fewer samples nothing is said of a share of them. Own choice."""
 LINK_BYTES_PER_S = 1e9

@@ -1,4 +1,4 @@
-/* Reads the stacks of threads at one moment, for in_job/frames.py.
+/* Reads the stacks of threads at one moment, and numbers those that are sampled, for frames.py.
  *
  * Up to CPython 3.11 a frame object is made when somebody first looks, and making one may start a
  * garbage collection. That runs code of the job, which lets go of the interpreter lock: the thread
@@ -6,55 +6,73 @@
  * again; the next step to a caller crashes (sys._current_frames() and f_back of CPython 3.11). Here
  * the collector is off while frames are read, and no bytecode runs in between, so that nobody else
  * can notice: neither the collector's state nor a frame that outlives its function, whose variables
- * would be freed on the wrong thread. Only the stable ABI is used.
+ * would be freed on the wrong thread. Only the stable ABI is used, and two functions of CPython's
+ * public interface that are not in it, by their names.
+ *
+ * A sample is a number: that of a node of a tree, whose nodes are a caller's node, a code object
+ * and an instruction. Nodes hold their code objects, so that the identity of one is never that of
+ * another; their number is bounded.
  */
+#define _GNU_SOURCE
+#include "sampling.h"
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
 #include <time.h>
 
-enum { VERSION = 2 }; /* also in frames.py */
+enum { VERSION = 3 }; /* also in frames.py */
+enum { MOST_FRAMES = 256, LEFT_OUT = -1 };
 
-typedef struct {
-    PyObject *code, *instruction, *back; /* names of attributes */
-    PyObject *until;
-    Py_ssize_t limit;
-} Walk;
+static PyFrameObject *(*get_back)(PyFrameObject *); /* PyFrame_GetBack */
+static int (*get_instruction)(PyFrameObject *);     /* PyFrame_GetLasti, from CPython 3.11 on */
+
+static long
+instruction_of(PyFrameObject *frame)
+{
+    if (get_instruction != NULL) {
+        return get_instruction(frame);
+    }
+    PyObject *number = PyObject_GetAttrString((PyObject *)frame, "f_lasti");
+    long instruction = number == NULL ? -1 : PyLong_AsLong(number);
+    Py_XDECREF(number);
+    PyErr_Clear();
+    return instruction;
+}
+
+/* The caller's frame, in place of the frame. */
+static PyFrameObject *
+step_out(PyFrameObject *frame)
+{
+    PyFrameObject *back = get_back(frame);
+    Py_DECREF(frame);
+    return back;
+}
 
 /* (code, instruction) of a frame and its callers, innermost first; NULL with an error. */
 static PyObject *
-read_stack(const Walk *walk, PyObject *innermost)
+read_stack(PyFrameObject *frame, PyObject *until, Py_ssize_t limit)
 {
-    PyObject *stack = PyList_New(0), *frame = innermost;
-    Py_XINCREF(frame);
-    while (stack != NULL && frame != NULL && frame != Py_None &&
-           PyList_Size(stack) < walk->limit) {
-        PyObject *code = PyObject_GetAttr(frame, walk->code);
-        if (code != NULL && code == walk->until) {
+    PyObject *stack = PyList_New(0);
+    Py_INCREF(frame);
+    for (; stack != NULL && frame != NULL && PyList_Size(stack) < limit; frame = step_out(frame)) {
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        if (code == until) {
             Py_DECREF(code);
             break;
         }
-        PyObject *instruction = code == NULL ? NULL : PyObject_GetAttr(frame, walk->instruction);
-        PyObject *pair = instruction == NULL ? NULL : PyTuple_Pack(2, code, instruction);
-        Py_XDECREF(code);
-        Py_XDECREF(instruction);
+        PyObject *pair = Py_BuildValue("(Nl)", code, instruction_of(frame));
         if (pair == NULL || PyList_Append(stack, pair) < 0) {
             Py_CLEAR(stack);
         }
         Py_XDECREF(pair);
-        PyObject *back = stack == NULL ? NULL : PyObject_GetAttr(frame, walk->back);
-        Py_DECREF(frame);
-        frame = back;
-        if (stack != NULL && frame == NULL) {
-            Py_CLEAR(stack);
-        }
     }
     Py_XDECREF(frame);
     return stack;
 }
 
 static PyObject *
-read_threads(const Walk *walk, PyObject *idents)
+read_threads(PyObject *idents, PyObject *until, Py_ssize_t limit)
 {
     PyObject *function = PySys_GetObject("_current_frames"); /* borrowed */
     PyObject *frames = function == NULL ? NULL : PyObject_CallNoArgs(function);
@@ -63,7 +81,7 @@ read_threads(const Walk *walk, PyObject *idents)
     Py_ssize_t place = 0;
     while (stacks != NULL && PyDict_Next(frames, &place, &ident, &frame)) {
         int wanted = idents == Py_None ? 1 : PySequence_Contains(idents, ident);
-        PyObject *stack = wanted > 0 ? read_stack(walk, frame) : NULL;
+        PyObject *stack = wanted > 0 ? read_stack((PyFrameObject *)frame, until, limit) : NULL;
         if (wanted < 0 || (wanted && (stack == NULL || PyDict_SetItem(stacks, ident, stack) < 0))) {
             Py_CLEAR(stacks);
         }
@@ -80,92 +98,225 @@ static PyObject *
 read_stacks(PyObject *module, PyObject *arguments)
 {
     (void)module;
-    PyObject *idents;
-    Walk walk = {0};
-    if (!PyArg_ParseTuple(arguments, "OOn", &idents, &walk.until, &walk.limit)) {
+    PyObject *idents, *until;
+    Py_ssize_t limit;
+    if (!PyArg_ParseTuple(arguments, "OOn", &idents, &until, &limit)) {
         return NULL;
     }
-    walk.code = PyUnicode_InternFromString("f_code");
-    walk.instruction = PyUnicode_InternFromString("f_lasti");
-    walk.back = PyUnicode_InternFromString("f_back");
-    PyObject *stacks = NULL;
-    if (walk.code != NULL && walk.instruction != NULL && walk.back != NULL) {
-        int collects = PyGC_Disable();
-        stacks = read_threads(&walk, idents);
-        if (collects) {
-            PyGC_Enable();
-        }
-    }
-    Py_XDECREF(walk.code);
-    Py_XDECREF(walk.instruction);
-    Py_XDECREF(walk.back);
-    return stacks;
-}
-
-static Walk own_walk;           /* of `take_sample`, and the list that takes its samples */
-static PyObject *samples;
-static Py_ssize_t most_samples;
-
-/* Appends (time, lateness, state of the lock, stack) of a thread. Called with the lock, also in a
- * pending call: nothing is raised, and no error is there before. For sample_clock.c. */
-static void
-take_sample(void *thread, long long due_ns, int lock_state)
-{
-    struct timespec now;
-    if (samples == NULL || PyList_Size(samples) >= most_samples) {
-        return;
-    }
     int collects = PyGC_Disable();
-    PyObject *frame = (PyObject *)PyThreadState_GetFrame((PyThreadState *)thread);
-    PyObject *stack = read_stack(&own_walk, frame == NULL ? Py_None : frame);
-    Py_XDECREF(frame);
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    long long time_ns = now.tv_sec * 1000000000LL + now.tv_nsec;
-    PyObject *sample = stack == NULL
-        ? NULL
-        : Py_BuildValue("(LLiN)", time_ns, time_ns - due_ns, lock_state, stack);
-    if (sample == NULL || PyList_Append(samples, sample) < 0) {
-        PyErr_Clear();
-    }
-    Py_XDECREF(sample);
+    PyObject *stacks = read_threads(idents, until, limit);
     if (collects) {
         PyGC_Enable();
     }
+    return stacks;
 }
 
-/* The address of `take_sample`, which from now on fills another list. */
-static PyObject *
-sample_into(PyObject *module, PyObject *arguments)
+typedef struct {
+    PyObject *code;
+    int32_t instruction, caller;
+} Node;
+
+static Node *nodes; /* node 0 has no frame */
+static int32_t node_count, nodes_told, node_room, most_nodes;
+static int32_t *slots; /* nodes by a hash of what they are; 0 where there is none */
+static uint32_t slot_count;
+static struct {
+    long long time_ns, node;
+    Moment moment;
+} *samples;
+static int sample_count, most_samples;
+static PyObject *sampled_until;
+
+static uint32_t
+slot_of(const Node *node)
 {
-    (void)module;
-    PyObject *list, *until;
-    Py_ssize_t most, limit;
-    if (!PyArg_ParseTuple(arguments, "O!nOn", &PyList_Type, &list, &most, &until, &limit)) {
-        return NULL;
+    uint64_t hash = ((uint64_t)(uintptr_t)node->code >> 4) * 0x9E3779B97F4A7C15u;
+    hash ^= ((uint64_t)(uint32_t)node->caller << 32 | (uint32_t)node->instruction) *
+        0xC2B2AE3D27D4EB4Fu;
+    return (uint32_t)(hash >> 32) & (slot_count - 1);
+}
+
+static int
+grow(void)
+{
+    int32_t room = node_room ? 2 * node_room : 1024;
+    Node *more = realloc(nodes, room * sizeof(Node));
+    if (more != NULL) {
+        nodes = more;
     }
-    if (own_walk.code == NULL) {
-        own_walk.code = PyUnicode_InternFromString("f_code");
-        own_walk.instruction = PyUnicode_InternFromString("f_lasti");
-        own_walk.back = PyUnicode_InternFromString("f_back");
-        if (own_walk.code == NULL || own_walk.instruction == NULL || own_walk.back == NULL) {
-            return NULL;
+    int32_t *empty = more == NULL ? NULL : calloc(2 * room, sizeof(int32_t));
+    if (empty == NULL) {
+        return 0;
+    }
+    free(slots);
+    slots = empty;
+    slot_count = 2 * room;
+    node_room = room;
+    for (int32_t number = 1; number < node_count; number++) {
+        uint32_t slot = slot_of(&nodes[number]);
+        while (slots[slot]) {
+            slot = (slot + 1) & (slot_count - 1);
+        }
+        slots[slot] = number;
+    }
+    return 1;
+}
+
+/* The node of a frame that a node called. */
+static int32_t
+find_node(int32_t caller, PyObject *code, long instruction)
+{
+    if (caller == LEFT_OUT || (node_count >= node_room && !grow())) {
+        return LEFT_OUT;
+    }
+    Node wanted = {code, (int32_t)instruction, caller};
+    uint32_t slot = slot_of(&wanted);
+    for (; slots[slot]; slot = (slot + 1) & (slot_count - 1)) {
+        const Node *known = &nodes[slots[slot]];
+        if (known->code == code && known->instruction == wanted.instruction &&
+            known->caller == caller) {
+            return slots[slot];
         }
     }
-    PyObject *list_before = samples, *until_before = own_walk.until;
-    Py_INCREF(list);
+    if (node_count >= most_nodes) {
+        return LEFT_OUT;
+    }
+    Py_INCREF(code);
+    nodes[node_count] = wanted;
+    slots[slot] = node_count;
+    return node_count++;
+}
+
+static int32_t
+find_stack(PyFrameObject *frame)
+{
+    static PyObject *codes[MOST_FRAMES]; /* static: the interpreter lock is held */
+    static long instructions[MOST_FRAMES];
+    int count = 0;
+    for (; frame != NULL && count < MOST_FRAMES; frame = step_out(frame)) {
+        codes[count] = (PyObject *)PyFrame_GetCode(frame);
+        if (codes[count] == sampled_until) {
+            Py_DECREF(codes[count]);
+            break;
+        }
+        instructions[count++] = instruction_of(frame);
+    }
+    Py_XDECREF(frame);
+    int32_t node = 0;
+    while (count-- > 0) {
+        node = find_node(node, codes[count], instructions[count]);
+        Py_DECREF(codes[count]); /* its frame or its node holds it */
+    }
+    return node;
+}
+
+/* The frame of the thread with an ident; NULL where none runs Python code. */
+static PyFrameObject *
+frame_of(unsigned long ident)
+{
+    PyObject *function = PySys_GetObject("_current_frames"); /* borrowed */
+    PyObject *frames = function == NULL ? NULL : PyObject_CallNoArgs(function);
+    PyObject *key = frames == NULL ? NULL : PyLong_FromUnsignedLong(ident);
+    PyObject *frame = key == NULL ? NULL : PyDict_GetItemWithError(frames, key);
+    Py_XINCREF(frame);
+    Py_XDECREF(key);
+    Py_XDECREF(frames);
+    PyErr_Clear();
+    return (PyFrameObject *)frame;
+}
+
+void
+haiprof_take_sample(PyThreadState *thread, unsigned long ident, const Moment *moment)
+{
+    struct timespec now;
+    if (sample_count >= most_samples) {
+        return;
+    }
+    int collects = PyGC_Disable();
+    PyFrameObject *frame = thread == NULL ? frame_of(ident) : PyThreadState_GetFrame(thread);
+    samples[sample_count].node = find_stack(frame);
+    if (collects) {
+        PyGC_Enable();
+    }
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    samples[sample_count].time_ns = now.tv_sec * 1000000000LL + now.tv_nsec;
+    samples[sample_count++].moment = *moment;
+}
+
+/* Forgets all samples and nodes; from now on so many are taken at most. */
+static PyObject *
+begin_samples(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    PyObject *until;
+    int sample_limit, node_limit;
+    if (!PyArg_ParseTuple(arguments, "Oii", &until, &sample_limit, &node_limit)) {
+        return NULL;
+    }
+    void *room = realloc(samples, sample_limit * sizeof *samples);
+    if (room == NULL) {
+        return PyErr_NoMemory();
+    }
+    samples = room;
+    most_samples = sample_limit;
+    most_nodes = node_limit;
+    PyObject *until_before = sampled_until;
     Py_INCREF(until);
-    samples = list;
-    most_samples = most;
-    own_walk.until = until;
-    own_walk.limit = limit;
-    Py_XDECREF(list_before);
+    sampled_until = until;
+    Node *nodes_before = nodes;
+    int32_t count_before = node_count;
+    free(slots);
+    nodes = NULL;
+    slots = NULL;
+    node_room = sample_count = 0;
+    node_count = nodes_told = 1;
+    if (!grow()) {
+        most_samples = 0;
+        PyErr_NoMemory();
+    }
+    for (int32_t number = 1; number < count_before; number++) {
+        Py_DECREF(nodes_before[number].code);
+    }
+    free(nodes_before);
     Py_XDECREF(until_before);
-    return PyLong_FromVoidPtr((void *)take_sample);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* (samples as words of 8 bytes, [(caller, code, instruction) of nodes that are new]). */
+static PyObject *
+take_samples(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    /* Samples first: making an object may run code of the job, in which more are taken. */
+    PyObject *taken = PyBytes_FromStringAndSize((const char *)samples,
+                                                sample_count * (Py_ssize_t)sizeof *samples);
+    sample_count = taken == NULL ? sample_count : 0;
+    PyObject *new = taken == NULL ? NULL : PyList_New(0);
+    while (new != NULL && nodes_told < node_count) {
+        const Node *node = &nodes[nodes_told];
+        PyObject *entry = Py_BuildValue("(iOi)", node->caller, node->code, node->instruction);
+        if (entry == NULL || PyList_Append(new, entry) < 0) {
+            Py_CLEAR(new);
+        } else {
+            nodes_told++;
+        }
+        Py_XDECREF(entry);
+    }
+    if (new == NULL) {
+        Py_XDECREF(taken);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", taken, new);
 }
 
 static PyMethodDef functions[] = {
     {"read_stacks", read_stacks, METH_VARARGS, NULL},
-    {"sample_into", sample_into, METH_VARARGS, NULL},
+    {"begin_samples", begin_samples, METH_VARARGS, NULL},
+    {"take_samples", take_samples, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -174,12 +325,19 @@ static PyMethodDef functions[] = {
 static int
 add_content(PyObject *module)
 {
+    *(void **)&get_back = dlsym(RTLD_DEFAULT, "PyFrame_GetBack");
+    *(void **)&get_instruction = dlsym(RTLD_DEFAULT, "PyFrame_GetLasti");
+    if (get_back == NULL) {
+        PyErr_SetString(PyExc_ImportError, "this interpreter has no PyFrame_GetBack");
+        return -1;
+    }
     int failed = PyModule_AddFunctions(module, functions) < 0 ||
+        PyModule_AddFunctions(module, haiprof_clock_functions) < 0 ||
         PyModule_AddIntConstant(module, "VERSION", VERSION) < 0;
     return failed ? -1 : 0;
 }
 
-static PyModuleDef_Slot slots[] = {
+static PyModuleDef_Slot slots_of_module[] = {
     {Py_mod_exec, add_content},
     {0, NULL},
 };
@@ -187,8 +345,8 @@ static PyModuleDef_Slot slots[] = {
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "haiprof.in_job._frames",
-    .m_doc = "Stacks of threads, read in C.",
-    .m_slots = slots,
+    .m_doc = "Stacks of threads, read and sampled in C.",
+    .m_slots = slots_of_module,
 };
 
 PyMODINIT_FUNC

@@ -10,13 +10,12 @@ import gc
 import sys
 from collections.abc import Container
 from types import CodeType, FrameType
+from typing import Any
 
 Place = tuple[CodeType, int]
 """Where a frame is: its code and the offset of its instruction, in bytes."""
-Sample = tuple[int, int, int, list[Place]]
-"""Time and lateness in ns, state of the interpreter lock, and stack, the innermost frame first."""
 
-_VERSION = 2
+_VERSION = 3
 """Of frames.c; one that was built of older text is not used."""
 _COLLECTS_WHEN_READ = sys.version_info[:2] == (3, 11)
 
@@ -61,18 +60,9 @@ def read_stacks(
             gc.enable()
 
 
-def sample_function(
-    samples: list[Sample], *, most: int, until: CodeType | None, limit: int
-) -> int | None:
-    """Address of the compiled function that notes the stack of a thread, for sample_clock.c.
-
-    Args:
-        samples: Takes the samples.
-        most: So many are in it at most.
-        until: As for `read_stacks`.
-        limit: As for `read_stacks`.
-    """
-    return None if _compiled is None else int(_compiled.sample_into(samples, most, until, limit))
+def compiled_part() -> Any | None:
+    """The module that samples by itself (sample_clock.c); None where it was not built."""
+    return _compiled
 
 
 def line_of(place: Place) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load_own_library(name: str) -> Any | None:
-    """A helper of this folder, such as `_sample_clock`; None where it cannot be loaded.
+    """A helper of this folder, such as `_terminate`; None where it cannot be loaded.
 
     It was not compiled then, or for another machine.
     """

@@ -361,6 +361,8 @@ class Recorder:
             sampler.stop()
             sampler = None
         self._sampler = sampler
+        if sampler is not None:
+            sampler.begin_steps()
 
     def _make_sampler(self) -> StackSampler | None:
         """One that has started; None where stacks are not sampled or cannot be."""

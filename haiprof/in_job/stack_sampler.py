@@ -1,4 +1,4 @@
-"""Samples the training thread's Python stack beside the training, a few times a second."""
+"""Samples the training thread's Python stack beside the training, up to 100 times a second."""
 
 from __future__ import annotations
 
@@ -7,37 +7,47 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
-from haiprof.in_job.frames import Place, Sample, read_stacks, why_not_safe
-from haiprof.in_job.sample_clock import SampleClock, load_sample_clock
-from haiprof.in_job.stack_tree import MAX_DEPTH, StackTree, take_all
+from haiprof.in_job.frames import compiled_part, read_stacks, why_not_safe
+from haiprof.in_job.stack_tree import MAX_DEPTH, MAX_PLACES, StackTree, take_all
 from haiprof.in_job.threads import start_deaf_thread
 from haiprof.run_format.stack_lines import (
     HEADER,
+    LEFT_OUT,
     LOCK_STATES,
     LOCK_UNKNOWN,
-    LOCK_WAITED_FOR,
     SAMPLES,
     STACKS_VERSION,
+    WAIT_LETTERS,
+    WAIT_UNKNOWN,
 )
 
-DEFAULT_HZ = 20.0
-PACE = ((30.0, 1.0), (3600.0, 0.25), (float("inf"), 0.05))
-"""The share of the rate that a run has up to an age in seconds: 20 Hz, without which a run of some
-seconds has too few, then 5 Hz, which costs less than 0.1 % of a core, then 1 Hz. A day is 100,000
-samples then."""
-HELD_RATIO = 0.005
-"""Of the training thread's time, what samples may take that it takes itself: with stacks of
-hundreds of frames samples become few."""
-HELD_AT_ONCE_NS = 50_000_000
-"""So much it may be at the start already, for short runs."""
+DEFAULT_HZ = 100.0
+PACE = ((60.0, 1.0), (600.0, 0.2), (3600.0, 0.05), (float("inf"), 0.01))
+"""The share of the rate that a run has up to an age of its training in seconds: by default 100 Hz,
+then 20, 5 and 1 Hz. A day is 120,000 samples then."""
+BEFORE_STEPS = 0.2
+"""And before its first step, which may be long after the first fetch of a batch."""
+HELD_RATIO = 0.001
+"""Of the training thread's time, what samples may take; with deep stacks they become few."""
+CPU_RATIO, LATER_CPU_RATIO = 0.002, 0.0005
+"""Of a core, what the sampling thread may take in the first part of `PACE`, and later. Waking up
+alone takes 5 us on hardware, and 25 us on a virtual machine."""
+SLICE_NS, SLICE_SAMPLES, MOST_SLICE_NS = 1_000_000_000, 10, 4_000_000_000
+"""Python runs once in so long, or for so many samples: it takes as long as several of them."""
+OTHERS_NS = 250_000_000
+"""So often other threads are looked at, where there are some; where one of them must hold the lock,
+five times as often."""
+MIN_SAMPLES = 20
+"""After so many it is known what one takes."""
+END_WAIT_S = 0.2
+"""So long the last samples are waited for."""
 MAX_PENDING = 2000
 """Samples that wait for a disk; while there are as many, no more are taken."""
-OTHERS_EVERY = 4
-"""Each so many samples other threads are looked at, and where one of them must hold the lock."""
 OTHERS_LIMIT = 16
 THREAD_LIMIT = 256
 BUSY_SHARE = 0.05
@@ -45,10 +55,31 @@ BUSY_SHARE = 0.05
 _NAME_LIMIT = 80
 _NS_PER_S = 1_000_000_000
 _NS_PER_US = 1000
+_BREAKER_UNTIL = (3, 13)
+"""From that version on a pending call is seen at once."""
+_SAMPLE_WORDS = 7
 _THREAD_CPU_CLOCK = 6  # CPUCLOCK_SCHED of one thread (include/linux/posix-timers.h)
+
+_UNKNOWN = {
+    "lock_wait": LOCK_STATES[LOCK_UNKNOWN],
+    "wait": WAIT_LETTERS[WAIT_UNKNOWN],
+    "run_us": -1,
+    "queue_us": -1,
+}
+"""Columns that are left out where they say nothing."""
 
 _now = time.perf_counter_ns
 _ident = threading.get_ident
+
+
+class _Sample(NamedTuple):
+    time_ns: int
+    stack: int
+    due_ns: int
+    cpu_ns: int = -1
+    queue_ns: int = -1
+    lock_state: int = LOCK_UNKNOWN
+    wait: int = WAIT_UNKNOWN
 
 
 def why_not_sampled() -> str:
@@ -63,11 +94,11 @@ def why_not_sampled() -> str:
 class StackSampler:
     """One thread that looks at another one's frames, or has it note them itself.
 
-    Who looks has to hold the interpreter lock. `sample_clock` finds who holds it when a sample is
-    due, and takes the sample without waiting; without that, it comes where the training thread lets
-    go of the lock for long, so that what runs between small operators is seen too seldom, and what
-    follows too often. `late_us` says how long each sample waited. A thread of its own, as the one
-    that writes may wait for a disk.
+    Who looks has to hold the interpreter lock. The compiled part finds who holds it when a sample
+    is due, takes the sample without waiting, and wakes no Python. Without it, samples come where
+    the training thread lets go of the lock for long, so that what runs between small operators is
+    seen too seldom, and what follows too often, and nothing is known but the stack. `late_us` says
+    how long each sample waited. A thread of its own, as the one that writes may wait for a disk.
 
     Args:
         thread: Says which thread is sampled.
@@ -89,48 +120,53 @@ class StackSampler:
         """Samples per second, before the run's age is counted in."""
         self._note = note
         self._until = until
-        self._tree = StackTree()
-        self._taken: list[Sample] = []
-        self._samples: list[tuple[int, int, int, int]] = []
+        self._libraries = _library_folders()
+        self._tree = StackTree(self._libraries)
+        self._stack_of_node = [0]
+        self._samples: list[_Sample] = []
         self._others: list[tuple[int, int, int, int, int]] = []
         self._threads: dict[str, int] = {}
         self._new_threads: list[tuple[int, str]] = []
         self._cpu: dict[int, tuple[int, int]] = {}
         self._wake = _thread.allocate_lock()
-        self._clock: SampleClock | None = None
-        self._held_before_ns = 0
+        self._ended = _thread.allocate_lock()
+        self._compiled = compiled_part()
+        self._before = (_now(), 0, 0, 0, 0)
+        self._costs_ns = (0.0, 0.0)
         self._stopped = False
-        self._cpu_ns = 0
         self._random = os.getpid()
-        self._began_ns = _now()
-        self._looks = 0
+        self._steps_began_ns: int | None = None
+        self._looked_ns = 0
 
     def start(self) -> None:
         """Starts a thread that samples until it is stopped."""
         self.prepare()
+        self._ended.acquire()
         start_deaf_thread(self._run)
 
     def prepare(self) -> None:
         """Makes it ready for `sample_until`, on whichever thread."""
         self._wake.acquire()
-        self._began_ns = _now()
-        self._clock = load_sample_clock(
-            self._thread, self._taken, most=MAX_PENDING, until=self._until, limit=MAX_DEPTH
-        )
-        self._held_before_ns = 0 if self._clock is None else self._clock.held_ns()
+        if self._compiled is not None:
+            self._compiled.begin_samples(self._until, MAX_PENDING, MAX_PLACES)
+            interval_us = round(1e6 * sys.getswitchinterval())
+            self._compiled.prepare(interval_us, sys.version_info < _BREAKER_UNTIL)
+            self._before = (_now(), 0, 0, *self._compiled.held_ns())
+
+    def begin_steps(self, age_s: float = 0.0) -> None:
+        """The job trains, and has for so long: the age of the run counts from there."""
+        self._steps_began_ns = self._steps_began_ns or _now() - int(age_s * _NS_PER_S)
 
     def stop(self) -> None:
         """Ends the thread, soon; from any thread."""
         if not self._stopped:
             self._stopped = True
-            if self._clock is not None:
-                self._clock.stop()
+            if self._compiled is not None:
+                self._compiled.stop()
             self._wake.release()
 
     def header(self, worker: int | None = None) -> dict[str, Any]:
         """The first line of this process."""
-        torch = sys.modules.get("torch")
-        files = (os.__file__, getattr(torch, "__file__", None))
         return {
             "type": HEADER,
             "version": STACKS_VERSION,
@@ -138,29 +174,35 @@ class StackSampler:
             "worker": worker,
             "time_ns": _now(),
             "hz": self.hz,
-            "libraries": [os.path.dirname(file) for file in files if file],
+            "libraries": self._libraries,
         }
 
     def take_line(self) -> dict[str, Any] | None:
         """What was sampled since the last time, as a line; None where there is nothing."""
+        if self._stopped:
+            self._ended.acquire(timeout=END_WAIT_S)  # the last second comes when it has ended
         samples, others = take_all(self._samples), take_all(self._others)
         threads = take_all(self._new_threads)
         if not samples:
             return None
-        first = samples[0][0]
+        first = samples[0].time_ns
         line = {
             "type": SAMPLES,
             "pid": os.getpid(),
             "time_ns": first,
             **self._tree.take_definitions(),
-            "offset_us": [(time - first) // _NS_PER_US for time, _, _, _ in samples],
-            "late_us": [late // _NS_PER_US for _, late, _, _ in samples],
-            "stack": [stack for _, _, stack, _ in samples],
-            "cpu_ns": self._cpu_ns,
+            "offset_us": [(s.time_ns - first) // _NS_PER_US for s in samples],
+            "late_us": [(s.time_ns - s.due_ns) // _NS_PER_US for s in samples],
+            "stack": [s.stack for s in samples],
+            "lock_wait": "".join(LOCK_STATES[s.lock_state] for s in samples),
+            "wait": "".join(WAIT_LETTERS[s.wait] for s in samples),
+            "run_us": [s.cpu_ns // _NS_PER_US for s in samples],
+            "queue_us": [s.queue_ns // _NS_PER_US for s in samples],
+            "cpu_ns": self._before[2],
         }
-        states = "".join(LOCK_STATES[state] for _, _, _, state in samples)
-        if states.strip(LOCK_STATES[LOCK_UNKNOWN]):
-            line["lock_wait"] = states
+        for name, unknown in _UNKNOWN.items():
+            if set(line[name]) == {unknown}:
+                del line[name]
         if others:
             line["others"] = [[(o[0] - first) // _NS_PER_US, *o[1:]] for o in others]
         return {**line, "threads": threads} if threads else line
@@ -173,83 +215,97 @@ class StackSampler:
         """
         ends = _now() + pause_ns
         while not self._stopped and _now() < ends:
-            known = self._thread() == threading.main_thread().ident
-            self._take_samples(self._due_times(ends), self._clock if known else None)
-        self._cpu_ns = time.thread_time_ns()
+            others = self._has_other_threads()
+            slice_ends = min(ends, _now() + OTHERS_NS) if others else ends
+            if self._compiled is None:
+                self._sample_plainly()
+            else:
+                self._sample_compiled(self._compiled, slice_ends)
+            if others and not self._stopped:
+                self._look_at_others()
         return not self._stopped
 
-    def _due_times(self, ends_ns: int) -> list[int]:
-        """When the next samples are due: up to a time, and until other threads are looked at."""
-        most = OTHERS_EVERY if self._has_other_threads() else MAX_PENDING
-        due = [_now() + self._pause_ns()]
-        while due[-1] < ends_ns and len(due) < most:
-            due.append(due[-1] + self._pause_ns())
-        return due
+    def _sample_compiled(self, compiled: Any, ends_ns: int) -> None:
+        """Has samples taken until a time, or until others are to be looked at; counts the cost."""
+        ident = self._thread()
+        main = threading.main_thread().ident
+        number = os.getpid() if ident == main else _native_id(ident)
+        returns_ns = self._looked_ns + OTHERS_NS // 5
+        count = compiled.sample(ident, ident == main, number, self.pause_ns(), ends_ns, returns_ns)
+        words, nodes = compiled.take_samples()
+        for caller, code, instruction in nodes:
+            found = self._tree.below(self._stack_of_node[caller], (code, instruction))
+            self._stack_of_node.append(found)
+        taken = array("q", words)
+        room = MAX_PENDING - len(self._samples)
+        for at in range(0, min(len(taken), _SAMPLE_WORDS * max(room, 0)), _SAMPLE_WORDS):
+            time_ns, node, *moment = taken[at : at + _SAMPLE_WORDS]
+            stack = LEFT_OUT if node == LEFT_OUT else self._stack_of_node[node]
+            self._samples.append(_Sample(time_ns, stack, *moment))
+        if count:
+            now = (_now(), self._before[1] + count, time.thread_time_ns(), *compiled.held_ns())
+            _, _, cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self._before, strict=True))
+            weight = min(count / MIN_SAMPLES, 1.0)  # of what was seen last
+            self._costs_ns = tuple(
+                old + weight * (new / count - old)
+                for old, new in zip(self._costs_ns, (cpu_ns, own_ns + lock_ns), strict=True)
+            )
+            self._before = now
 
     def _has_other_threads(self) -> bool:
         """Whether the job has Python threads beside the one that is sampled."""
         known = getattr(threading, "_active", {})
         return len(known) - (self._thread() in known) - (_ident() in known) > 0
 
-    def _take_samples(self, due_ns: Sequence[int], clock: SampleClock | None) -> None:
-        """Waits and samples: at all of the times, or at the first one that needs a look from here.
-
-        Args:
-            due_ns: When samples are due.
-            clock: Takes most of them; None where the sampling thread takes all of them.
-        """
-        over = 0
-        if clock is None:
-            self._wake.acquire(timeout=max(due_ns[0] - _now(), 0) / _NS_PER_S)
-        else:
-            over = clock.take_samples(due_ns)
-        for time_ns, late_ns, known, stack in take_all(self._taken):
-            self._add(time_ns, late_ns, self._tree.find(stack), known)
+    def _sample_plainly(self) -> None:
+        """Waits for the time of one sample, and for the lock."""
+        self._random = (self._random * 1_103_515_245 + 12_345) & 0x7FFFFFFF
+        due_ns = _now() + int(self.pause_ns() * (0.5 + self._random / 0x80000000))
+        self._wake.acquire(timeout=max(due_ns - _now(), 0) / _NS_PER_S)
         if self._stopped:
             return
-        is_due = over < len(due_ns)
-        state = clock.lock_state() if clock is not None and is_due else LOCK_UNKNOWN
-        owner, self._looks = self._thread(), self._looks + over + is_due
-        looks_at_others = self._looks >= OTHERS_EVERY or state == LOCK_WAITED_FOR
-        if not is_due and not looks_at_others:
-            return
-        stacks = read_stacks(
-            None if looks_at_others else (owner,), until=self._until, limit=MAX_DEPTH
-        )
-        if is_due:
-            time_ns, number = _now(), self._tree.find(stacks.get(owner, ()))
-            self._add(time_ns, time_ns - due_ns[over], number, state)
-        if looks_at_others:
-            self._looks = 0
-            self._look_at_others(stacks, owner)
-
-    def _add(self, time_ns: int, late_ns: int, stack: int, lock_state: int) -> None:
-        """Takes one sample, unless too many wait for a disk."""
+        owner = self._thread()
+        stack = read_stacks((owner,), until=self._until, limit=MAX_DEPTH).get(owner, ())
         if len(self._samples) < MAX_PENDING:
-            self._samples.append((time_ns, late_ns, stack, lock_state))
+            self._samples.append(_Sample(_now(), self._tree.find(stack), due_ns))
+        self._before = (_now(), self._before[1] + 1, time.thread_time_ns(), 0, 0)
+
+    def costs_ns(self) -> tuple[int, int, int, int, int]:
+        """Samples till it was last summed up, and what they cost.
+
+        When that was; samples; CPU time of the sampling thread, time for
+        which the training thread took samples itself, and the lock was held for them beside it.
+        """
+        return self._before
 
     def _run(self) -> None:
         try:
-            while self.sample_until(_NS_PER_S):
+            while self.sample_until(self._slice_ns()):
                 continue
         except Exception as error:  # the recording goes on without it
             self._note({"type": "stacks_failed", "reason": f"{type(error).__name__}: {error}"})
+        finally:
+            self._ended.release()
 
-    def _pause_ns(self) -> int:
-        """To the next sample: uneven, so that it does not keep pace with the steps of the job."""
-        age_ns = _now() - self._began_ns
-        pace = next(share for limit_s, share in PACE if age_ns < limit_s * _NS_PER_S)
-        self._random = (self._random * 1_103_515_245 + 12_345) & 0x7FFFFFFF
-        uneven = 0.5 + self._random / 0x80000000
-        over_ns = self.held_ns() - HELD_AT_ONCE_NS - HELD_RATIO * age_ns
-        return int(uneven * _NS_PER_S / (self.hz * pace) + max(over_ns, 0) / HELD_RATIO)
+    def _slice_ns(self) -> int:
+        return min(max(SLICE_NS, SLICE_SAMPLES * self.pause_ns()), MOST_SLICE_NS)
 
-    def held_ns(self) -> int:
-        """For how long the training thread has waited for samples."""
-        return 0 if self._clock is None else self._clock.held_ns() - self._held_before_ns
+    def pause_ns(self) -> int:
+        """To the next sample, in the mean: by the age of the run, and by what a sample takes."""
+        pace, cpu_ratio = BEFORE_STEPS, CPU_RATIO
+        if self._steps_began_ns is not None:
+            age_s = (_now() - self._steps_began_ns) / _NS_PER_S
+            pace = next(share for limit_s, share in PACE if age_s < limit_s)
+            cpu_ratio = CPU_RATIO if age_s < PACE[0][0] else LATER_CPU_RATIO
+        cpu_ns, held_ns = self._costs_ns
+        return int(max(_NS_PER_S / (self.hz * pace), cpu_ns / cpu_ratio, held_ns / HELD_RATIO))
 
-    def _look_at_others(self, stacks: Mapping[int, Sequence[Place]], owner: int) -> None:
+    def _look_at_others(self) -> None:
         """Which other Python threads used a core, and what they are at: may hold the lock."""
+        if _now() < self._looked_ns + OTHERS_NS // 5:
+            return
+        self._looked_ns, owner = _now(), self._thread()
+        stacks = read_stacks(None, until=self._until, limit=MAX_DEPTH)
         skipped = (owner, _ident())
         known = getattr(threading, "_active", {})  # enumerate() would wait for the job's lock
         used = {}
@@ -287,6 +343,17 @@ def stack_rate(config: Mapping[str, Any]) -> float:
         return 0.0
     interval_s = config.get("interval", {}).get("stacks")
     return DEFAULT_HZ if interval_s is None else 1.0 / float(interval_s)
+
+
+def _library_folders() -> list[str]:
+    """Folders of installed code."""
+    files = (os.__file__, getattr(sys.modules.get("torch"), "__file__", None))
+    return [os.path.dirname(file) for file in files if file]
+
+
+def _native_id(ident: int) -> int:
+    """The kernel's number of a thread; 0 where it is not known."""
+    return getattr(getattr(threading, "_active", {}).get(ident), "native_id", None) or 0
 
 
 def _thread_cpu_ns(native_id: int | None) -> int | None:

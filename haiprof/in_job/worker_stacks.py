@@ -23,6 +23,8 @@ from haiprof.run_format.writer import LineWriter
 WRITE_EVERY_NS = 2_000_000_000
 EXIT_WAIT_S = 0.5
 """So long the last samples may hold the exit of a worker."""
+SHARE = 0.2
+"""Of the training thread's rate, what the workers of a loader have together."""
 MAX_HZ = 10.0
 MIN_HZ = 1.0
 SEARCHED_RANKS = 64
@@ -85,6 +87,7 @@ class WorkerSampler:
     def start(self) -> None:
         """Starts the thread."""
         self._sampler.prepare()
+        self._sampler.begin_steps()
         self._ended.acquire()
         start_deaf_thread(self._loop)
 
@@ -103,12 +106,12 @@ class WorkerSampler:
         self._ended.release()
 
     def _pace(self) -> None:
-        """Workers of a loader share the rate of one training thread, from their first second on."""
+        """Workers of a loader share a fifth of the training thread's rate, from their start on."""
         self._sampler.sample_until(WRITE_EVERY_NS // 10)
         info = getattr(sys.modules.get(_WORKER_MODULE), "_worker_info", None)
         count = getattr(info, "num_workers", None) or 1
         self._worker = getattr(info, "id", None)
-        self._sampler.hz = min(max(self._hz / count, MIN_HZ), MAX_HZ, self._hz)
+        self._sampler.hz = min(max(SHARE * self._hz / count, MIN_HZ), MAX_HZ, self._hz)
 
     def _write(self, *, last: bool = False) -> bool:
         """Writes what was sampled; False where there is no more to do."""

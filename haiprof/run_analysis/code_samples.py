@@ -30,8 +30,8 @@ SLOW_RATIO = 1.5
 """A slow step takes so many times the rank's median step."""
 _AROUND_NS = 5_000_000_000
 _COLUMNS = (
-    "rank", "worker", "time_ns", "late_ns", "lock_wait", "step", "slow", "phase", "stack",
-    "weight_ns",
+    "rank", "worker", "time_ns", "late_ns", "lock_wait", "cpu_ns", "queue_ns", "wait", "step",
+    "slow", "phase", "stack", "weight_ns",
 )  # fmt: skip
 _FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
 
@@ -47,6 +47,12 @@ class CodeTree:
     """Per stack; stack 0 has no frames and is its own parent. Callers come before the called."""
     place: Ints
     """Per stack: its frame; -1 for stack 0."""
+
+    def line_places(self) -> Ints:
+        """Per stack: the first frame of its line, whatever the expression; -1 for stack 0."""
+        first: dict[tuple[str, int, str], int] = {}
+        lines = [first.setdefault(frame[:3], at) for at, frame in enumerate(self.frames)]
+        return np.array([*lines, -1])[self.place]
 
     def ends_outside(self, file: str) -> Ints:
         """Per stack: the part of it that lies outside the first frame of that file; else itself."""
@@ -85,6 +91,12 @@ class CodeSamples:
     """How long it came after its time."""
     lock_wait: Ints
     """How the training thread stood to the interpreter lock, as LOCK_HELD and the others say."""
+    cpu_ns: Ints
+    """CPU time of the thread since the sample before; -1 where it is not known."""
+    queue_ns: Ints
+    """How long it waited for a core since that was last known; -1 where nobody asked."""
+    wait: Ints
+    """What it waited for: an index into WAITS of stack_lines.py; -1 where it is not known."""
     step: Ints
     """-1 outside steps, and for workers."""
     slow: Bools
@@ -164,6 +176,9 @@ def _columns(
         process.time_ns + rank.wall_offset_ns,
         process.late_ns,
         process.lock_wait,
+        process.cpu_ns,
+        process.queue_ns,
+        process.wait,
         step,
         slow,
         phase,
@@ -184,8 +199,7 @@ def _other_columns(
         np.full(count, -1 if process.worker is None else process.worker),
         process.other_time_ns + rank.wall_offset_ns,
         np.zeros(count, dtype=np.int64),
-        np.full(count, -1),
-        np.full(count, -1),
+        *(np.full(count, -1) for _ in ("lock_wait", "cpu_ns", "queue_ns", "wait", "step")),
         np.zeros(count, dtype=np.bool_),
         np.full(count, OTHER_THREADS),
         stack,

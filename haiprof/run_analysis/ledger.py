@@ -26,34 +26,22 @@ from haiprof.run_analysis.step_positions import (
     OPTIMIZER,
     StepPositions,
 )
-from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR
-
-try:  # SHIM
-    from haiprof.run_format.stack_lines import WAIT_NAMES
-except ImportError:
-    WAIT_NAMES = ("none", "unknown")
-
-
-def _col(samples, name, default):
-    v = getattr(samples, name, None)
-    return np.full(len(samples.stack), default) if v is None else v
-
+from haiprof.run_format.stack_lines import LOCK_HELD, LOCK_WAITED_FOR, WAITS
 
 ACTIVITIES = (
     "operators", "python", "native", "wait: loader", "wait: peer", "wait: link", "wait: device",
     "wait: interpreter lock", "wait: lock", "wait: file", "wait: socket", "wait: pipe",
-    "wait: sleep", "wait: process", "wait: other", "no core", "garbage collection", "unknown",
+    "wait: sleep", "wait: process", "wait: other", "no core", "page faults",
+    "garbage collection", "unknown",
 )  # fmt: skip
 """What a training thread did: each row of the table has one."""
 (
     OPERATORS, PYTHON, NATIVE, LOADER_WAIT, PEER_WAIT, LINK_WAIT, DEVICE_WAIT, GIL_WAIT, LOCK_WAIT,
-    FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, COLLECTION,
+    FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
 _COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count")
 _Rows = dict[str, np.ndarray]
-_SINCE_LIMIT_NS = 1_000_000_000
-"""A sample tells of no more time before it than this."""
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 JOB = "job"
 """The package of the user's own code."""
@@ -71,7 +59,7 @@ _WAITS = (
 """Modules of Python and torch whose functions wait while they hold no lock."""
 _WAIT_OF_NAME = {
     "file": FILE_WAIT, "socket": SOCKET_WAIT, "pipe": PIPE_WAIT, "lock": LOCK_WAIT,
-    "sleep": SLEEP, "poll": OTHER_WAIT, "other": OTHER_WAIT,
+    "sleep": SLEEP, "fault": FAULTS, "poll": OTHER_WAIT, "other": OTHER_WAIT,
 }  # fmt: skip
 _LIBRARY_CALL = re.compile(
     r"\s*(?:await\s+)?(np|numpy|scipy|cv2|pd|pandas|PIL|Image|json|pickle|re|zlib|gzip)\."
@@ -309,14 +297,11 @@ def _dispatch_share(samples: CodeSamples, rows: _Rows, packages: Sequence[str]) 
 def _no_core_share(samples: CodeSamples, rows: _Rows, rank: RankSamples) -> Floats:
     """Per row: for how much of it the thread could run and had no core."""
     on_core = np.isin(rows["activity"], ON_CORE)
-    queued = _col(samples, "queue_ns", -1)[rows["sample"]]
-    if (queued >= 0).any():
-        since = np.diff(samples.time_ns[rows["sample"]], prepend=0)
-        since = np.where((since > 0) & (since < _SINCE_LIMIT_NS), since, _SINCE_LIMIT_NS)
-        total = float(np.minimum(np.maximum(queued, 0), since).sum())
-        lost = total / max(float(np.minimum(since, _SINCE_LIMIT_NS).sum()), 1.0)
-    else:
-        lost = rank.no_core_ratio or 0.0
+    known = rows["sample"][samples.queue_ns[rows["sample"]] >= 0]
+    lost = rank.no_core_ratio or 0.0
+    if len(known) > 1:  # each tells of the time since the one before
+        queued = float(samples.queue_ns[known[1:]].sum())
+        lost = queued / max(float(np.ptp(samples.time_ns[known])), 1.0)
     whole, able = float(rows["ns"].sum()), float(rows["ns"][on_core].sum())
     return np.where(on_core, min(lost * whole / max(able, 1.0), 0.95), 0.0)
 
@@ -397,12 +382,14 @@ def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     )
     place = tree.place
     found = by_frame[place][samples.stack]
-    waits = _wait_table()[_col(samples, "wait", 0)]
+    waits = _wait_table()[samples.wait]
     held = samples.lock_wait == LOCK_HELD
-    found = np.where(held & np.isin(found, (OPERATORS, NATIVE)), PYTHON, found)
+    found = np.where(held & (found != UNKNOWN), PYTHON, found)
     known = samples.lock_wait >= 0
     of_job = np.array([*(p == JOB for p in packages), False])[place][samples.stack]
     found = np.where(~known & of_job & (found == OPERATORS), PYTHON, found)
+    of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]
+    waits = np.where(of_torch & np.isin(waits, (LOCK_WAIT, OTHER_WAIT)), -1, waits)  # its threads
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     workers = np.array([*(_WORKER_LOADER in f.function for f in tree.frames), False])
@@ -424,7 +411,7 @@ def _within(tree: CodeTree, frames: Bools) -> Bools:
 def _frame_activity(frame: Frame, package: str) -> int:
     """What a thread does whose innermost frame this is, while it holds no lock."""
     if package == JOB:
-        call = _LIBRARY_CALL.match(getattr(frame, "expression", None) or "")
+        call = _LIBRARY_CALL.match(frame.expression)
         return NATIVE if call else OPERATORS
     if package in ("torch", "python"):
         for end, wait in _WAITS:
@@ -435,4 +422,4 @@ def _frame_activity(frame: Frame, package: str) -> int:
 
 def _wait_table() -> Ints:
     """By code of a sample's `wait`: its activity; -1 where it waited for nothing, or is unknown."""
-    return np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAIT_NAMES), -1])
+    return np.array([*(_WAIT_OF_NAME.get(name, -1) for name in WAITS), -1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -182,28 +182,6 @@ def function_times(
     return found
 
 
-def time_beyond(samples: CodeSamples, less: CodeSamples, *, scale: float = 1.0) -> CodeSamples:
-    """Samples of lines that take longer than in others, with the time beyond theirs alone.
-
-    By line: a function that works at one line and waits at another one, as a script's or a loop's
-    does, takes equally long on all ranks.
-
-    Args:
-        samples: Those asked about.
-        less: Others of the same tree.
-        scale: What a nanosecond of the others counts, so that both are of as many steps.
-    """
-    frame, weight = innermost_frame(samples.tree), _weights(samples)
-    count = len(samples.tree.frames)
-    line, theirs = frame[samples.stack], frame[less.stack]
-    own = np.bincount(line + 1, weight, minlength=count + 1)
-    beyond = own - scale * np.bincount(theirs + 1, _weights(less), minlength=count + 1)
-    beyond[0] = 0.0  # no line of the user's
-    part = np.maximum(beyond, 0.0) / np.maximum(own, np.finfo(np.float64).tiny)
-    weighed = replace(samples, weight_ns=weight * part[line + 1])
-    return weighed.take(part[line + 1] > 0)
-
-
 def _weights(samples: CodeSamples) -> Floats:
     """Time of each sample; where none is known of any, each counts the same."""
     return samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
@@ -224,7 +202,7 @@ def functions_of(tree: CodeTree) -> tuple[list[tuple[str, str]], Ints]:
 
 def _top_frame(tree: CodeTree, stack: Ints, weight: Floats) -> Frame:
     """The frame with most of the time, of stacks that end in it."""
-    return tree.frames[int(np.bincount(tree.place[stack], weights=weight).argmax())]
+    return tree.frames[int(np.bincount(tree.line_places()[stack], weights=weight).argmax())]
 
 
 def common_callees(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[str, ...]:
@@ -240,7 +218,8 @@ def _callees(tree: CodeTree, inner: Ints, stack: Ints, weight: Floats) -> tuple[
 
 def _callers(tree: CodeTree, stack: Ints, weight: Floats) -> tuple[Frame, ...]:
     """From what calls the user's own frame outwards, as long as most of its time came that way."""
-    paths = [_user_callers(tree, number) for number in stack.tolist()]
+    place = tree.line_places()
+    paths = [_user_callers(tree, place, number) for number in stack.tolist()]
     return tuple(tree.frames[frame] for frame in _common_way(paths, weight, CALLER_LIMIT))
 
 
@@ -262,12 +241,12 @@ def _common_way(
     return tuple(way)
 
 
-def _user_callers(tree: CodeTree, stack: int) -> tuple[int, ...]:
+def _user_callers(tree: CodeTree, place: Ints, stack: int) -> tuple[int, ...]:
     """Frames of user code outside a stack's own one, the nearest first."""
     found: list[int] = []
     stack = int(tree.parent[stack])
     while stack and len(found) < CALLER_LIMIT:
-        frame = int(tree.place[stack])
+        frame = int(place[stack])
         function = tree.frames[frame].function
         if not (tree.library[frame] or function == _SCRIPT or _COMPREHENSION.search(function)):
             found.append(frame)
@@ -299,17 +278,17 @@ def innermost_stack(tree: CodeTree) -> Ints:
 
 def innermost_frame(tree: CodeTree) -> Ints:
     """The same as a frame; -1 where there is none."""
-    frames: Ints = tree.place[innermost_stack(tree)]
+    frames: Ints = tree.line_places()[innermost_stack(tree)]
     return frames
 
 
 def _user_pairs(tree: CodeTree) -> pl.DataFrame:
     """Each `stack` with each `frame` of user code in it, a recursion once."""
-    library = np.append(tree.library, True)
+    library, place = np.append(tree.library, True), tree.line_places()
     stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
     while at.any():
-        user = ~library[tree.place[at]]
-        parts.append(pl.DataFrame({"stack": stack[user], "frame": tree.place[at][user]}))
+        user = ~library[place[at]]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
         at = tree.parent[at]
         stack, at = stack[at > 0], at[at > 0]
     empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})

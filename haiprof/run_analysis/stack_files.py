@@ -12,7 +12,13 @@ import numpy as np
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_format.reader import read_lines
-from haiprof.run_format.stack_lines import HEADER, LOCK_HELD, LOCK_STATES, SAMPLES, STACKS_VERSION
+from haiprof.run_format.stack_lines import (
+    HEADER,
+    LOCK_STATES,
+    SAMPLES,
+    STACKS_VERSION,
+    WAIT_LETTERS,
+)
 
 _NS_PER_US = 1000
 _TIME_LIMIT_NS = 1 << 62
@@ -26,6 +32,8 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
+    expression: str = ""
+    """What of that line was running, in the user's own code; empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,12 @@ class SampledProcess:
     """0 where no Python code ran or the stack is not known."""
     lock_wait: Ints
     """How the training thread stood to the interpreter lock: LOCK_HELD and the others."""
+    cpu_ns: Ints
+    """CPU time of the thread since the sample before; -1 where it is not known."""
+    queue_ns: Ints
+    """How long it waited for a core since that was last known; -1 where nobody asked."""
+    wait: Ints
+    """What it waited for: an index into WAITS; -1 where it is not known."""
     other_time_ns: Ints
     """One per look at another Python thread of the process that was busy."""
     other_stack: Ints
@@ -68,7 +82,7 @@ class _Read:
     libraries: tuple[str, ...] = ()
     frames: dict[int, Frame] = field(default_factory=dict)
     stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = field(default_factory=list)
+    parts: list[tuple[Ints, ...]] = field(default_factory=list)
     others: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Time, stack, thousandths of a core and time since the look before."""
 
@@ -103,8 +117,9 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
     for number, frame in _number_entries(line, "frames", "first_frame"):
         if len(frame) >= 3:
             file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
+            expression = [text(part) or "" for part in frame[4:5]]
             if file is not None and at is not None and name is not None:
-                read.frames[number] = Frame(file, at, name)
+                read.frames[number] = Frame(file, at, name, *expression)
     for number, entry in _number_entries(line, "stacks", "first_stack"):
         parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
         known = parent is not None and 0 <= parent < number and place in read.frames
@@ -118,8 +133,18 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
         and len({len(column) for column in columns}) == 1
     ):
         offset, late, stack = columns
-        waits = _lock_wait(line, len(stack))
-        read.parts.append((begin + offset * _NS_PER_US, late * _NS_PER_US, stack, waits))
+        count = len(stack)
+        read.parts.append(
+            (
+                begin + offset * _NS_PER_US,
+                late * _NS_PER_US,
+                stack,
+                _letters(line.get("lock_wait"), LOCK_STATES, count),
+                _times_ns(line.get("run_us"), count),
+                _times_ns(line.get("queue_us"), count),
+                _letters(line.get("wait"), WAIT_LETTERS, count),
+            )
+        )
         others = line.get("others")
         for entry in others if isinstance(others, list) else []:
             values = _integers(entry).tolist()
@@ -129,14 +154,20 @@ def _add(read: _Read, line: Mapping[str, Any]) -> None:
                 read.others.append((at_ns, values[2], values[3], since_ns))
 
 
-def _lock_wait(line: Mapping[str, Any], count: int) -> Ints:
-    """One per sample of a line: how the training thread stood to the interpreter lock."""
-    letters = text(line.get("lock_wait")) or ""
+def _letters(value: object, known: str, count: int) -> Ints:
+    """One number per sample of a line: the place of its letter; -1 for the last, and for others."""
+    letters = text(value) or ""
     if len(letters) != count:
         return np.full(count, -1, dtype=np.int64)
-    return np.array(
-        [LOCK_STATES.find(letter, 0, LOCK_HELD + 1) for letter in letters], dtype=np.int64
-    )
+    return np.array([known.find(letter, 0, -1) for letter in letters], dtype=np.int64)
+
+
+def _times_ns(value: object, count: int) -> Ints:
+    """One per sample of a line; -1 where it is not known."""
+    times = _integers(value)
+    if len(times) != count:
+        return np.full(count, -1)
+    return np.where(times < 0, -1, times * _NS_PER_US)
 
 
 def _number_entries(
@@ -163,8 +194,8 @@ def _process(pid: int, read: _Read) -> SampledProcess:
     number = {stack: place for place, stack in enumerate(order, start=1)}
     number[0] = 0
     frame_number = {frame: place for place, frame in enumerate(sorted(read.frames))}
-    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(4)]
-    time_ns, late_ns, stack, lock_wait = columns
+    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(7)]
+    time_ns, late_ns, stack, lock_wait, cpu_ns, queue_ns, wait = columns
     table = np.zeros(max(order, default=0) + 1, dtype=np.int64)
     table[[0, *order]] = [0, *range(1, len(order) + 1)]
     mapped = _renumber(stack, table)
@@ -180,6 +211,9 @@ def _process(pid: int, read: _Read) -> SampledProcess:
         late_ns=late_ns,
         stack=mapped,
         lock_wait=lock_wait,
+        cpu_ns=cpu_ns,
+        queue_ns=queue_ns,
+        wait=wait,
         other_time_ns=others[0],
         other_stack=_renumber(others[1], table),
         other_cores=others[2] / 1000,

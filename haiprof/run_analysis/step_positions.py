@@ -25,8 +25,7 @@ def _gap_table() -> Ints:
     table = np.full((5, 5), AFTER_STEP)
     table[:, _FORWARD] = PREPARE
     table[:, _BACKWARD] = LOSS
-    table[_INPUT, :] = PREPARE
-    table[_NONE, _INPUT] = AFTER_STEP
+    table[_INPUT, [_FORWARD, _BACKWARD]] = PREPARE
     table[_FORWARD, [_OPTIMIZER, _NONE, _INPUT]] = LOSS
     table[:, _OPTIMIZER] = GRADIENTS
     table[_BACKWARD, _BACKWARD] = GRADIENTS
@@ -112,9 +111,9 @@ def step_positions(
     evaluated |= _inside(found.evaluation_start_ns, found.evaluation_end_ns, start)
     major = np.where((phase < len(PHASES)) & ~evaluated, phase, _NONE)
     in_step = start < steps.end_ns[period]
+    around, searched = _around_closures(found, row, major)
+    major = np.where(around & ~searched, _NONE, major)  # it has the position that its code gives it
     position = np.where(major < _NONE, _OF_PHASE[major], _gaps(major, period, in_step))
-    closure = _closure_positions(found, row, major)
-    position = np.where(closure >= 0, closure, position)
     position = np.where(in_step, position, BETWEEN_STEPS)
     position = np.where(_inside_any(saves.start_ns, saves.end_ns, start), CHECKPOINT, position)
     position = np.where(evaluated, EVALUATION, position)
@@ -124,7 +123,7 @@ def step_positions(
         start_ns=start,
         end_ns=end,
         position=position,
-        around_closure=closure >= 0,
+        around_closure=around,
         collecting=_inside_any(pauses.start_ns, pauses.end_ns, start),
         period=period,
         step_count=count,
@@ -161,31 +160,27 @@ def _gaps(major: Ints, period: Ints, in_step: Bools) -> Ints:
     return _GAPS[of_before, of_after]
 
 
-def _closure_positions(found: Segmentation, row: Ints, major: Ints) -> Ints:
-    """Positions of an optimizer's own time between the spans of its closure; -1 elsewhere.
+def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools, Bools]:
+    """Whether a moment is an optimizer's own time around its closure's spans; and whether really.
 
     What comes after the last backward is the optimizer's, as are searches between two closures
     (LBFGS); before it the closure's code has the position that it would have without one.
     """
-    nothing = np.full(len(row), -1)
     parent, top = found.nested.parent, np.append(found.nested.top, -1)
     inner = np.flatnonzero(
         (parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER)
     )
     holders = np.zeros(len(parent) + 1, dtype=np.bool_)
     holders[found.nested.top[inner]] = True
-    asked = (major == _OPTIMIZER) & holders[top[row]]
-    if not asked.any():
-        return nothing
+    around = (major == _OPTIMIZER) & holders[top[row]]
+    if not around.any():
+        return around, around
     before, after = _neighbours(major < _OPTIMIZER)
     kinds, tops = np.append(major, _NONE), np.append(top[row], -2)
     of_before = np.where(tops[before] == top[row], kinds[before], _NONE)
     of_after = np.where(tops[after] == top[row], kinds[after], _NONE)
-    position = np.full(len(row), OPTIMIZER)
-    position[of_after == _BACKWARD] = LOSS
-    position[(of_after == _FORWARD) & (of_before != _BACKWARD)] = PREPARE
-    position[of_after == _INPUT] = PREPARE
-    return np.where(asked, position, nothing)
+    searched = (of_after == _FORWARD) & (of_before == _BACKWARD)
+    return around, around & (searched | (of_after == _NONE))
 
 
 def _inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 STACKS_VERSION = 1
 # History
-# 1: frames and stacks by number, samples as arrays beside each other; `lock_wait`, and the time
-#    since the look before in `others`, were added
+# 1: frames and stacks by number, samples as arrays beside each other; `lock_wait`, the time since
+#    the look before in `others`, `run_us`, `queue_us`, `wait` and expressions were added
 
 HEADER, SAMPLES, END = "stacks", "samples", "end"
 """What a line is, in its field `type`: the first line of a process, its samples, its last line."""
@@ -23,7 +23,8 @@ SAMPLE_FIELDS = {
     "pid": "the process",
     "time_ns": "CLOCK_MONOTONIC ns that the offsets count from",
     "first_frame": "number of the first frame in `frames`: those of a process count from 0",
-    "frames": "[file, line, function, first line of the function], each written once",
+    "frames": "[file, line, function, first line of the function, expression], each written once; "
+    "the last for code of the user's own alone, where it is known (Python 3.11 on)",
     "first_stack": "number of the first stack in `stacks`: those of a process count from 1",
     "stacks": "[parent, frame]: a stack is its caller's stack and one frame; 0 has no frames",
     "offset_us": "when each sample was taken",
@@ -32,6 +33,11 @@ SAMPLE_FIELDS = {
     "lock_wait": "a letter for each sample: 1 where the training thread waited for the interpreter "
     "lock, which another thread held, h where it held it itself, 0 where neither, - where nobody "
     "looked; left out without any",
+    "run_us": "CPU time of the sampled thread since the sample before; -1 where it is not known",
+    "queue_us": "how long it waited for a core since it was last asked: -1 where nobody asked, as "
+    "the thread had a core nearly all the time; left out without any",
+    "wait": "a letter for each sample, of WAIT_LETTERS: what the thread waited for when it was "
+    "due; left out without any",
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy",
     "threads": "[number, name] of the threads in `others`, each written once",
@@ -43,6 +49,14 @@ LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1
 """How the training thread stood to the interpreter lock when a sample was due."""
 LOCK_STATES = "01h-"
 """The letters of `lock_wait` for these."""
+WAITS = (
+    "none", "file", "socket", "pipe", "lock", "sleep", "poll", "other", "fault",
+)  # fmt: skip
+"""What the thread waited for, by number: nothing, as it was on a core or ready for one; a lock, the
+interpreter's among them; several descriptors (poll); memory (fault). -1: not known."""
+WAIT_UNKNOWN = -1
+WAIT_LETTERS = "0fsplzmov-"
+"""The letters of `wait` for these, the last for what is not known."""
 LEFT_OUT = -1
 """Number of the stack of samples whose stacks were too many to be told apart."""
 FILE_LIMIT_BYTES = 4 << 20

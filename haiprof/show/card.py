@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,13 @@ from haiprof.diagnosis.step_work import StepWork
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
 from haiprof.show.death_block import death_block
-from haiprof.show.figures.style import PHASES, write_text
+from haiprof.show.figures.style import time_unit, write_text
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
-from haiprof.show.terminal import PhaseName, SafeConsole, SplitBar
+from haiprof.show.terminal import SafeConsole, SplitBar, filling
 from haiprof.show.text import (
     count_text,
     fine_ratio_text,
     printable,
-    share_text,
     steps_text,
     value_text,
 )
@@ -63,7 +62,12 @@ _NOTE_LIMIT = 4
 _BRIEF_EVIDENCE = 3
 _BRIEF_OTHERS = 2
 _MORE = "haiprof verdict with --all"
-_ROOM_FOR_BOTH = 100
+_SHOWN_RATIO = 0.002
+"""Positions with less of a step are left out of the brief card."""
+_PHASE_OF = {
+    "input": "dataloader", "forward": "forward", "backward": "backward", "optimizer": "optimizer"
+}  # fmt: skip
+"""Whose part of the bar a position is; others are `other`."""
 _AROUND_COMMAND = 16
 """Columns of the card beside the next command: its border, its margins and the label."""
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
@@ -129,7 +133,7 @@ def _whole(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
 
 
 def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableType]:
-    """About a dozen lines: headline, split, proof, line and remedy, what else, what to do next."""
+    """About a dozen lines: headline, ledger, the largest opportunities, what to do next."""
     yield _headline(verdict)
     if verdict.death is not None:
         yield death_block(verdict)
@@ -137,15 +141,18 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
         yield from _split(verdict, width, brief=True)
     grid = _label_grid()
     others = list(verdict.findings)
-    if verdict.death is None and others:
+    if verdict.death is None and others and others[0].severity != "info":
         first, *others = others
         for row in _reasons(first):
             grid.add_row(*row)
     for finding in others[:_BRIEF_OTHERS]:
         title = Text(printable(finding.title), style=_SEVERITY_STYLES[finding.severity])
         grid.add_row("also", title)
+        for place in finding.code_lines[:1]:
+            text = f"at {printable(place.location)}; {finding.remedy}"
+            grid.add_row("", Text(text, style="dim"))
     if len(others) > _BRIEF_OTHERS:
-        grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'more finding')}"))
+        grid.add_row("", Text(f"and {count_text(len(others) - _BRIEF_OTHERS, 'smaller one')}"))
     known = tuple(why for _, why in verdict.not_measured)  # said with --all
     notes = [note for note in verdict.notes if not note.endswith(known)]
     rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("notes", notes))
@@ -160,9 +167,10 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
 
 def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
     """The numbers that prove a finding, its line and its remedy, each with its label."""
-    parts = [
+    parts = [Text(gain_text(finding))] if finding.gain is not None else []
+    parts += [
         Text.assemble((f"{each.name} ", "dim"), value_text(each.value, each.unit))
-        for each in finding.numbers[:_BRIEF_EVIDENCE]
+        for each in finding.numbers[: _BRIEF_EVIDENCE - len(parts)]
     ]
     parts.append(Text(f"confidence {ratio_text(finding.confidence)}", style="dim"))
     style = _SEVERITY_STYLES[finding.severity]
@@ -170,6 +178,16 @@ def _reasons(finding: Finding) -> Iterator[tuple[Text, Text]]:
     for line in finding.code_lines[:1]:
         yield Text("at"), Text(printable(line.describe()), style="bold")
     yield Text("do", style="bold green"), Text(finding.remedy)
+
+
+def gain_text(finding: Finding) -> str:
+    """`from 37.7 to 30.8 ms a step (29.9 to 31.6)`: what the step becomes without it."""
+    gain = finding.gain
+    if gain is None:
+        return ""
+    unit, ns = time_unit(gain.step_ns)
+    left, low, high = (f"{value / ns:.3g}" for value in (gain.left_ns, gain.low_ns, gain.high_ns))
+    return f"from {gain.step_ns / ns:.3g} to {left} {unit} a step ({low} to {high})"
 
 
 def _label_grid() -> Table:
@@ -190,13 +208,31 @@ def _headline(verdict: Verdict) -> Text:
 
 
 def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[RenderableType]:
+    """The ledger in two lines: the bar and the positions; then what it is the mean of."""
     yield SplitBar(verdict.split)
-    yield _split_numbers(verdict.split, width, brief=brief)
-    counts = steps_text(verdict.step_count, len(verdict.ranks))
-    facts = [f"usual step {duration_text(verdict.step_ns)}", counts]
+    ledger = verdict.ledger
+    unit, ns = time_unit(verdict.step_ns)
+    positions = {} if ledger is None else ledger.positions
+    shown = {
+        name: value
+        for name, value in positions.items()
+        if not brief or value >= _SHOWN_RATIO * (verdict.step_ns or 0.0)
+    }
+    numbers = [
+        Text.assemble(
+            (filling(_PHASE_OF.get(name, "other"), colored=False), "dim"),
+            f" {name.replace('_', ' ')} ",
+            (f"{value / ns:.3g}", "bold"),
+        )
+        for name, value in shown.items()
+    ]
+    median = "" if ledger is None else f" (median {ledger.median_ns / ns:.3g})"
+    yield Text.assemble(
+        (f"step {(verdict.step_ns or 0.0) / ns:.3g} {unit}", "bold"), (median, "dim"), "   ",
+        Text("   ").join(numbers),
+    )  # fmt: skip
+    facts = [steps_text(verdict.step_count, len(verdict.ranks))]
     facts += [work_text(verdict.work)] if verdict.work else []
-    if verdict.evaluation_ns:
-        facts.append(f"{duration_text(verdict.evaluation_ns)} of evaluation apart from that")
     if verdict.compile_ns:
         facts.append(f"{duration_text(verdict.compile_ns)} of compilation")
     facts += (
@@ -208,28 +244,19 @@ def _split(verdict: Verdict, width: int, *, brief: bool = False) -> Iterator[Ren
         ]
     )
     yield Text(" · ".join(facts), style="dim")
+    if not brief and ledger is not None:
+        yield _run_time(verdict)
 
 
-def _split_numbers(split: Mapping[str, float | None], width: int, *, brief: bool) -> RenderableType:
-    """Mark, name, time and share of each phase, one column each.
-
-    A brief one that is narrow leaves the shares to the bar.
-    """
-    total = sum(ns or 0.0 for ns in split.values())
-    gap = 3 if width >= MAX_WIDTH else 1
-    grid = Table.grid(padding=(0, gap, 0, 0))
-    for _ in PHASES:
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-    grid.add_row(*(PhaseName(phase, width=width) for phase in PHASES))
-    times = [Text(f"  {duration_text(split[p])}", style="bold") for p in PHASES]
-    shares = [Text(share_text(split[p], total), style="dim") for p in PHASES]
-    if width >= _ROOM_FOR_BOTH:
-        grid.add_row(*(Text.assemble(t, "  ", s) for t, s in zip(times, shares, strict=True)))
-    else:
-        grid.add_row(*times)
-        if not brief:
-            grid.add_row(*(Text.assemble("  ", share) for share in shares))
-    return grid
+def _run_time(verdict: Verdict) -> Text:
+    """The whole run's wall time."""
+    whole = sum(verdict.run_time.values())
+    if not whole:
+        return Text("the run's wall time is not known: it has not ended", style="dim")
+    parts = [
+        f"{name} {duration_text(ns)}" for name, ns in verdict.run_time.items() if ns * 1000 >= whole
+    ]
+    return Text(f"run {duration_text(whole)}: {' · '.join(parts)}", style="dim")
 
 
 def _finding(finding: Finding, *, titled: bool) -> RenderableType:
@@ -243,6 +270,8 @@ def _finding(finding: Finding, *, titled: bool) -> RenderableType:
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(overflow="fold")
     rows.add_column(justify="right", no_wrap=True)
+    if finding.gain is not None:
+        rows.add_row(Text("without it", style="dim"), Text(gain_text(finding)))
     for evidence in finding.numbers:
         rows.add_row(Text(evidence.name, style="dim"), value_text(evidence.value, evidence.unit))
     parts: list[RenderableType] = [

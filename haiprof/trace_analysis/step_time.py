@@ -151,7 +151,7 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
     operator as communication, where this one goes by the kernel.
     """
     roles = _roles(trace)
-    steps = _with_gpu_tails(trace) if gpu_tail else _step_marks(trace)
+    steps = steps_with_gpu_tails(trace) if gpu_tail else _step_marks(trace)
     if steps.is_empty():
         steps = _whole(roles)
     starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
@@ -227,7 +227,7 @@ def _step_marks(trace: Trace) -> pl.DataFrame:
     return trace.steps.select("step", "start_ns", "end_ns")
 
 
-def _with_gpu_tails(trace: Trace) -> pl.DataFrame:
+def steps_with_gpu_tails(trace: Trace) -> pl.DataFrame:
     """The steps, each until the last GPU event that it launched has ended.
 
     The mark of a step ends when the host has launched its work; on an asynchronous device that work

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
-from haiprof.in_job.own_library import load_own_library
+from haiprof.in_job.frames import compiled_part
 from haiprof.in_job.stack_sampler import why_not_sampled
+from haiprof.run_format.stack_lines import WAIT_LETTERS, WAITS
 
 _JOB = """
 import json, sys, threading, time
+from haiprof.in_job import stack_sampler
 from haiprof.in_job.stack_sampler import StackSampler
 
+stack_sampler.CPU_RATIO = stack_sampler.HELD_RATIO = 1.0
 values = [at * 7919 % 100003 for at in range(30000)]
 took = dict.fromkeys(("in_python", "in_one_call", "asleep"), 0.0)
 
@@ -31,6 +34,7 @@ def asleep():
 
 ident = threading.get_ident()
 sampler = StackSampler(lambda: ident, hz=200, note=print)
+sampler.begin_steps()
 sampler.start()
 over = time.perf_counter() + 6
 while time.perf_counter() < over:
@@ -46,7 +50,7 @@ print(json.dumps([took, sampler.take_line()]))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_not_sampled()), reason=why_not_sampled()),
-    pytest.mark.skipif(load_own_library("_sample_clock") is None, reason="not compiled here"),
+    pytest.mark.skipif(compiled_part() is None, reason="not compiled here"),
 ]
 
 
@@ -90,3 +94,131 @@ def test_each_sample_says_who_held_the_lock(
     for function, letter in (("in_python", "h"), ("in_one_call", "h"), ("asleep", "0")):
         own = Counter({state: n for (name, state), n in samples.items() if name == function})
         assert own[letter] > 0.8 * own.total(), (function, samples)
+
+
+_WAITS = """
+import json, os, socket, sys, tempfile, threading, time
+from haiprof.in_job import stack_sampler
+from haiprof.in_job.stack_sampler import StackSampler
+
+stack_sampler.CPU_RATIO = stack_sampler.HELD_RATIO = 1.0
+SECONDS = 0.4
+
+def later(call, *arguments):
+    threading.Timer(SECONDS, call, arguments).start()
+
+def in_python():
+    over = time.monotonic() + SECONDS
+    while time.monotonic() < over:
+        sum(range(1000))
+
+def asleep():
+    time.sleep(SECONDS)
+
+def from_socket():
+    ours, theirs = socket.socketpair()
+    later(theirs.send, b"x")
+    ours.recv(1)
+
+def from_socket_with_limit():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    later(theirs.send, b"x")
+    ours.recv(1)
+
+def into_pipe():
+    read, write = os.pipe()
+    later(os.read, read, 1 << 20)
+    os.write(write, bytes(1 << 16))
+    os.write(write, b"x")
+
+def of_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    later(lock.release)
+    lock.acquire()
+
+def into_file():
+    over = time.monotonic() + 2 * SECONDS
+    with tempfile.TemporaryFile(dir=".") as file:
+        while time.monotonic() < over:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+
+def of_a_child():
+    child = os.posix_spawn("/bin/sleep", ["sleep", str(SECONDS)], {})
+    os.waitpid(child, 0)
+
+def first(): return asleep()
+def second(): return asleep()
+def two_calls():
+    return first(), second()
+
+ident = threading.get_ident()
+sampler = StackSampler(lambda: ident, hz=200, note=print)
+sampler.begin_steps()
+sampler.start()
+for call in (in_python, asleep, from_socket, from_socket_with_limit, into_pipe, of_a_lock,
+             into_file, of_a_child, two_calls):
+    call()
+sampler.stop()
+print(json.dumps(sampler.take_line()))
+"""
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The line of a job that waits for one thing after the other."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.py").write_text(_WAITS)
+    command = [sys.executable, "-X", "faulthandler", "job.py"]
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    line: dict[str, Any] = json.loads(ended.stdout)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("function", "wait", "share"),
+    [
+        ("in_python", "none", 0.9),
+        ("asleep", "sleep", 0.8),
+        ("from_socket", "socket", 0.8),
+        ("from_socket_with_limit", "socket", 0.8),
+        ("into_pipe", "pipe", 0.8),
+        ("of_a_lock", "lock", 0.8),
+        ("into_file", "file", 0.1),  # of a disk in memory fsync takes no time
+        ("of_a_child", "other", 0.8),
+    ],
+)
+def test_each_sample_says_what_the_thread_waited_for(
+    waits: dict[str, Any], function: str, wait: str, share: float
+) -> None:
+    found = Counter(
+        WAITS[WAIT_LETTERS.index(letter)]
+        for stack, letter in zip(waits["stack"], waits["wait"], strict=True)
+        if function in _functions(waits, stack)
+    )
+    assert found[wait] >= share * found.total() > 10 * share, found
+
+
+def test_each_sample_says_how_long_the_thread_ran(waits: dict[str, Any]) -> None:
+    """Since the sample before; of a thread that sleeps nothing."""
+    times = {"in_python": [], "asleep": []}  # type: dict[str, list[tuple[int, int]]]
+    due = [at - late for at, late in zip(waits["offset_us"], waits["late_us"], strict=True)]
+    for place, stack in enumerate(waits["stack"][1:], start=1):
+        for function in set(times) & _functions(waits, stack):
+            times[function].append((waits["run_us"][place], due[place] - due[place - 1]))
+    for function, least, most in (("in_python", 0.2, 1.1), ("asleep", 0.0, 0.2)):
+        ran, passed = (sum(column) for column in zip(*times[function], strict=True))
+        assert least <= ran / passed <= most, (function, ran, passed)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no columns before Python 3.11")
+def test_calls_of_one_line_are_told_apart(waits: dict[str, Any]) -> None:
+    frames = [frame for frame in waits["frames"] if frame[2] == "two_calls"]
+    assert {frame[4] for frame in frames} == {"first()", "second()"}
+    assert len({frame[1] for frame in frames}) == 1

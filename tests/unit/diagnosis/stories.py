@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables import GPU, PROCESS
+from haiprof.run_format.tables import GPU, HOST, PROCESS
 from haiprof.run_format.writer import LineWriter
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
+from tests.unit.analysis.sampled import Stack, write_stacks
 
 KINDS = (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER)
 START_NS = 10 * NS_PER_S
 GAP_MS = 0.2
 PhaseTimes = Callable[[int, int], tuple[float, float, float, float]]
 """(rank, step) to ms in dataloader, forward, backward, optimizer."""
+BALANCED = (0.2, 5.0, 10.0, 2.0)
 
 
 def write_story(
@@ -106,3 +110,122 @@ def write_beside(root: Path, ms: float, *, steps: int, kind: int = schema.SAVE) 
 def verdict_of(root: Path, times: PhaseTimes, **options: float | int | None) -> Verdict:
     """The verdict on such a run."""
     return diagnose(Analyzer(write_story(root, times, **options)))  # type: ignore[arg-type]
+
+
+def judged(root: Path) -> Verdict:
+    """The verdict on a run that is written."""
+    return diagnose(Analyzer(root))
+
+
+def note(root: Path, rank: int, /, **line: object) -> None:
+    """A line in the events of a rank."""
+    with RunPaths(root).rank(rank).events.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def report(root: Path, rank: int, **facts: object) -> None:
+    """Other facts in the report of a rank."""
+    path = RunPaths(root).rank(rank).report
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
+def counters(
+    root: Path,
+    of: Callable[[float], Mapping[str, float]],
+    *,
+    seconds: float = 40.0,
+    ranks: int = 1,
+    host: Callable[[float], Mapping[str, float]] | None = None,
+) -> None:
+    """Process counters of each rank (and of the host) twice a second, as functions of time."""
+    times = np.arange(START_NS - NS_PER_S, START_NS + seconds * NS_PER_S, NS_PER_S / 2)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
+               **of((t - START_NS) / NS_PER_S))
+        for t in times
+        for r in range(ranks)
+    ]  # fmt: skip
+    node = RunPaths(root).node("node0")
+    write_records(node.records("process"), PROCESS, rows)
+    if host is not None:
+        rows = [row_of(HOST, time_ns=int(t), **host((t - START_NS) / NS_PER_S)) for t in times]
+        write_records(node.records("host"), HOST, rows)
+
+
+def placed(root: Path, rank: int = 0, cpus: str = "0-1", **more: object) -> None:
+    """Where a rank may run."""
+    line = {
+        "type": "placement", "pid": 100 + rank, "start_ticks": 7, "allowed_cpus": cpus,
+        "thread_count": 4, "cpu_nodes": [0], "memory_nodes": {"0": 500}, "gpu_node": None,
+        "nics": [], **more,
+    }  # fmt: skip
+    with RunPaths(root).node("node0").events.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_line(
+    root: Path, rows: list[tuple[int, int, int, int]], lines: Sequence[dict[str, Any]] = ()
+) -> None:
+    """A run of one rank with these spans."""
+    write_rank(write_run(root), spans_from(rows), lines=lines)
+
+
+def plain_steps(
+    count: int = 100,
+    extra: Callable[[int, int], list[tuple[int, int]]] | None = None,
+    kind: int = schema.GC,
+) -> list[tuple[int, int, int, int]]:
+    """Steps of 18 ms; `extra(step, now)` gives spans (start, length) of a kind after the step."""
+    rows, now = [], START_NS
+    for step in range(count):
+        for phase, ms in zip(KINDS, BALANCED, strict=True):
+            rows.append((phase, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.1) * NS_PER_MS)
+        for start, length in extra(step, now) if extra else []:
+            rows.append((kind, 2 if kind == schema.GC else 0, start, start + length))
+            now = start + length + 1000
+    return rows
+
+
+def sample(
+    run: RunFrames, at: Callable[[str, int], Stack], *, rank: int = 0
+) -> list[tuple[int, Stack]]:
+    """A sample in the middle of each span of a rank and of what follows it, by phase and step."""
+    clock = run.files.ranks[0].report["clock"]
+    wall = clock["wall_ns"] - clock["mono_ns"]
+    found = []
+    for row in run.phases().filter(run.phases()["rank"] == rank).iter_rows(named=True):
+        middle = (row["start_ns"] - wall + row["duration_ns"] // 2) // 1000 * 1000
+        found.append((middle, at(row["phase"], row["step"])))
+        after = (row["start_ns"] - wall + row["duration_ns"] + 100_000) // 1000 * 1000
+        found.append((after, at("other", row["step"])))
+    return found
+
+
+def write_samples(
+    root: Path, at: Callable[[str, int], Stack], *, rank: int = 0, lock: str = ""
+) -> None:
+    """The stacks of a rank, from `sample`, and how it stood to the lock at each, in turn."""
+    taken = sample(RunFrames(root), at, rank=rank)
+    letters = (lock * len(taken))[: len(taken)]
+    write_stacks(RunPaths(root).rank(rank).stacks, taken, lock=letters)
+
+
+def write_collectives(root: Path, late_ms: Sequence[float], *, after: str = "backward") -> None:
+    """One all-reduce per step, which each rank begins so late after the begin of a phase."""
+    phases = RunFrames(root).phases()
+    for rank, late in enumerate(late_ms):
+        begins = phases.filter((phases["rank"] == rank) & (phases["phase"] == after))
+        entries = [
+            {
+                "collective_seq_id": n + 1, "process_group": ["0", "default_pg"],
+                "profiling_name": "gloo:all_reduce", "input_sizes": [[64]],
+                "input_dtypes": ["Float"], "time_created_ns": begin + int(late * NS_PER_MS),
+                "state": "completed",
+            }
+            for n, begin in enumerate(begins["start_ns"].to_list())
+        ]  # fmt: skip
+        wall_ns = int(str(phases["start_ns"].max()))
+        dump = {"wall_ns": wall_ns, "groups": {}, "traces": [{"entries": entries}]}
+        path = RunPaths(root).rank(rank).collectives(wall_ns)
+        path.write_bytes(gzip.compress(json.dumps(dump).encode()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from haiprof.diagnosis.python_time import DISPATCH_RATIO, MIN_COUNT, python_time
+
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.stack_files import Frame
 from haiprof.run_format.stack_lines import LOCK_ELSEWHERE, LOCK_HELD, LOCK_UNKNOWN
@@ -28,7 +28,8 @@ def samples(stacks: list[int], held: list[bool]) -> CodeSamples:
     same = np.zeros(count, dtype=np.int64)
     return CodeSamples(
         tree=tree, rank=same, worker=same - 1, time_ns=same, step=same, notes=(),
-        late_ns=same, lock_wait=np.where(held, LOCK_HELD, LOCK_ELSEWHERE),
+        late_ns=same, cpu_ns=same - 1, queue_ns=same - 1, wait=same - 1,
+        lock_wait=np.where(held, LOCK_HELD, LOCK_ELSEWHERE),
         slow=np.zeros(count, dtype=np.bool_),
         phase=same + CODE_PHASES.index("forward"), stack=np.array(stacks),
         weight_ns=np.ones(count),

@@ -52,7 +52,7 @@ def lines_of(tree: StackTree, number: int) -> list[tuple[str, int]]:
     found = []
     while number:
         parent, frame = told["stacks"][number - told["first_stack"]]
-        _, line, function, _ = told["frames"][frame - told["first_frame"]]
+        _, line, function, *_ = told["frames"][frame - told["first_frame"]]
         found.append((function, line))
         number = parent
     return found

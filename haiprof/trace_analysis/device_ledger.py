@@ -1,0 +1,401 @@
+"""The ledger of the device's time line: each nanosecond of a step in one account, from traces.
+
+Where kernels run together, the time is computing's before it is communication's, and that before
+copies'; among equals it is the one's that began first. What is left is idle, and belongs to what
+the host did until it had launched the next event.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.intervals import Intervals, Ints, complement, intersection, union
+from haiprof.base.ledger import POSITIONS
+from haiprof.trace_analysis.collectives import collective_kernels
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    MEMORY,
+    gpu_events,
+    with_kind,
+)
+from haiprof.trace_analysis.host_activity import (
+    ACTIVITIES,
+    ALLOCATION,
+    BACKWARD,
+    FORWARD,
+    OPERATORS,
+    OUTSIDE,
+    SYNC,
+    Bools,
+    Host,
+    read_host,
+    split,
+)
+from haiprof.trace_analysis.launches import with_call
+from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
+
+Texts = npt.NDArray[np.object_]
+
+HOST_LANE = -1
+"""The device of a trace without GPU events: the host's training thread is its time line."""
+COMPUTE, COPY, IDLE = "compute: ", "copy: ", "idle: "
+TALK = "communication: "
+QUEUE, UNKNOWN = f"{IDLE}between kernels", f"{IDLE}host not recorded"
+
+KERNEL_KINDS = (
+    ("attention", r"flash|fmha|attention|attn|sdpa|mem_eff"),
+    ("convolution", r"conv|dgrad|wgrad|fprop|winograd|scudnn|igemm|im2col|col2im"),
+    ("normalisation", r"norm|softmax|\bbn_|::bn"),
+    ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|cijk_|xmma|gmma|hmma|matmul|884|1688|16816|splitk"
+             r"|[ab]?b?mm\b|bmm_|aten::linear|dot_kernel"),
+    ("foreach", r"multi_tensor|foreach|fused_?(?:adam|sgd|adagrad|lamb)"),
+    ("indexing", r"embedding|index|gather|scatter|sort|cat(?:array|_)|permute|transpose|roll"),
+    ("reduction", r"reduc|scan|cumsum|triton_(?:per|red)|mean|argmax|topk|loss"),
+    ("elementwise", r"elementwise|vectorized|unrolled|pointwise|triton_poi|fill|copy|dropout|cast|"
+                    r"distribution|activation|relu|gelu|silu|add|mul"),
+)  # fmt: skip
+"""What a kernel works on by its name, which is all that a trace has: the first that fits, else
+`other`."""
+_DIRECTION = re.compile(r"HtoD|DtoH|DtoD|PtoP")
+_DIRECTIONS = {
+    "HtoD": "host to device", "DtoH": "device to host", "DtoD": "on the device",
+    "PtoP": "device to device",
+}  # fmt: skip
+_NEVER_BLOCKS = r"Pinned|DtoD|PtoP|[Mm]emset"
+"""In the names of copies that the host does not wait for, whatever memory it is."""
+_STEP_COLUMNS = ("step", "number", "start_ns", "end_ns", "own_ns", "mark_ns")
+ROWS_SCHEMA = {
+    "device": pl.Int64, "step": pl.Int64, "position": pl.String, "activity": pl.String,
+    "code": pl.String, "callee": pl.String, "operator": pl.String, "event": pl.Int64,
+    "start_ns": pl.Int64, "end_ns": pl.Int64, "ns": pl.Int64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLedger:
+    """What the time of one rank's devices was, step by step."""
+
+    rows: pl.DataFrame
+    """Columns of ROWS_SCHEMA: `step` counts from 0; `code` is the job's own, from the outermost
+    call on, a line each; `callee` and `operator` are the innermost ones. Exposed communication has
+    a row per piece, with its `event` and when it was, from that event's begin: other ranks' traces
+    tell what it waited for. Else `event` is -1."""
+    steps: pl.DataFrame
+    """`step`, its `number` (null without profiler steps), `start_ns` and `end_ns` on the device, to
+    the next one's begin; `own_ns` without what lies between, `mark_ns` as the host marked it."""
+    devices: tuple[int, ...]
+    kernel_count: int
+    linked_count: int
+    """Events of the GPU whose launch is in the trace."""
+    has_stacks: bool
+    world_size: int | None
+
+
+class _Time(NamedTuple):
+    """Pieces of a time line with what they were spent on; one row per piece."""
+
+    starts: Ints
+    ends: Ints
+    position: Ints
+    """Index into POSITIONS."""
+    activity: Texts
+    row: Ints
+    """Of the host's tree: what launched it, or was innermost; -1 where that is unknown."""
+    at: Ints
+    """When the host did that."""
+    event: Ints
+    """Of what communicates; -1 of all else."""
+    begun: Ints
+    """When that event began."""
+
+
+def rank_ledger(trace: Trace) -> RankLedger:
+    """The time line of each device of one rank, by account; a question for a pool.
+
+    A step lasts on the device until the last event that it launched has ended, and the next one
+    begins there (`step_time`); without profiler steps there is one, of all that was recorded. In a
+    trace without GPU events the time line is that of the host's training thread.
+    """
+    host = read_host(trace)
+    gpu = with_kind(with_call(gpu_events(trace, None), trace.runtime))
+    steps = _step_windows(trace)
+    spoken = collective_kernels(trace).select("event", "kind") if len(gpu) else None
+    lanes = {
+        key[0]: _device_line(host, part, steps, spoken)
+        for key, part in gpu.group_by("device", maintain_order=True)
+    }
+    if gpu.is_empty() and len(host.kind):
+        lanes = {HOST_LANE: _host_line(host, steps)}
+    rows = [_accounts(host, lane, time, steps) for lane, time in lanes.items()]
+    return RankLedger(
+        rows=pl.concat([pl.DataFrame(schema=ROWS_SCHEMA), *rows]),
+        steps=steps,
+        devices=tuple(lanes),
+        kernel_count=len(gpu),
+        linked_count=len(gpu) - gpu["call"].null_count(),
+        has_stacks=host.has_stacks,
+        world_size=trace.world_size,
+    )
+
+
+def _step_windows(trace: Trace) -> pl.DataFrame:
+    """Steps as the device has them; what lies between two that follow each other is the first's."""
+    marks = trace.steps
+    if marks.is_empty():
+        window = trace.checked.window
+        whole = [(0, None, *window, *[window[1] - window[0]] * 2)] if window else []
+        return pl.DataFrame(whole, schema=dict.fromkeys(_STEP_COLUMNS, pl.Int64), orient="row")
+    follows = pl.col("step").shift(-1) == pl.col("step") + 1
+    return steps_with_gpu_tails(trace).select(
+        step=pl.int_range(pl.len(), dtype=pl.Int64),
+        number="step",
+        start_ns="start_ns",
+        end_ns=pl.when(follows).then(pl.col("start_ns").shift(-1)).otherwise("end_ns"),
+        own_ns=pl.col("end_ns") - pl.col("start_ns"),
+        mark_ns=marks["end_ns"] - marks["start_ns"],
+    )
+
+
+def _device_line(
+    host: Host, gpu: pl.DataFrame, steps: pl.DataFrame, spoken: pl.DataFrame | None
+) -> _Time:
+    """The time line of one device, from its first event or step to its last."""
+    starts = gpu["ts_ns"].to_numpy()
+    ends = starts + gpu["dur_ns"].to_numpy()
+    call_ts = gpu["call_ts_ns"].fill_null(-1).to_numpy()
+    row = host.call_rows(gpu["correlation"])
+    position = np.where(call_ts >= 0, host.position_at(call_ts), -1)
+    position[host.tree.climb(row, host.is_backward) >= 0] = BACKWARD
+    position = _fill_positions(position)
+    activity = _event_activities(host, gpu, row, spoken)
+    busy, lines = Intervals(starts[:0], ends[:0]), []
+    for kind in (COMPUTATION, COMMUNICATION, MEMORY):
+        own = np.flatnonzero((gpu["kind"] == kind).to_numpy())
+        of, begins, finishes = _alone(starts[own], ends[own], busy)
+        at = own[of]
+        event = gpu["event"].to_numpy()[at] if kind == COMMUNICATION else np.full(len(at), -1)
+        lines.append(_Time(
+            begins, finishes, position[at], activity[at], row[at],
+            np.where(call_ts[at] >= 0, call_ts[at], begins), event, starts[at],
+        ))  # fmt: skip
+        busy = union(np.append(busy.starts, starts[own]), np.append(busy.ends, ends[own]))
+    edges = np.concatenate([busy.starts, busy.ends, steps["start_ns"], steps["end_ns"]])
+    whole = Intervals(np.array([edges.min()]), np.array([edges.max()]))
+    gaps = intersection(complement(busy), whole)
+    calls = call_ts, call_ts + gpu["call_dur_ns"].fill_null(0).to_numpy()
+    # The launch of an event before all linked ones of its stream was before the trace; that of a
+    # later one was lost.
+    linked = gpu.select("stream", linked=pl.Series((row >= 0).astype(np.int64)))
+    seen = linked.select(pl.col("linked").cum_max().over("stream")).to_series().to_numpy() > 0
+    blocking = _blocking_calls(host, gpu, row)
+    return _concat([*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)])
+
+
+def _alone(starts: Ints, ends: Ints, taken: Intervals) -> tuple[Ints, Ints, Ints]:
+    """Intervals without what an earlier one or the taken time covers: of which each part is."""
+    reach = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, ends))[:-1]
+    edges = np.column_stack([taken.starts, taken.ends]).ravel()
+    parts = split(np.maximum(starts, reach), ends, edges)
+    free = parts.segment % 2 == 1  # before all of the taken time the segment is -1
+    return parts.of[free], parts.starts[free], parts.ends[free]
+
+
+def _fill_positions(position: Ints) -> Ints:
+    """Positions with those of the event before, else after, where none is known."""
+    found = pl.Series(position).to_frame("p").select(
+        pl.when(pl.col("p") >= 0).then("p").forward_fill().backward_fill().fill_null(FORWARD)
+    )  # fmt: skip
+    return found.to_series().to_numpy().copy()
+
+
+def _event_activities(
+    host: Host, gpu: pl.DataFrame, row: Ints, spoken: pl.DataFrame | None
+) -> Texts:
+    """What each event of the GPU works on."""
+    said = pl.DataFrame(schema={"event": pl.Int64, "kind": pl.String}) if spoken is None else spoken
+    operator = pl.Series("operator", host.name_at(host.tree.climb(row, host.is_operator)))
+    events = gpu.select("event", "kind", pl.col("name").cast(pl.String), operator).join(
+        said.rename({"kind": "spoken"}), on="event", how="left", maintain_order="left"
+    )
+    told: dict[tuple[str, ...], str] = {}
+    for key in events.select("kind", "name", "operator", "spoken").unique().iter_rows():
+        kind, name, by, collective = key
+        told[key] = f"{COMPUTE}{work_kind(name, by)}"
+        if kind == COMMUNICATION:
+            told[key] = f"{TALK}{collective or 'other'}"
+        elif kind == MEMORY:
+            told[key] = _copy_activity(name)
+    keys = events.select("kind", "name", "operator", "spoken").iter_rows()
+    return np.array([told[key] for key in keys], dtype=object)
+
+
+def work_kind(name: str, operator: str | None = None) -> str:
+    """What a kernel, or an operator of the host, works on; `other` where its name does not say.
+
+    Args:
+        name: Of the kernel or operator.
+        operator: That launched it: cuDNN's convolutions are matrix products by their names.
+    """
+    plain = name.lower()
+    kind = next((kind for kind, sign in KERNEL_KINDS if re.search(sign, plain)), "other")
+    return "convolution" if kind == "gemm" and "conv" in (operator or "") else kind
+
+
+def _copy_activity(name: str) -> str:
+    direction = _DIRECTION.search(name)
+    if direction is None:
+        return f"{COPY}set" if "set" in name.lower() else f"{COPY}other"
+    pageable = ", pageable" if "pageable" in name.lower() else ""
+    return f"{COPY}{_DIRECTIONS[direction[0]]}{pageable}"
+
+
+def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
+    """Rows of calls that return only when the GPU is done: by their names, or copies by times."""
+    known = np.flatnonzero(host.is_call & host.has_name(f"{BLOCKING}|{FREE}"))
+    ends = (gpu["ts_ns"] + gpu["dur_ns"]).to_numpy()
+    paged = ~gpu["name"].cast(pl.String).str.contains(_NEVER_BLOCKS)
+    copies = (paged & (gpu["kind"] == MEMORY)).to_numpy() & (row >= 0)
+    copies[copies] = host.tree.ends[row[copies]] >= ends[copies]
+    works = np.isin(host.thread, np.append(host.thread[row[row >= 0]], host.main))
+    every: Ints = np.unique(np.concatenate([known, row[copies]]))
+    return every[works[every]]
+
+
+def _idle_lines(
+    host: Host,
+    gaps: Intervals,
+    starts: Ints,
+    calls: tuple[Ints, Ints],
+    row: Ints,
+    seen: Bools,
+    blocking: Ints,
+) -> list[_Time]:
+    """What the host did while the device was idle.
+
+    Until the call that launched the next event has returned, the host is late; after that the
+    device itself takes its time. Where the host waited for the device when that became idle, it
+    would have been ahead by as long as it waited: so much of the gap belongs to that wait.
+
+    Args:
+        host: Of the rank.
+        gaps: When the device was idle.
+        starts: Of the device's events, in order.
+        calls: Begin and end of the launch of each event.
+        row: Of that launch in the host's tree; -1 where it is not in the trace.
+        seen: Whether the launch of an event, or of one before it on its stream, is in the trace.
+        blocking: Rows of the calls that wait for the device.
+    """
+    after = np.searchsorted(starts, gaps.ends, side="left")
+    last = after >= len(starts)
+    at = np.where(last, 0, after)
+    linked = ~last & (row[at] >= 0)
+    is_late = (last | seen[at]) & (len(host.kind) > 0)
+    launched = np.where(linked, calls[1][at], np.where(is_late, gaps.ends, gaps.starts))
+    ready = np.clip(launched, gaps.starts, gaps.ends)
+    order = blocking[np.argsort(host.tree.starts[blocking], kind="stable")]
+    around = innermost(host.tree.starts[order], host.tree.ends[order], gaps.starts)
+    wait = np.where(around >= 0, np.append(order, -1)[around], -1)
+    waited = np.where(wait >= 0, np.append(host.tree.ends - host.tree.starts, 0)[wait], 0)
+    free = np.minimum(ready, gaps.starts + waited)
+    wait_ts = np.append(host.tree.starts, 0)[wait]
+    threads = np.where(linked, np.append(host.thread, 0)[row[at]], host.main)
+    none = np.full(len(at), -1)
+    since = np.where(linked, calls[0][at], gaps.starts)
+    frees = np.append(host.activity, -1)[wait] == ACTIVITIES.index(ALLOCATION)
+    waits = np.where(frees, f"{IDLE}{ALLOCATION}", f"{IDLE}{SYNC}").astype(object)
+    queue = np.full(len(at), QUEUE if len(host.kind) else UNKNOWN, dtype=object)
+    return [
+        _Time(gaps.starts, free, host.position_at(wait_ts), waits, wait, wait_ts, none, none),
+        _host_pieces(host, free, ready, threads, IDLE),
+        _Time(ready, gaps.ends, host.position_at(since), queue, np.where(linked, row[at], -1),
+              since, none, none),
+    ]  # fmt: skip
+
+
+def _host_line(host: Host, steps: pl.DataFrame) -> _Time:
+    """The time line of the training thread of a trace without a GPU."""
+    starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    line = _host_pieces(host, starts, ends, np.full(len(starts), host.main), "")
+    operator = host.name_at(host.tree.climb(line.row, host.is_operator))
+    works = line.activity == OPERATORS
+    names = [name for name, is_work in zip(operator, works, strict=True) if is_work]
+    kinds = {name: f"{OPERATORS}: {work_kind(name or '', name)}" for name in set(names)}
+    line.activity[works] = [kinds[name] for name in names]
+    return line
+
+
+def _host_pieces(host: Host, starts: Ints, ends: Ints, threads: Ints, prefix: str) -> _Time:
+    """What some threads did at some times; where one did nothing, what the training thread did."""
+    parts = []
+    for thread in np.unique(threads):
+        own = np.flatnonzero(threads == thread)
+        moments = host.main_moments if thread == host.main else host.moments(int(thread))
+        cut = split(starts[own], ends[own], moments.edges)
+        row = moments.rows[cut.segment + 1]
+        lost = row < 0
+        main = split(cut.starts[lost], cut.ends[lost], host.main_moments.edges)
+        parts += [
+            (cut.starts[~lost], cut.ends[~lost], row[~lost], np.full((~lost).sum(), False)),
+            (main.starts, main.ends, host.main_moments.rows[main.segment + 1],
+             np.full(len(main.of), thread != host.main)),
+        ]  # fmt: skip
+    if not parts:
+        none = starts[:0]
+        return _Time(none, none, none, none.astype(object), none, none, none, none)
+    begins, finishes, row, other = (np.concatenate(column) for column in zip(*parts, strict=True))
+    edges, codes = host.positions
+    cut = split(begins, finishes, edges)
+    position, row = codes[cut.segment + 1], row[cut.of]
+    activity = np.where(row >= 0, np.append(host.activity, 0)[row], ACTIVITIES.index(OUTSIDE))
+    # Autograd's own thread between two operators: no event tells of its engine.
+    activity[other[cut.of] & (position == BACKWARD)] = ACTIVITIES.index(OPERATORS)
+    names = np.array([f"{prefix}{name}" for name in ACTIVITIES], dtype=object)[activity]
+    none = np.full(len(row), -1)
+    return _Time(cut.starts, cut.ends, position, names, row, cut.starts, none, none)
+
+
+def _concat(times: list[_Time]) -> _Time:
+    return _Time(*(np.concatenate(column) for column in zip(*times, strict=True)))
+
+
+def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> pl.DataFrame:
+    """The pieces of a time line within steps, summed by what they have in common."""
+    edges = np.column_stack([steps["start_ns"], steps["end_ns"]]).ravel()
+    cut = split(time.starts, time.ends, edges)
+    inside = np.flatnonzero((cut.segment >= 0) & (cut.segment % 2 == 0) & (cut.ends > cut.starts))
+    of = cut.of[inside]
+    row, talks = time.row[of], time.event[of] >= 0
+    place = host.place_rows(row, time.at[of])
+    callee = host.tree.climb(row, host.is_python)
+    callee[(callee == place) | np.append(host.runs_backward, False)[callee]] = -1
+    since = np.where(talks, time.begun[of], cut.starts[inside])
+    pieces = pl.DataFrame({
+        "device": np.full(len(of), device),
+        "step": cut.segment[inside] // 2,
+        "position": time.position[of],
+        "activity": time.activity[of].astype(str),
+        "place": place,
+        "callee": host.name_codes(callee),
+        "operator": host.name_codes(host.tree.climb(row, host.is_operator)),
+        "event": time.event[of],
+        "start_ns": np.where(talks, cut.starts[inside] - since, -1),
+        "end_ns": np.where(talks, cut.ends[inside] - since, -1),
+        "ns": cut.ends[inside] - cut.starts[inside],
+    })  # fmt: skip
+    summed = pieces.group_by(pieces.columns[:-1], maintain_order=True).agg(pl.col("ns").sum())
+    named = summed.with_columns(
+        position=pl.col("position").replace_strict(dict(enumerate(POSITIONS))),
+        code=host.chains(summed["place"].to_numpy()),
+        callee=pl.Series(host.texts(summed["callee"]), dtype=pl.String),
+        operator=pl.Series(host.texts(summed["operator"]), dtype=pl.String),
+    ).select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
+    return named.group_by(named.columns[:-1], maintain_order=True).agg(pl.col("ns").sum())

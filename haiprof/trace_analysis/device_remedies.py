@@ -1,0 +1,86 @@
+"""What each kind of account of the device's time means, and what to do about it: one line each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Remedy(NamedTuple):
+    """What an account is called, and what makes it smaller."""
+
+    activity: str
+    """Begins the activities that it is for; the first that fits is taken."""
+    key: str
+    """Of the explanation, as JSON has it."""
+    says: str
+    """What the device does there."""
+    do: str
+
+
+REMEDIES = (
+    Remedy("idle: wait: device", "synchronising_call", "idle after a call that waits for it",
+           "keep the value on the device: no .item(), .cpu(), print or torch.cuda.synchronize() in "
+           "the step; log every N steps"),
+    Remedy("idle: operators", "launch_bound", "idle while the host launches operators",
+           "launch fewer, larger kernels: torch.compile(mode='reduce-overhead') or CUDA graphs, "
+           "foreach or fused optimizers, a larger batch"),
+    Remedy("idle: python", "host_python", "idle while Python runs",
+           "the model's own code: torch.compile or CUDA graphs take Python out of the step; other "
+           "code: vectorise it, run it less often or in a worker"),
+    Remedy("idle: outside operators", "host_python", "idle while the host runs no operator",
+           "record with_stack=True to see which Python code it is; take it out of the step"),
+    Remedy("idle: wait: loader", "dataloader", "idle while the host waits for input",
+           "more DataLoader workers, persistent_workers=True and prefetch_factor; do less per "
+           "sample"),
+    Remedy("idle: wait: collective", "blocking_collective", "idle in a collective of the host",
+           "async_op=True, fewer collectives of the host (barrier, all_gather_object), or log less "
+           "often"),
+    Remedy("idle: allocation", "allocator", "idle while device memory is allocated or freed",
+           "allocate in the first steps only: constant shapes, no empty_cache() in the step, "
+           "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    Remedy("idle: runtime calls", "runtime_calls", "idle while the host is in the GPU's runtime",
+           "warm up before the measured steps; CUDA graphs need few such calls"),
+    Remedy("idle: between kernels", "kernel_gaps", "idle between kernels that are launched",
+           "launch fewer, larger kernels: torch.compile fuses small ones, CUDA graphs shorten the "
+           "gaps; see that streams do not wait for each other"),
+    Remedy("idle: host not recorded", "host_not_recorded", "idle",
+           "record ProfilerActivity.CPU too: nothing tells what the host did"),
+    Remedy("wait: peer", "late_peer", "waits in a collective for the last rank",
+           "look at the rank that comes last: its own accounts say why"),
+    Remedy("link: ", "exposed_communication", "communicates, and computing hides nothing of it",
+           "overlap it: larger or earlier buckets (bucket_cap_mb, gradient_as_bucket_view), FSDP "
+           "prefetch; or send less: bf16, accumulate gradients"),
+    Remedy("communication: ", "exposed_communication",
+           "communicates or waits for peers, and computing hides nothing of it",
+           "record all ranks to tell waiting from the link; overlap it: larger or earlier buckets, "
+           "FSDP prefetch"),
+    Remedy("copy: host to device, pageable", "pageable_copy",
+           "waits for a copy from pageable memory",
+           "pin_memory=True in the DataLoader and .to(device, non_blocking=True)"),
+    Remedy("copy: device to host, pageable", "pageable_copy",
+           "waits for a copy to pageable memory",
+           "copy less often, into pinned memory with non_blocking=True"),
+    Remedy("copy: ", "exposed_copy", "copies or sets memory, and computing hides nothing of it",
+           "copy on another stream ahead of use; avoid .contiguous(), clones and zeroing"),
+    Remedy("wait: loader", "dataloader", "waits for input",
+           "more DataLoader workers, persistent_workers=True and prefetch_factor; do less per "
+           "sample"),
+    Remedy("wait: collective", "blocking_collective", "waits in a collective",
+           "overlap it with computing, send less, or look at the rank that comes last"),
+    Remedy("wait: device", "synchronising_call", "waits for a device",
+           "keep the value on the device; log every N steps"),
+    Remedy("allocation", "allocator", "allocates or frees device memory",
+           "allocate in the first steps only: constant shapes, no empty_cache() in the step"),
+    Remedy("runtime calls", "runtime_calls", "is in the GPU's runtime",
+           "warm up before the measured steps"),
+    Remedy("python", "host_python", "runs Python",
+           "vectorise it, or take it out of the step"),
+    Remedy("outside operators", "host_python", "runs no operator",
+           "record with_stack=True to see which Python code it is"),
+)  # fmt: skip
+"""In the order in which they are tried."""
+
+
+def remedy_of(activity: str) -> Remedy | None:
+    """What is said of an activity; None of work that is needed."""
+    return next((each for each in REMEDIES if activity.startswith(each.activity)), None)

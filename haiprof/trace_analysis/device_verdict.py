@@ -1,0 +1,432 @@
+"""The device's ledger of all ranks: accounts of the mean step, and the gain without each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Floats, Ints
+from haiprof.base.ledger import Account, Ledger
+from haiprof.base.statistics import student_quantile
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
+from haiprof.trace_analysis.device_ledger import (
+    COMPUTE,
+    HOST_LANE,
+    IDLE,
+    QUEUE,
+    TALK,
+    RankLedger,
+    rank_ledger,
+)
+from haiprof.trace_analysis.device_remedies import remedy_of
+from haiprof.trace_analysis.host_activity import (
+    ADDRESS,
+    ALLOCATION,
+    CALLS,
+    COLLECTIVE,
+    LIBRARIES,
+    OPERATORS,
+    OUTSIDE,
+    PYTHON,
+    parse_place,
+)
+from haiprof.trace_analysis.matching import on_one_clock
+from haiprof.trace_analysis.pool import Progress
+from haiprof.trace_analysis.questions.base import RankTraces
+
+LINK, PEER = "link: ", "wait: peer"
+_CONFIDENCE = 0.95
+_SMALL_RATIO = 0.001
+"""Accounts below this share of a step are one row by position and activity."""
+_Chain = tuple[str, ...]
+_SPREAD = tuple(
+    f"{idle}{name}" for idle in ("", IDLE)
+    for name in (PYTHON, OPERATORS, OUTSIDE, CALLS, ALLOCATION, COLLECTIVE, "between kernels")
+)  # fmt: skip
+"""Activities that a whole part of the code has, not one line of it."""
+_KEY = ["position", "activity", "file", "line", "function"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLedger:
+    """The ledger of traces, and what it was made of."""
+
+    ledger: Ledger
+    on_device: bool
+    """False of traces without GPU events: it is the ledger of the host's training thread."""
+    ranks: tuple[int, ...]
+    world_size: int | None
+    total_ns: int
+    """Of all steps of all devices: the accounts' sum in whole ns."""
+    account_ns: tuple[int, ...]
+    """Of each account, of all steps of all devices."""
+    mark_ns: float | None
+    """The mean step as the host marked it; None without profiler steps."""
+    kernel_count: int
+    linked_count: int
+    late: str | None = None
+    """Who comes last to collectives, in words; None where nobody waited, or nothing tells."""
+
+
+def device_ledger(
+    path: str | Path, *, window: int | None = None, progress: Progress | None = None
+) -> DeviceLedger:
+    """The ledger of the device's time line of some traces.
+
+    Args:
+        path: A trace, a folder with one file per rank, or a run directory with traces.
+        window: Of a run with several trace windows, this one; None takes the last.
+        progress: Told of files read.
+
+    Raises:
+        TraceFormatError: There is no trace, or one cannot be read.
+        MissingDataError: Nothing in them has a duration.
+    """
+    return _Traces(path, window=window).ledger(progress)
+
+
+class _Traces(RankTraces):
+    """Asks each rank's trace, and compares the ranks."""
+
+    def ledger(self, progress: Progress | None = None) -> DeviceLedger:
+        """The ledger of all of them."""
+        paths = [file.path for file in self.files.values()]
+        answers = self._ask(rank_ledger, paths, {}, progress)
+        ranks = dict(zip(self.files, answers, strict=True))
+        rows = pl.concat(
+            each.rows.select(pl.lit(rank, dtype=pl.Int64).alias("rank"), pl.all())
+            for rank, each in ranks.items()
+        )
+        if rows.is_empty():
+            raise MissingDataError(
+                f"{self.path}: no event of a GPU, and no operator or Python function of the host",
+                hint="profile with ProfilerActivity.CPU and ProfilerActivity.CUDA",
+            )
+        waits, unknown, late = self._waits(rows)
+        return replace(_as_ledger(split_waits(rows, waits), ranks, unknown), late=late)
+
+    def _waits(self, rows: pl.DataFrame) -> tuple[pl.DataFrame, list[str], str | None]:
+        """`rank`, `event`, `wait_ns` of collectives; why that is unknown of others; who is late."""
+        schema = {"rank": pl.Int64, "event": pl.Int64, "wait_ns": pl.Int64}
+        asked = rows.filter(pl.col("event") >= 0).select("rank", "event").unique()
+        if asked.is_empty():
+            return pl.DataFrame(schema=schema), [], None
+        if len(self.files) == 1:
+            return pl.DataFrame(schema=schema), ["one rank's trace"], None
+        kernels = self._matched_collectives(None)
+        clocks = self._clocks(kernels)
+        waits = collective_waits(on_one_clock(kernels, clocks))
+        late = who_is_late(arrival_lateness(waits, clocks), waits) if len(waits) else None
+        known = waits.filter(pl.col("missing").is_null()).select(list(schema))
+        lost = asked.join(known, on=["rank", "event"], how="anti")
+        why = lost.join(waits, on=["rank", "event"], how="left")["missing"]
+        reasons = why.fill_null("not matched with other ranks").unique().sort().to_list()
+        return known, reasons, late if len(known) else None
+
+
+def split_waits(rows: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
+    """Rows with exposed communication as waiting for the last rank and as the link's.
+
+    Args:
+        rows: Of `device_ledger.RankLedger`, with `rank`.
+        waits: `rank`, `event`, `wait_ns` until the last rank had come, from the event's begin.
+    """
+    talks = pl.col("event") >= 0
+    known = rows.filter(talks).join(waits, on=["rank", "event"], how="inner")
+    waited = (pl.min_horizontal("end_ns", "wait_ns") - pl.col("start_ns")).clip(0)
+    parts = [
+        rows.filter(~talks),
+        rows.filter(talks).join(waits, on=["rank", "event"], how="anti"),
+        known.with_columns(ns=waited, activity=pl.lit(PEER)),
+        known.with_columns(
+            ns=pl.col("ns") - waited,
+            activity=pl.col("activity").str.replace(TALK, LINK, literal=True),
+        ),
+    ]
+    return pl.concat(part.select(rows.columns) for part in parts).filter(pl.col("ns") > 0)
+
+
+def with_place(rows: pl.DataFrame, *, least_ns: float = 0) -> pl.DataFrame:
+    """Rows with `file`, `line` and `function` of the job's code that an account is of.
+
+    What is done at one place (a copy, a wait for the device, a kernel) is of the innermost code.
+    What is spread over the code is of the call that holds most of it: `call_nodes`.
+
+    Args:
+        rows: Of `device_ledger.RankLedger`.
+        least_ns: What is left of an activity below this time is not told apart further.
+    """
+    times = rows.group_by("position", "activity", "code").agg(pl.col("ns").sum())
+    found = []
+    for (position, activity), part in times.drop_nulls("code").group_by("position", "activity"):
+        chains = {code: tuple(code.split("\n")) for code in part["code"]}
+        nodes = {chain: chain for chain in chains.values()}
+        if str(activity).startswith(_SPREAD):
+            nodes = call_nodes(dict(zip(chains.values(), part["ns"], strict=True)), least_ns)
+        for code, chain in chains.items():
+            node = nodes[chain]
+            place = parse_place(node[-1]) if node else (None, None, None)
+            found.append((position, activity, code, *place))
+    schema = dict.fromkeys(("position", "activity", "code", "file"), pl.String)
+    known = pl.DataFrame(
+        found, schema={**schema, "line": pl.Int64, "function": pl.String}, orient="row"
+    )
+    return rows.join(known, on=["position", "activity", "code"], how="left")
+
+
+def call_nodes(times: Mapping[_Chain, int], least_ns: float = 0) -> dict[_Chain, _Chain]:
+    """For each call stack the node of the call tree that its time is counted to.
+
+    From the root inwards as long as one call holds more than half of the time; what is not below
+    that call is divided again in the same way. A node is empty where no call holds so much.
+
+    Args:
+        times: In ns, of stacks from the outermost call on.
+        least_ns: What is left below this time is of no node.
+    """
+    nowhere: _Chain = ()
+    left, found = dict(times), dict.fromkeys(times, nowhere)
+    while sum(left.values()) > least_ns:
+        node, inside = nowhere, left
+        while True:
+            depth, children = len(node) + 1, Counter[_Chain]()
+            for chain, ns in inside.items():
+                if len(chain) >= depth:
+                    children[chain[:depth]] += ns
+            largest, ns = max(children.items(), key=lambda pair: pair[1], default=(nowhere, 0))
+            if 2 * ns <= sum(inside.values()):
+                break
+            node = largest
+            inside = {chain: ns for chain, ns in inside.items() if chain[:depth] == node}
+        if not node:
+            break
+        found |= dict.fromkeys(inside, node)
+        left = {chain: ns for chain, ns in left.items() if chain not in inside}
+    return found
+
+
+def _as_ledger(
+    rows: pl.DataFrame, ranks: Mapping[int, RankLedger], unknown: list[str]
+) -> DeviceLedger:
+    lanes = [(rank, device) for rank, each in ranks.items() for device in each.devices]
+    steps = {rank: each.steps for rank, each in ranks.items()}
+    lengths = {
+        rank: (frame["end_ns"] - frame["start_ns"]).to_numpy() for rank, frame in steps.items()
+    }
+    count = sum(len(lengths[rank]) for rank, _ in lanes)
+    total = sum(int(lengths[rank].sum()) for rank, _ in lanes)
+    placed = with_place(rows, least_ns=_SMALL_RATIO * total)
+    small = pl.col("ns").sum().over(_KEY) < _SMALL_RATIO * total
+    folded = placed.with_columns(pl.when(~small).then(name).alias(name) for name in _KEY[2:])
+    keys = folded.group_by(_KEY).agg(
+        pl.col("ns").sum(), pl.col("rank").unique().sort().alias("ranks")
+    ).sort("ns", *_KEY[:2], descending=[True, False, False])  # fmt: skip
+    keys = keys.with_row_index("account")
+    numbered = folded.join(keys.select("account", *_KEY), on=_KEY, nulls_equal=True)
+    times = _Steps(lanes, steps, lengths)
+    cube = times.cube(numbered, len(keys))
+    peers = np.flatnonzero((keys["activity"] == PEER).to_numpy())
+    own = times.length - cube[peers].sum(axis=0)
+    code = _largest_code(numbered)
+    accounts = []
+    for key in keys.iter_rows(named=True):
+        each = cube[key["account"]]
+        accounts.append(_account(key, each, own, count, code[key["account"]], len(ranks)))
+    gains = np.array([account.gain_ns for account in accounts])
+    order = np.argsort(-gains, kind="stable")  # the others stay by their time
+    by_position = keys.group_by("position").agg(pl.col("ns").sum()).iter_rows()
+    is_on_device = any(device != HOST_LANE for _, device in lanes)
+    own_ns = np.concatenate([steps[rank]["own_ns"].to_numpy() for rank, _ in lanes])
+    marked = [frame.filter(pl.col("number").is_not_null())["mark_ns"] for frame in steps.values()]
+    ledger = Ledger(
+        mean_ns=total / count,
+        median_ns=float(np.median(own_ns)),
+        count=max(len(each) for each in lengths.values()),
+        residual_ns=(total - int(keys["ns"].sum())) / count,
+        positions={position: ns / count for position, ns in sorted(by_position)},
+        accounts=tuple(accounts[at] for at in order),
+        opportunities=tuple(range(int((gains > 0).sum()))),
+        rests_on=_rests_on(ranks, is_on_device=is_on_device),
+        missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
+    )
+    marks = pl.concat(marked)
+    return DeviceLedger(
+        ledger=ledger,
+        on_device=is_on_device,
+        ranks=tuple(ranks),
+        world_size=next((each.world_size for each in ranks.values()), None),
+        total_ns=total,
+        account_ns=tuple(keys["ns"].gather(order).to_list()),
+        mark_ns=float(np.mean(marks.to_numpy())) if len(marks) else None,
+        kernel_count=sum(each.kernel_count for each in ranks.values()),
+        linked_count=sum(each.linked_count for each in ranks.values()),
+    )
+
+
+class _Steps:
+    """The steps that all ranks have, as a table of devices by steps.
+
+    Args:
+        lanes: Rank and device of each line of the table.
+        steps: Of each rank.
+        lengths: Of each rank's steps in ns.
+    """
+
+    def __init__(
+        self, lanes: list[tuple[int, int]], steps: dict[int, pl.DataFrame], lengths: dict[int, Ints]
+    ) -> None:
+        numbers = {rank: frame["number"].to_list() for rank, frame in steps.items()}
+        common = set.intersection(*(set(each) for each in numbers.values()))
+        if not common or None in common:  # windows of other steps: the nth is compared with the nth
+            numbers = {rank: list(range(len(each))) for rank, each in numbers.items()}
+            common = set(range(min(map(len, numbers.values()))))
+        self._place = {step: at for at, step in enumerate(sorted(common))}
+        self._lanes = pl.DataFrame(
+            [(*lane, at) for at, lane in enumerate(lanes)],
+            schema={"rank": pl.Int64, "device": pl.Int64, "lane": pl.Int64}, orient="row",
+        )  # fmt: skip
+        places = [
+            (rank, at, self._place[number])
+            for rank, each in numbers.items() for at, number in enumerate(each)
+            if number in self._place
+        ]  # fmt: skip
+        self._steps = pl.DataFrame(
+            places, schema={"rank": pl.Int64, "step": pl.Int64, "at": pl.Int64}, orient="row"
+        )
+        self.length: Ints = np.zeros((len(lanes), len(common)), dtype=np.int64)
+        for lane, (rank, _) in enumerate(lanes):
+            for own, step, at in places:
+                if own == rank:
+                    self.length[lane, at] = lengths[rank][step]
+
+    def cube(self, rows: pl.DataFrame, account_count: int) -> Ints:
+        """Time in ns of each account, device and step."""
+        found: Ints = np.zeros((account_count, *self.length.shape), dtype=np.int64)
+        known = rows.join(self._lanes, on=["rank", "device"]).join(self._steps, on=["rank", "step"])
+        np.add.at(found, tuple(known[name].to_numpy() for name in ("account", "lane", "at")),
+                  known["ns"].to_numpy())  # fmt: skip
+        return found
+
+
+def _account(
+    key: dict[str, Any], times: Ints, own: Ints, count: int, code: list[str], rank_count: int
+) -> Account:
+    """One row of the ledger.
+
+    Args:
+        key: What it is.
+        times: Its time, [device, step].
+        own: Each device's time less what it waited for peers, [device, step].
+        count: Steps of all devices.
+        code: Its Python function and operator.
+        rank_count: How many ranks there are.
+    """
+    activity, function = str(key["activity"]), key["function"]
+    needed = activity.startswith((COMPUTE, f"{OPERATORS}: "))
+    mean = key["ns"] / count
+    low, high = _interval(times.mean(axis=0), mean)
+    gain, gain_low, gain_high = 0.0, 0.0, 0.0
+    if not needed and activity != PEER:
+        gains = own.max(axis=0) - (own - times).max(axis=0)
+        gain = float(gains.mean())
+        gain_low, gain_high = _interval(gains.astype(np.float64), gain)
+    if activity.startswith(TALK) or activity == QUEUE:
+        # It may be waiting for ranks that are not here; the device itself needs some time between
+        # two kernels. Nobody knows how much of it can go.
+        gain_low = 0.0
+    ranks = tuple(key["ranks"])
+    remedy = None if needed else remedy_of(activity)
+    inner = parse_place(code[0])[0] if code else None
+    return Account(
+        ranks=() if len(ranks) == rank_count else ranks,
+        position=str(key["position"]), activity=activity, package=_package(inner, key["file"]),
+        file=key["file"], line=key["line"], function=function,
+        callees=tuple(code), ns_per_step=mean, low_ns=low, high_ns=high, needed=needed,
+        gain_ns=gain, gain_low_ns=gain_low, gain_high_ns=gain_high, when=_when(times),
+        explanation=remedy.key if remedy else None,
+    )  # fmt: skip
+
+
+def _package(inner: str | None, file: object) -> str | None:
+    """Whose code is innermost: `job` where it is the job's own."""
+    if inner is None:
+        return None if file is None else "job"
+    top = inner.replace("\\", "/").split("/")[0].removesuffix(".py")
+    return top if top in LIBRARIES else "job" if inner == file else top
+
+
+def _interval(values: Floats, mean: float) -> tuple[float, float]:
+    """Where the mean over steps lies; the mean itself of a single step."""
+    if len(values) < 2:
+        return mean, mean
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    half = student_quantile((1 + _CONFIDENCE) / 2, len(values) - 1) * error
+    return max(0.0, mean - half), mean + half
+
+
+def _when(times: Ints) -> str:
+    """In how many of the steps it is paid."""
+    paid = int((times > 0).any(axis=0).sum())
+    return "each step" if paid == times.shape[1] else f"in {paid} of {times.shape[1]} steps"
+
+
+def _largest_code(rows: pl.DataFrame) -> dict[int, list[str]]:
+    """The Python function and the operator in which most of each account passes."""
+    found: dict[int, list[str]] = {account: [] for account in rows["account"].unique()}
+    for name in ("callee", "operator"):
+        summed = rows.drop_nulls(name).group_by("account", name).agg(pl.col("ns").sum())
+        whole = rows.group_by("account").agg(pl.col("ns").sum().alias("whole"))
+        most = summed.sort("ns", name, descending=[True, False]).unique(
+            "account", keep="first", maintain_order=True
+        ).join(whole, on="account").filter(pl.col("ns") * 3 > pl.col("whole"))  # fmt: skip
+        for account, text in most.select("account", name).iter_rows():
+            found[account].append(ADDRESS.sub("", text))
+    return found
+
+
+def _rests_on(ranks: Mapping[int, RankLedger], *, is_on_device: bool) -> str:
+    """What the numbers are made of, in words."""
+    counts = sorted({len(each.steps) for each in ranks.values()})
+    numbered = all(each.steps["number"].null_count() == 0 for each in ranks.values())
+    steps = f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} step"
+    steps = steps + ("s" if counts[-1] != 1 else "") if numbered else "all that was recorded"
+    traces = "a trace" if len(ranks) == 1 else f"traces of {len(ranks)} ranks"
+    if not is_on_device:
+        return f"{traces} without GPU events, {steps}: the host's training thread"
+    kernels = sum(each.kernel_count for each in ranks.values())
+    linked = sum(each.linked_count for each in ranks.values())
+    known = f"{linked} of {kernels} GPU events linked to their launch"
+    return f"{traces}, {steps}; {known} ({ratio_text(linked / kernels)})"
+
+
+def _missing(
+    ranks: Mapping[int, RankLedger], unknown: list[str], *, is_on_device: bool
+) -> list[str]:
+    """What the traces lack, each with what would bring it."""
+    found = []
+    bare = [rank for rank, each in ranks.items() if not each.has_stacks]
+    if bare:
+        who = "" if len(bare) == len(ranks) else f" of {ranks_text(bare)}"
+        found.append(f"lines of code{who}: recorded without with_stack=True")
+    if unknown:
+        found.append(f"waiting for peers in collectives: {'; '.join(unknown)}")
+    if any(each.steps["number"].null_count() for each in ranks.values()):
+        found.append("steps: profiler.step() was not called, all that was recorded counts as one")
+    elif max(len(each.steps) for each in ranks.values()) == 1:
+        found.append("spread over steps: one step was recorded")
+    lost = sum(each.kernel_count - each.linked_count for each in ranks.values())
+    if lost and is_on_device:
+        found.append(
+            f"launches of {lost} GPU events (launched before the window, as a rule): they have the "
+            "position of their neighbours"
+        )
+    return found

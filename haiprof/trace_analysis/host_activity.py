@@ -1,0 +1,474 @@
+"""What the host did at each moment of a trace: position in the step, activity, line of code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from haiprof.base.code_places import is_library
+from haiprof.base.intervals import Ints
+from haiprof.base.ledger import POSITIONS
+from haiprof.trace_analysis.call_tree import CallTree, nest, without_own_frames
+from haiprof.trace_analysis.step_time import GPU_CATEGORY
+from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
+
+Bools = npt.NDArray[np.bool_]
+
+PYTHON, OPERATORS, LOADER = "python", "operators", "wait: loader"
+SYNC, ALLOCATION, CALLS = "wait: device", "allocation", "runtime calls"
+COLLECTIVE, OUTSIDE = "wait: collective", "outside operators"
+ACTIVITIES = (PYTHON, OPERATORS, LOADER, SYNC, ALLOCATION, CALLS, COLLECTIVE, OUTSIDE)
+"""What a host thread did; `outside operators` is Python, or a wait, of which no event tells."""
+
+_SPAN = ["event", "name", "ts_ns", "dur_ns", "pid", "tid"]
+_IS_PYTHON, _IS_RANGE, _IS_OPERATOR, _IS_CALL = range(4)
+_STEP = r"^ProfilerStep#"
+_LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
+_OPTIMIZER = r"^Optimizer\.step#"
+_ENGINE = "^autograd::engine::"
+_MODULE = "^nn.Module: "
+_RUN_BACKWARD = r"\brun_backward\b"
+_COMPILE = r"\(dynamo_timed\)$"
+_SAVE = r"^torch/serialization\.py\(\d+\): save$"
+_BACKEND = r"^(?:nccl|gloo|mpi|ucc):"
+_WAITS_FOR_PEERS = r"^(?:gloo|mpi|ucc):|^c10d::"
+_ALLOCATION = rf"{FREE}|^(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)|^cuMem(?:Alloc|Create|Map)"
+_LAUNCH = r"Launch|Memcpy|Memset"
+_PLACE = re.compile(r"(.*)\((\d+)\): (.*)", re.DOTALL)
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""In the names of built-in methods: of the object, another one in each call."""
+LIBRARIES = frozenset({
+    "torch", "torchvision", "torchaudio", "torchdata", "functorch", "numpy", "scipy", "pandas",
+    "PIL", "cv2", "triton", "apex", "tqdm", "transformers", "accelerate", "lightning",
+    "pytorch_lightning", "lightning_fabric", "deepspeed", "datasets", "tensorboard", "wandb",
+    "haiprof",
+})  # fmt: skip
+"""Packages that are not the job's own: Kineto cuts the folder off, so that only names tell."""
+_MARKED = {
+    "forward": "forward", "forwardpass": "forward", "fwd": "forward",
+    "backward": "backward", "backwardpass": "backward", "bwd": "backward",
+    "loss": "loss", "computeloss": "loss",
+    "optimizer": "optimizer", "optimizerstep": "optimizer",
+    "dataloader": "input", "dataloading": "input", "loaddata": "input", "loadbatch": "input",
+    "evaluation": "evaluation", "eval": "evaluation", "validation": "evaluation",
+    "checkpoint": "checkpoint", "savecheckpoint": "checkpoint",
+}  # fmt: skip
+"""Ranges that a job marks with its own words for a position; letters alone count."""
+(
+    INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP, EVALUATION,
+    CHECKPOINT, COMPILE, BETWEEN_STEPS,
+) = range(len(POSITIONS))  # fmt: skip
+_START, _END = -1, -2
+"""Edges of a step, beside the positions before and after some time."""
+
+
+class Pieces(NamedTuple):
+    """Parts of intervals between edges."""
+
+    of: Ints
+    """Which interval each is a part of."""
+    starts: Ints
+    ends: Ints
+    segment: Ints
+    """The last edge at or before it; -1 before all."""
+
+
+def split(starts: Ints, ends: Ints, edges: Ints) -> Pieces:
+    """Cuts intervals at edges; what is empty is left out.
+
+    Args:
+        starts: ns, shape (n,).
+        ends: ns, shape (n,).
+        edges: ns, in order.
+    """
+    first = np.searchsorted(edges, starts, side="right") - 1
+    last = np.searchsorted(edges, ends, side="left") - 1
+    counts = np.where(ends > starts, last - first + 1, 0)
+    of = np.repeat(np.arange(len(starts)), counts)
+    segment = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.concatenate([[np.iinfo(np.int64).min], edges])[segment + 1]
+    finishes = np.concatenate([edges, [np.iinfo(np.int64).max]])[segment + 1]
+    return Pieces(of, np.maximum(starts[of], begins), np.minimum(ends[of], finishes), segment)
+
+
+class Moments(NamedTuple):
+    """The innermost event of one thread, from each edge to the next."""
+
+    edges: Ints
+    rows: Ints
+    """Of the tree, shape (len(edges) + 1,): the first before all edges; -1 where there is none."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of one rank: Python functions, ranges, operators and calls, nested together."""
+
+    trace: Trace
+    tree: CallTree
+    kind: Ints
+    """Per row, in which table it stood."""
+
+    @cached_property
+    def names(self) -> tuple[pl.Series, Ints]:
+        """Distinct names, and the one of each row."""
+        codes, inverse = np.unique(
+            self.tree.spans["name"].to_physical().to_numpy(), return_inverse=True
+        )
+        first = np.zeros(len(codes), dtype=np.int64)
+        first[inverse[::-1]] = np.arange(len(inverse))[::-1]
+        return self.tree.spans["name"].gather(pl.Series(first)).cast(pl.String), inverse
+
+    def has_name(self, pattern: str) -> Bools:
+        """Which rows have such a name; the pattern is tried once per name."""
+        names, of_row = self.names
+        found: Bools = names.str.contains(pattern).to_numpy().astype(np.bool_)[of_row]
+        return found
+
+    @cached_property
+    def thread(self) -> Ints:
+        """A number per row for its thread."""
+        found = self.tree.spans.select(pl.struct("pid", "tid").rle_id()).to_series()
+        return found.cast(pl.Int64).to_numpy()
+
+    @cached_property
+    def is_operator(self) -> Bools:
+        """Operators of torch."""
+        found: Bools = self.kind == _IS_OPERATOR
+        return found
+
+    @cached_property
+    def is_call(self) -> Bools:
+        """Calls of the runtime and the driver of the GPU."""
+        found: Bools = self.kind == _IS_CALL
+        return found
+
+    def call_rows(self, correlations: pl.Series) -> Ints:
+        """The row of the first call with each correlation; -1 where there is none."""
+        calls = self.tree.spans.select("correlation", "ts_ns", row=pl.int_range(pl.len()))
+        known = calls.filter(pl.Series(self.is_call) & (pl.col("correlation") > 0)).sort("ts_ns")
+        first = known.unique("correlation", keep="first", maintain_order=True)
+        asked = correlations.to_frame("correlation")
+        found = asked.join(first, on="correlation", how="left", maintain_order="left")
+        return found["row"].fill_null(-1).cast(pl.Int64).to_numpy().copy()
+
+    def name_codes(self, rows: Ints) -> Ints:
+        """The name of each row as its place in `names`; -1 for none."""
+        codes: Ints = np.append(self.names[1], -1)[rows]
+        return codes
+
+    def texts(self, codes: pl.Series) -> list[str | None]:
+        """The names of some codes."""
+        known = pl.select(pl.when(codes >= 0).then(codes)).to_series()
+        return self.names[0].gather(known).to_list()
+
+    def name_at(self, rows: Ints) -> list[str | None]:
+        """The names of some rows; None for none."""
+        return self.texts(pl.Series(self.name_codes(rows)))
+
+    @cached_property
+    def is_python(self) -> Bools:
+        """Python functions, built-in ones too."""
+        found: Bools = (self.kind == _IS_PYTHON) & ~self.has_name(_MODULE)
+        return found
+
+    @cached_property
+    def runs_backward(self) -> Bools:
+        """The built-in function below which autograd runs, which says nothing of what it does."""
+        found: Bools = (self.kind == _IS_PYTHON) & self.has_name(_RUN_BACKWARD)
+        return found
+
+    @cached_property
+    def is_backward(self) -> Bools:
+        """What autograd runs: its engine, and operators that know the thread of their forward."""
+        forward_tid = self.tree.spans["forward_tid"].fill_null(0).to_numpy() > 0
+        found: Bools = self.is_operator & (forward_tid | self.has_name(_ENGINE))
+        return found
+
+    @cached_property
+    def has_stacks(self) -> bool:
+        """Whether Python functions were recorded."""
+        return bool((self.kind == _IS_PYTHON).any())
+
+    @cached_property
+    def is_place(self) -> Bools:
+        """The job's own code: its Python functions; without stacks the ranges that it marked."""
+        if not self.has_stacks:
+            marked: Bools = (self.kind == _IS_RANGE) & ~self.has_name(f"{_BACKEND}|{_COMPILE}")
+            return marked
+        names, of_row = self.names
+        own = np.array([_is_job_code(name) for name in names], dtype=np.bool_)
+        found: Bools = self.is_python & own[of_row]
+        return found
+
+    @cached_property
+    def main(self) -> int:
+        """The thread that trains: the profiler's, or that with most of the forward's operators."""
+        spans, ahead = self.tree.spans, self.is_operator & ~self.is_backward
+        if len(self.trace.steps):
+            ahead &= (spans["tid"] == int(self.trace.steps["tid"][0])).to_numpy()
+        counts = np.bincount(self.thread[ahead], minlength=1)
+        if not counts.any() and len(self.thread):
+            counts = np.bincount(self.thread)
+        return int(counts.argmax())
+
+    def moments(self, thread: int) -> Moments:
+        """What was innermost on a thread at each moment."""
+        rows = np.flatnonzero(self.thread == thread)
+        starts, ends = self.tree.starts[rows], self.tree.ends[rows]
+        edges = np.unique(np.concatenate([starts, ends]))
+        begun = np.searchsorted(starts, edges, side="right") - 1
+        found = np.where(begun >= 0, begun + (rows[0] if len(rows) else 0), -1)
+        active = np.flatnonzero(found >= 0)
+        while len(active):
+            active = active[self.tree.ends[found[active]] <= edges[active]]
+            found[active] = self.tree.parent[found[active]]
+            active = active[found[active] >= 0]
+        return Moments(edges, np.append(-1, found))
+
+    @cached_property
+    def main_moments(self) -> Moments:
+        """What was innermost on the training thread at each moment."""
+        return self.moments(self.main)
+
+    @cached_property
+    def activity(self) -> Ints:
+        """Per row, what it means that it is innermost: an index into ACTIVITIES."""
+        calls = self.kind == _IS_CALL
+        found = np.select(
+            [
+                calls & self.has_name(_ALLOCATION), calls & self.has_name(BLOCKING),
+                calls & self.has_name(_LAUNCH), calls,
+                self.has_name(_WAITS_FOR_PEERS), self.is_operator, self.kind == _IS_PYTHON,
+            ],
+            [ACTIVITIES.index(name) for name in (
+                ALLOCATION, SYNC, OPERATORS, CALLS, COLLECTIVE, OPERATORS, PYTHON,
+            )],
+            ACTIVITIES.index(PYTHON if self.has_stacks else OUTSIDE),
+        )  # fmt: skip
+        # All inside of a loader's range waits for input, whatever it is.
+        waits = self.tree.climb(np.arange(len(found)), self.has_name(_LOADER)) >= 0
+        found[waits] = ACTIVITIES.index(LOADER)
+        return found.astype(np.int64)
+
+    @cached_property
+    def forward_of(self) -> Ints:
+        """Per row, for one of autograd's the forward operator that made it; -1 where unknown."""
+        found = np.full(len(self.kind), -1, dtype=np.int64)
+        rows = pl.DataFrame({
+            "row": np.arange(len(found)), "start": self.tree.starts,
+            "number": self.tree.spans["sequence_number"],
+        }).filter(pl.col("number") >= 0).sort("start")  # fmt: skip
+        back = self.is_backward[rows["row"].to_numpy()]
+        made = rows.filter(pl.Series(~back & self.is_operator[rows["row"].to_numpy()]))
+        pairs = rows.filter(pl.Series(back)).join_asof(
+            made.rename({"row": "forward"}), on="start", by="number", check_sortedness=False
+        )
+        known = pairs.drop_nulls("forward")
+        found[known["row"].to_numpy()] = known["forward"].to_numpy()
+        return found
+
+    def place_rows(self, rows: Ints, times: Ints) -> Ints:
+        """The job's innermost code around some rows; of autograd's, around the forward's operator.
+
+        Args:
+            rows: Of the tree, -1 for none.
+            times: When that was: what has no code of its own has that of the training thread then.
+        """
+        found = self.tree.climb(rows, self.is_place)
+        back = self.tree.climb(rows, self.is_backward & (self.forward_of >= 0))
+        # Code inside of autograd (a hook, a Function) is its own; on a CPU the call of backward()
+        # is around autograd on the same thread, and says nothing.
+        depth = np.append(self.tree.depth, -1)
+        outside = np.flatnonzero((back >= 0) & (depth[found] < depth[back]))
+        ahead = self.tree.climb(self.forward_of[back[outside]], self.is_place)
+        found[outside] = np.where(ahead >= 0, ahead, found[outside])
+        lost = np.flatnonzero(found < 0)
+        main = self.main_moments
+        around = main.rows[np.searchsorted(main.edges, times[lost], side="right")]
+        found[lost] = self.tree.climb(around, self.is_place)
+        return found
+
+    def chains(self, rows: Ints) -> pl.Series:
+        """The job's code around each place, from the outermost call on, a line each; or null."""
+        names, of_row = self.names
+        known: dict[int, str | None] = {-1: None}
+        for row in np.unique(rows).tolist():
+            path = [row]
+            while path[-1] not in known:
+                above = int(self.tree.parent[path[-1]])
+                while above >= 0 and not self.is_place[above]:
+                    above = int(self.tree.parent[above])
+                path.append(above)
+            for inner, outer in zip(path[-2::-1], path[:0:-1], strict=True):
+                name, around = names[int(of_row[inner])].replace("\n", " "), known[outer]
+                known[inner] = name if around is None else f"{around}\n{name}"
+        return pl.Series([known[row] for row in rows.tolist()], dtype=pl.String)
+
+    @cached_property
+    def positions(self) -> tuple[Ints, Ints]:
+        """Edges in time, and the position from each to the next, and before all of them."""
+        marks = _marked_spans(self)
+        tree = nest(marks)
+        whole = Host(self.trace, tree, np.zeros(len(marks), dtype=np.int64))
+        edges, rows = whole.moments(0) if len(marks) else Moments(*[np.zeros(0, np.int64)] * 2)
+        code = tree.spans["position"].to_numpy()
+        inside = np.where(rows >= 0, np.append(code, 0)[rows], -1) if len(marks) else np.array([-1])
+        steps = self.trace.steps["start_ns"].to_numpy()
+        every = np.unique(np.concatenate([edges, steps]))
+        known = inside[np.searchsorted(edges, np.append(np.iinfo(np.int64).min, every), "right")]
+        return every, _between_marks(known, np.append(False, np.isin(every, steps)))
+
+    def position_at(self, times: Ints) -> Ints:
+        """Positions at some times, as indices into POSITIONS."""
+        edges, codes = self.positions
+        return codes[np.searchsorted(edges, times, side="right")]
+
+
+def read_host(trace: Trace) -> Host:
+    """The host of one rank's trace."""
+    ranges = trace.annotations.filter(pl.col("category") != GPU_CATEGORY)
+    parts = [without_own_frames(trace.python), ranges, trace.ops, trace.runtime]
+    extra = {
+        "forward_tid": pl.Int64, "sequence_number": pl.Int64, "correlation": pl.Int64,
+    }  # fmt: skip
+    spans = pl.concat(
+        part.select(
+            *_SPAN,
+            *(
+                (pl.col(name) if name in part.columns else pl.lit(None, kind).alias(name))
+                for name, kind in extra.items()
+            ),
+            kind=pl.lit(kind, pl.Int64),
+        )
+        for kind, part in enumerate(parts)
+    )
+    names = spans["name"].unique()
+    steps = names.filter(names.cast(pl.String).str.contains(_STEP))
+    # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
+    old = names.filter(names.cast(pl.String).str.contains(rf"{_LOADER}|{_OPTIMIZER}"))
+    is_old = pl.col("name").is_in(old.implode()) & (pl.col("kind") == _IS_OPERATOR)
+    tree = nest(
+        spans.filter(~pl.col("name").is_in(steps.implode())).with_columns(
+            kind=pl.when(is_old).then(_IS_RANGE).otherwise("kind")
+        )
+    )
+    return Host(trace, tree, tree.spans["kind"].to_numpy())
+
+
+def _is_job_code(name: str) -> bool:
+    match = _PLACE.match(name)
+    if match is None or name.startswith("<"):
+        return False
+    file = match[1]
+    top = re.split(r"[/\\.]", file, maxsplit=1)[0]
+    known = top in LIBRARIES or (top in sys.stdlib_module_names and not file.startswith("/"))
+    return not (known or is_library(file, match[3]))
+
+
+def parse_place(name: str) -> tuple[str | None, int | None, str]:
+    """File, line and function of a Python function's name; of any other name the name alone."""
+    match = _PLACE.match(name)
+    plain = ADDRESS.sub("", name)
+    return (match[1], int(match[2]), match[3]) if match else (None, None, plain)
+
+
+def _marked_spans(host: Host) -> pl.DataFrame:
+    """Spans whose position is known for certain: `pid`, `tid`, `ts_ns`, `dur_ns`, `position`."""
+    names, of_row = host.names
+    words = [_MARKED.get(re.sub("[^a-z]", "", name.lower())) for name in names]
+    said = np.array([-1 if word is None else POSITIONS.index(word) for word in words] or [-1])
+    said = said[of_row] if len(of_row) else np.zeros(0, dtype=np.int64)
+    said = np.where((host.kind == _IS_RANGE) & (host.thread == host.main), said, -1)
+    module = host.has_name(_MODULE) & (host.thread == host.main)
+    above = host.tree.climb(host.tree.parent, module | host.is_backward | host.runs_backward)
+    codes = np.select(
+        [
+            host.has_name(_LOADER) & (host.thread == host.main), host.has_name(_OPTIMIZER),
+            host.has_name(_COMPILE), host.has_name(_SAVE), host.runs_backward, said >= 0,
+            module & (above < 0),
+        ],
+        [INPUT, OPTIMIZER, COMPILE, CHECKPOINT, BACKWARD, said, FORWARD],
+        -1,
+    )  # fmt: skip
+    rows = np.flatnonzero(codes >= 0)
+    found = [(host.tree.starts[rows], host.tree.ends[rows], codes[rows])]
+    phases = host.trace.phase_ranges
+    begins = phases["ts_ns"].to_numpy()
+    is_forward = (phases["name"].cast(pl.String) == "forward").to_numpy()
+    found += [
+        (begins, begins + phases["dur_ns"].to_numpy(), np.where(is_forward, FORWARD, BACKWARD))
+    ]
+    found += [_backward_passes(host, np.concatenate([part[0] for part in found]))]
+    starts, ends, position = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return pl.DataFrame({
+        "pid": np.zeros(len(starts), np.int64), "tid": np.zeros(len(starts), np.int64),
+        "ts_ns": starts, "dur_ns": ends - starts, "position": position.astype(np.int64),
+    }).with_columns(name=pl.lit(""))  # fmt: skip
+
+
+def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
+    """From the first to the last of autograd's operators between two starts of something else."""
+    top = host.tree.climb(host.tree.parent, host.is_backward) < 0
+    own = np.flatnonzero(host.is_backward & top)
+    number = host.tree.spans["sequence_number"].fill_null(-1).to_numpy() >= 0
+    outermost = host.tree.climb(host.tree.parent, host.is_operator) < 0
+    ahead = host.is_operator & ~host.is_backward & number & outermost
+    steps = host.trace.steps["start_ns"].to_numpy()
+    breaks = np.sort(np.concatenate([others, host.tree.starts[ahead], steps]))
+    between = np.searchsorted(breaks, host.tree.starts[own], side="right")
+    passes = pl.DataFrame({
+        "pass": between, "start": host.tree.starts[own], "end": host.tree.ends[own],
+    }).group_by("pass").agg(pl.col("start").min(), pl.col("end").max()).sort("start")  # fmt: skip
+    starts, ends = passes["start"].to_numpy(), passes["end"].to_numpy()
+    return starts, ends, np.full(len(starts), BACKWARD)
+
+
+def _between_marks(known: Ints, begins_step: Bools) -> Ints:
+    """Positions of every piece of time: of those without a mark from what is before and after.
+
+    Args:
+        known: Position of each piece, -1 without a mark.
+        begins_step: Whether a step begins with the piece.
+    """
+    has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
+    found, before, after = known.copy(), np.full_like(known, _START), np.full_like(known, _END)
+    last = _START
+    for at in range(len(known)):
+        last = _START if begins_step[at] else last
+        before[at] = last
+        last = int(known[at]) if known[at] >= 0 else last
+    coming = _END
+    for at in range(len(known) - 1, -1, -1):
+        coming = int(known[at]) if known[at] >= 0 else coming
+        after[at] = coming
+        coming = _END if begins_step[at] else coming
+    for at in np.flatnonzero(known < 0).tolist():
+        found[at] = _gap(int(before[at]), int(after[at]), marked, has_forward)
+    return found
+
+
+def _gap(before: int, after: int, marked: bool, has_forward: bool) -> int:
+    """The position of time between two marked positions of a step."""
+    if not marked:
+        return FORWARD
+    if after == BACKWARD:
+        return LOSS if before in (FORWARD, LOSS) and has_forward else FORWARD
+    if after in (LOSS, FORWARD):
+        return FORWARD if before == FORWARD or after == LOSS else PREPARE
+    if after == OPTIMIZER:
+        return {BACKWARD: GRADIENTS, OPTIMIZER: OPTIMIZER}.get(before, FORWARD)
+    if before in (OPTIMIZER, BACKWARD, FORWARD, LOSS):
+        return AFTER_STEP
+    if before == _START and after != _END:
+        return BETWEEN_STEPS
+    if before in (_START, INPUT):
+        return PREPARE if before == INPUT and has_forward else FORWARD
+    return AFTER_STEP

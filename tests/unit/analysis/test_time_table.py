@@ -1,0 +1,147 @@
+"""What a training thread did, from written stacks: each activity with its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from haiprof.base.ledger import POSITIONS
+from haiprof.base.units import NS_PER_MS
+from haiprof.run_analysis.ledger import package_of, spikes
+from tests.unit.diagnosis.tables import (
+    BARRIER,
+    ENGINE,
+    FORWARD,
+    LINEAR,
+    MAIN,
+    MODULE,
+    PYTHON,
+    SITE,
+    STEP,
+    Part,
+    job,
+    shares,
+    table_of,
+)
+
+LOG = job(70, "log")
+NORM = (f"{SITE}/numpy/linalg/linalg.py", 2300, "norm")
+LOADER = (
+    f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._get_data"
+)  # fmt: skip
+GET = (f"{PYTHON}/multiprocessing/queues.py", 100, "Queue.get")
+
+
+def of_python(name: str, function: str = "wait") -> tuple[str, int, str]:
+    return (f"{PYTHON}/{name}", 9, function)
+
+
+@pytest.mark.parametrize(
+    ("stack", "lock", "expected"),
+    [
+        # operators, Python and other native code
+        ((MAIN, MODULE, FORWARD, MODULE, LINEAR), "0", {"operators": 1}),
+        ((MAIN, MODULE, FORWARD), "0", {"operators": 1}),
+        ((MAIN, MODULE, FORWARD), "h", {"python": 1}),
+        ((MAIN, MODULE, FORWARD), "h00", {"operators": 1}),  # calls of small ones
+        ((MAIN, MODULE, FORWARD), "h0", {"python": 1 / 4, "operators": 3 / 4}),
+        ((MAIN, MODULE, FORWARD), "hh0", {"python": 1 / 2, "operators": 1 / 2}),
+        ((MAIN, MODULE, LINEAR), "h", {"python": 1}),
+        ((MAIN, LOG), "-", {"python": 1}),  # nobody looked at the lock
+        ((MAIN, MODULE, LINEAR), "-", {"operators": 1}),
+        ((MAIN, LOG, NORM), "0", {"native": 1}),
+        ((MAIN, LOG, NORM), "h", {"python": 1}),
+        ((), "0", {"unknown": 1}),
+        # waits
+        ((MAIN, LOG), "1", {"wait: interpreter lock": 1}),
+        ((MAIN, MODULE, LINEAR), "10", {"wait: interpreter lock": 1 / 2, "operators": 1 / 2}),
+        ((MAIN, LOADER, GET), "0", {"wait: loader": 1}),
+        ((MAIN, LOG, BARRIER), "0", {"wait: link": 1}),
+        ((MAIN, LOG, of_python("threading.py")), "0", {"wait: lock": 1}),
+        ((MAIN, LOG, of_python("queue.py")), "0", {"wait: lock": 1}),
+        ((MAIN, LOG, of_python("socket.py")), "0", {"wait: socket": 1}),
+        ((MAIN, LOG, of_python("http/client.py")), "0", {"wait: socket": 1}),
+        ((MAIN, LOG, of_python("subprocess.py")), "0", {"wait: process": 1}),
+        ((MAIN, LOG, of_python("multiprocessing/connection.py")), "0", {"wait: pipe": 1}),
+        ((MAIN, LOG, (f"{SITE}/torch/cuda/streams.py", 9, "Event.synchronize")), "0",
+         {"wait: device": 1}),
+        ((MAIN, LOG, of_python("threading.py")), "h", {"python": 1}),  # and does not wait
+    ],
+)  # fmt: skip
+def test_a_stack_tells_what_the_thread_did(
+    stack: Any, lock: str, expected: dict[str, float]
+) -> None:
+    assert shares(table_of(("forward", stack, 6, lock)), "forward") == pytest.approx(expected)
+
+
+def test_as_often_as_torch_holds_the_lock_is_the_calling_of_operators() -> None:
+    """Of torch's own frames half hold it: operators are that small here."""
+    torch: Any = ("forward", (MAIN, MODULE, LINEAR), 6, "h0")
+    own: Any = ("loss", (MAIN, LOG), 6, "h0")
+    assert shares(table_of(torch, own), "loss") == pytest.approx({"operators": 1})
+    own = ("loss", (MAIN, LOG), 8, "hhh0")
+    assert shares(table_of(torch, own), "loss") == pytest.approx({"python": 0.5, "operators": 0.5})
+
+
+def test_collections_are_told_by_their_events_wherever_they_come() -> None:
+    pause = Part(position="forward", stack=(MAIN, MODULE, FORWARD), ms=2, collecting=True)
+    table = table_of(("forward", (MAIN, MODULE, LINEAR), 6), pause)
+    assert shares(table, "forward") == pytest.approx(
+        {"operators": 0.75, "garbage collection": 0.25}
+    )
+
+
+def test_without_a_core_is_what_counters_say_and_only_of_what_would_run() -> None:
+    table = table_of(
+        ("forward", (MAIN, MODULE, LINEAR), 6), ("input", (MAIN, LOADER, GET), 2), no_core_ratio=0.3
+    )
+    assert shares(table, "forward") == pytest.approx({"operators": 0.6, "no core": 0.4})
+    assert shares(table, "input") == {"wait: loader": 1}
+
+
+def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
+    """A quarter of backward; of that, until the last rank was there, others are the reason."""
+    parts: Any = (("forward", (MAIN, MODULE, LINEAR), 4), ("backward", (MAIN, ENGINE), 8))
+    table = table_of(*parts, tail_ratio=0.25, peer_ratio=1 / 12)
+    assert shares(table, "forward") == {"operators": 1}
+    assert shares(table, "backward") == pytest.approx(
+        {"operators": 3 / 4, "wait: link": 1 / 8, "wait: peer": 1 / 8}
+    )
+
+
+def test_each_position_keeps_its_exact_time_however_seldom_it_was_sampled() -> None:
+    """One without any sample is there all the same."""
+    table = table_of(
+        ("input", (), 1), ("forward", (MAIN, MODULE, LINEAR), 7), ("optimizer", (MAIN, STEP), 3)
+    )
+    sums = np.bincount(table.cell, table.ns, minlength=len(POSITIONS)) / NS_PER_MS
+    assert sums[[0, 2, 6]] == pytest.approx([12, 84, 36])
+
+
+@pytest.mark.parametrize(
+    ("file", "library", "package"),
+    [
+        ("/home/me/train.py", False, "job"),
+        (f"{SITE}/numpy/linalg/linalg.py", True, "numpy"),
+        (f"{SITE}/six.py", True, "six"),
+        (f"{SITE}/torch/nn/functional.py", True, "torch"),
+        ("/src/pytorch/torch/nn/functional.py", True, "torch"),
+        (f"{PYTHON}/json/encoder.py", True, "python"),
+        ("/usr/lib/python3/dist-packages/yaml/loader.py", True, "yaml"),
+    ],
+)
+def test_whose_code_a_file_is(file: str, library: bool, package: str) -> None:
+    assert package_of(file, library=library) == package
+
+
+@pytest.mark.parametrize(
+    ("long", "found"),
+    [({}, []), ({3: 30}, [3]), ({3: 14}, []), ({3: 30, 9: 30}, [3, 9]), ({3: 20}, [])],
+)
+def test_steps_that_take_far_longer_than_usual_are_sampled_for_themselves(
+    long: dict[int, float], found: list[int]
+) -> None:
+    times = np.array([[long.get(step, 10) for step in range(12)], [0] * 12])
+    assert np.flatnonzero(spikes((times * NS_PER_MS).astype(int))[0]).tolist() == found

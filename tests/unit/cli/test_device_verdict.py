@@ -1,0 +1,137 @@
+"""`haiprof verdict` of traces: what it prints, its JSON, and what it leaves to runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from haiprof.base.ledger import PROBLEM_RATIO
+from haiprof.cli import main
+from tests.unit.analysis.trace.shared import (
+    Event,
+    event,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    traces,
+    write_trace,
+)
+
+LEDGER_FIELDS = {
+    "ranks", "position", "activity", "package", "file", "line", "function", "expression", "callees",
+    "callers", "ns_per_step", "low_ns", "high_ns", "needed", "gain_ns", "gain_low_ns",
+    "gain_high_ns", "when", "explanation",
+}  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main([str(word) for word in words])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def data(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    status, out, _ = run(capsys, "verdict", path, "--json")
+    assert status == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def steps_with_item(ms: int = 3) -> list[Event]:
+    """Steps of 100 us, of which the GPU idles 30 us since .item() waited for it."""
+    found: list[Event] = [event("train.py(4): main", "python_function", 0, 100 * ms)]
+    for at in range(0, 100 * ms, 100):
+        first, second = 3 * at + 1, 3 * at + 2
+        found += [
+            step(at // 100, at, 100),
+            launch(first, at, 2), kernel("gemm", at + 2, 58, correlation=first),
+            event("aten::item", "cpu_op", at + 5, 60),
+            launch(second, at + 6, 58, name="cudaStreamSynchronize"),
+            launch(second + 1, at + 88, 2), kernel("gemm", at + 90, 10, correlation=second + 1),
+        ]  # fmt: skip
+    return found
+
+
+def test_verdict_of_a_trace_names_the_largest_opportunity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", steps_with_item())
+    status, out, err = run(capsys, "verdict", path)
+    text = " ".join(out.split())
+    assert status == 0
+    assert text.startswith(
+        "forward: the GPU is idle after a call that waits for it (train.py:4 main <aten::item>): "
+        "30.0 µs of 100 µs a step"
+    )
+    assert "a trace, 3 steps; 6 of 6 GPU events linked to their launch (100 %)" in text
+    assert "computing 68.0 µs, 68 % (gemm 100 %)" in text
+    assert "1 forward: idle after a call that waits for it (train.py:4 main <aten::item>)" in text
+    assert "30.0 µs, 30 % of the step, each step → without it 70.0 µs" in text
+    assert "do: keep the value on the device" in text
+    assert "haiprof trace-report" in err
+
+
+def test_json_has_the_ledger_under_fixed_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = data(capsys, write_trace(tmp_path / "trace.json", steps_with_item()))
+    assert {"mean_ns", "median_ns", "count", "residual_ns"} <= found["step"].keys()
+    assert all(account.keys() == LEDGER_FIELDS for account in found["ledger"])
+    whole = sum(account["ns_per_step"] for account in found["ledger"])
+    assert whole + found["step"]["residual_ns"] == found["step"]["mean_ns"] == 100_000
+    first = found["ledger"][found["opportunities"][0]]
+    assert first["explanation"] == "synchronising_call"
+    assert found["explanations"][first["explanation"]].startswith("keep the value on the device")
+    sure = [found["ledger"][at]["gain_low_ns"] for at in found["opportunities"]]
+    assert found["problem_count"] == sum(ns >= PROBLEM_RATIO * 100_000 for ns in sure) == 1
+
+
+def test_nothing_stands_out_where_the_gpu_is_busy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", [
+        step(1, 0, 100), launch(1, 0, 1), kernel("gemm", 1, 98, correlation=1),
+    ])  # fmt: skip
+    out = run(capsys, "verdict", path)[1]
+    assert out.startswith("Nothing stands out: the GPU computes 98 % of the step; largest")
+    assert data(capsys, path)["problem_count"] == 0
+
+
+def test_a_folder_of_ranks_is_one_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        rank_file(tmp_path, rank, steps_with_item())
+    out = run(capsys, "verdict", tmp_path)[1]
+    assert "traces of 2 ranks, 3 steps; 12 of 12 GPU events" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("option", [["--save"], ["--last", "5"], ["--svg", "card.svg"]])
+def test_what_needs_a_run_is_refused_for_traces(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", steps_with_item())
+    status, _, err = run(capsys, "verdict", path, *option)
+    assert status == 2
+    assert "traces, and no run" in err
+
+
+def test_a_folder_of_neither_says_what_it_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "verdict", tmp_path)
+    assert status != 0
+    assert f"{tmp_path}: neither a run directory nor a log directory with runs" in err
+
+
+@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "dlrm_v100_8ranks"])
+def test_verdict_of_real_traces(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, traces(name))
+    whole = sum(account["ns_per_step"] for account in found["ledger"])
+    assert whole == pytest.approx(found["step"]["mean_ns"], abs=1e-3)
+    assert found["step"]["residual_ns"] == 0
+    assert found["opportunities"]

@@ -1,0 +1,155 @@
+"""Time tables of written stacks: so many ms of each stack in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from haiprof.base.code_places import is_library
+from haiprof.base.ledger import POSITIONS
+from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
+from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_analysis.step_positions import StepPositions
+from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN
+from tests.unit.analysis.sampled import Stack
+
+SITE = "/opt/venv/lib/python3.11/site-packages"
+PYTHON = "/usr/lib/python3.11"
+SCRIPT = ("/home/me/train.py", 300, "<module>")
+MODULE = (f"{SITE}/torch/nn/modules/module.py", 1700, "Module._call_impl")
+LINEAR = (f"{SITE}/torch/nn/modules/linear.py", 130, "Linear.forward")
+FORWARD = ("/home/me/net.py", 5, "Net.forward")
+ENGINE = (f"{SITE}/torch/autograd/graph.py", 800, "_engine_run_backward")
+STEP = (f"{SITE}/torch/optim/adamw.py", 220, "AdamW.step")
+BARRIER = (f"{SITE}/torch/distributed/distributed_c10d.py", 4800, "barrier")
+
+
+def job(line: int, function: str, file: str = "train.py") -> tuple[str, int, str]:
+    """A line of the job's own code."""
+    return (f"/home/me/{file}", line, function)
+
+
+MAIN = job(40, "main")
+TRAINING: tuple[Any, ...] = (
+    ("forward", (SCRIPT, job(41, "main"), MODULE, FORWARD, MODULE, LINEAR), 10),
+    ("backward", (SCRIPT, job(43, "main"), ENGINE), 20),
+    ("optimizer", (SCRIPT, job(44, "main"), STEP), 2),
+)
+"""32 ms of a step that nobody can take away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some ms of each step, each sampled once."""
+
+    position: str
+    stack: Stack
+    ms: int
+    lock: str = "0"
+    """Letters of LOCK_STATES, in turn."""
+    collecting: bool = False
+
+
+def parts_of(parts: Sequence[Any]) -> list[Part]:
+    """Parts from (position, stack, ms, lock)."""
+    return [
+        each
+        if isinstance(each, Part)
+        else Part(position=each[0], stack=each[1], ms=each[2], lock=(*each, "0")[3])
+        for each in parts
+    ]
+
+
+def tree_of(stacks: Sequence[Stack]) -> tuple[CodeTree, list[int]]:
+    """The tree of some stacks, and the number of each."""
+    frames: dict[Frame, int] = {}
+    known: dict[tuple[int, int], int] = {}
+    parent, place, numbers = [0], [-1], []
+    for stack in stacks:
+        number = 0
+        for file, line, function in stack:
+            frame = Frame(file=file, line=line, function=function)
+            key = (number, frames.setdefault(frame, len(frames)))
+            number = known.setdefault(key, len(parent))
+            if number == len(parent):
+                parent.append(key[0])
+                place.append(key[1])
+        numbers.append(number)
+    libraries = (SITE, PYTHON)
+    tree = CodeTree(
+        frames=list(frames),
+        library=np.array([is_library(f.file, f.function, libraries=libraries) for f in frames]),
+        parent=np.array(parent),
+        place=np.array(place),
+    )
+    return tree, numbers
+
+
+def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
+    """The table of one rank whose steps all have these parts, in this order."""
+    parts = parts_of(given)
+    tree, numbers = tree_of([part.stack for part in parts])
+    begins, rows, now = [], [], 0
+    samples: list[tuple[int, int, int]] = []
+    for step in range(steps):
+        for place, part in enumerate(parts):
+            begins.append(now)
+            rows.append((POSITIONS.index(part.position), part.collecting, step))
+            for ms in range(part.ms):
+                letter = part.lock[(step * part.ms + ms) % len(part.lock)]
+                lock = LOCK_STATES.index(letter) if letter != "-" else LOCK_UNKNOWN
+                samples.append((now + NS_PER_MS // 2, numbers[place], lock))
+                now += NS_PER_MS
+    position, collecting, period = (np.array(column) for column in zip(*rows, strict=True))
+    cut = StepPositions(
+        start_ns=np.array(begins), end_ns=now, position=position, collecting=collecting,
+        around_closure=position < 0, period=period, step_count=steps,
+    )  # fmt: skip
+    plain, collected = cut.sums()
+    time = RankTime(rank=0, step=np.arange(steps), plain_ns=plain, collected_ns=collected)
+    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio")) | rank
+    ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]  # type: ignore[arg-type]
+    return time_table(samples_of(tree, samples), ranks)
+
+
+def samples_of(tree: CodeTree, rows: Sequence[tuple[int, int, int]]) -> CodeSamples:
+    """Samples of a training thread: time, stack, and how it stood to the lock."""
+    time, stack, lock = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    unknown = np.full(len(time), -1)
+    columns = {f.name: unknown for f in fields(CodeSamples) if f.name not in ("tree", "notes")}
+    columns |= {
+        "rank": unknown + 1, "time_ns": time, "stack": stack, "lock_wait": lock,
+        "slow": unknown > 0, "phase": np.full(len(time), CODE_PHASES.index("other")),
+        "weight_ns": np.ones(len(time)),
+    }  # fmt: skip
+    return CodeSamples(tree=tree, notes=(), **columns)  # type: ignore[arg-type]
+
+
+def shares(table: TimeTable, position: str) -> dict[str, float]:
+    """By activity: its share of a position's time."""
+    rows = table.position == POSITIONS.index(position)
+    found = np.bincount(table.activity[rows], table.ns[rows], minlength=len(ACTIVITIES))
+    whole = found.sum()
+    return {name: float(ns / whole) for name, ns in zip(ACTIVITIES, found, strict=True) if ns > 1}
+
+
+def opportunities(table: TimeTable) -> dict[str, tuple[float, str, str]]:
+    """By place: ms of all steps, position and activity; the largest first."""
+    found = find_opportunities(table, needed_rows(table))
+    rows = np.concatenate([each.rows for each in found]) if found else np.zeros(0, int)
+    assert len(set(rows.tolist())) == len(rows), "a nanosecond in two opportunities"
+    assert not needed_rows(table)[rows].any()
+    named = {}
+    for each in sorted(found, key=lambda each: -float(table.ns[each.rows].sum())):
+        at = each.place
+        name = f"{at.function}:{at.line}" if at else ACTIVITIES[each.activity]
+        assert name not in named, f"two opportunities at {name}"
+        ms = float(table.ns[each.rows].sum()) / NS_PER_MS
+        named[name] = (round(ms, 6), POSITIONS[each.position], ACTIVITIES[each.activity])
+    return named

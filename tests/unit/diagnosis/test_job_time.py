@@ -1,0 +1,245 @@
+"""Gains against a job that is played step by step, intervals against chance, and `when`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from haiprof.base.intervals import Floats
+from haiprof.base.ledger import POSITIONS
+from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
+from haiprof.run_analysis.lateness import Arrivals
+from haiprof.run_analysis.ledger import PYTHON, TimeTable
+from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
+from tests.unit.diagnosis.tables import tree_of
+
+STEPS = 200
+DICE = np.random.default_rng(5)
+Work = Callable[[int, int], float]
+"""(rank, step) to ms of avoidable work."""
+
+
+def recorded(work: Mapping[int, Floats], *, known: bool) -> JobTime:
+    """Ranks with [position, step] in ms, each of which waits in backward for the slowest."""
+    slowest = np.max([ms.sum(axis=0) for ms in work.values()], axis=0)
+    waits = {rank: slowest - ms.sum(axis=0) for rank, ms in work.items()}
+    times = {}
+    for rank, ms in work.items():
+        seen = ms.copy()
+        seen[BACKWARD] += waits[rank]
+        times[rank] = (seen * NS_PER_MS).round().astype(np.int64)
+    numbers = {rank: np.arange(ms.shape[1]) for rank, ms in work.items()}
+
+    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        return times[rank], np.zeros_like(times[rank])
+
+    peers = {
+        rank: dict(zip(numbers[rank].tolist(), (ms * NS_PER_MS).round().tolist(), strict=True))
+        for rank, ms in waits.items()
+    }
+    used = [p for p in range(len(POSITIONS)) if any(ms[p].any() for ms in times.values())]
+    return job_time(numbers, load, used, peers if known else None)
+
+
+def working(ranks: int, extra: Work, at: int = FORWARD, steps: int = STEPS) -> dict[int, Floats]:
+    """30 ms of a model on each rank, and its avoidable work at a position."""
+    found = {}
+    for rank in range(ranks):
+        ms = np.zeros((len(POSITIONS), steps))
+        ms[[FORWARD, BACKWARD]] = [[10.0], [20.0]]
+        ms[at] += [extra(rank, step) for step in range(steps)]
+        found[rank] = ms
+    return found
+
+
+def played(ranks: int, extra: Work, keeps: Callable[[int], bool]) -> float:
+    """ms of the mean step where all wait for all at its end; some ranks lose their extra work."""
+    now = 0.0
+    for step in range(STEPS):
+        ends = [now + 30.0 + (extra(rank, step) if keeps(rank) else 0.0) for rank in range(ranks)]
+        now = max(ends)
+    return now / STEPS
+
+
+TURNS = DICE.integers(0, 4, STEPS)
+CHANCE = DICE.exponential(5.0, (8, STEPS))
+STORIES: dict[str, tuple[int, Work]] = {
+    "one rank": (1, lambda rank, step: 7.0),
+    "all alike": (4, lambda rank, step: 7.0),
+    "straggler": (4, lambda rank, step: 9.0 if rank == 2 else 4.0),
+    "rank 0 alone": (2, lambda rank, step: 0.0 if rank else 6.0),
+    "rank 0 every 20th step": (4, lambda rank, step: 140.0 * (step % 20 == 7 and not rank)),
+    "by turns": (4, lambda rank, step: 8.0 * (rank == TURNS[step])),
+    "by chance": (8, lambda rank, step: float(CHANCE[rank, step])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("known", [True, False])
+def test_gain_is_what_the_job_loses_by_it(story: str, known: bool) -> None:
+    """Also of what one rank does: then the slowest of the others is waited for."""
+    ranks, extra = STORIES[story]
+    time = recorded(working(ranks, extra), known=known)
+    parts = np.array([[extra(r, s) for s in range(STEPS)] for r in range(ranks)])
+    whole = played(ranks, extra, lambda _: True)
+    assert time.mean_ns / NS_PER_MS == pytest.approx(whole)
+    gain = time.gains(parts * NS_PER_MS).mean() / NS_PER_MS
+    assert gain == pytest.approx(whole - played(ranks, extra, lambda _: False))
+    for rank in range(ranks):
+        own = parts * (np.arange(ranks) == rank)[:, None] * NS_PER_MS
+        alone = time.gains(own).mean() / NS_PER_MS
+        assert alone == pytest.approx(whole - played(ranks, extra, lambda r: r != rank))  # noqa: B023
+        assert alone <= gain + 1e-9
+
+
+def test_ranks_that_do_not_wait_for_each_other_gain_what_the_mean_one_does() -> None:
+    """Hogwild, or separate jobs: no collectives, and steps of unlike length."""
+    numbers = {0: np.arange(20), 1: np.arange(20)}
+
+    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        plain = np.zeros((len(POSITIONS), 20), dtype=np.int64)
+        plain[FORWARD] = (10 + 20 * rank) * NS_PER_MS
+        return plain, np.zeros_like(plain)
+
+    time = job_time(numbers, load, [FORWARD], None)
+    assert not time.waits_for_all
+    assert time.gains(np.array([[0.0], [6.0]]) * np.ones(20)).mean() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "first", "steps"),
+    [((60, 57), {}, range(57)), ((60, 60), {1: 4}, range(4, 60)), ((60, 50), {1: 60}, range(50))],
+    ids=["one ends earlier", "one begins later", "none in common"],
+)
+def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
+    counts: tuple[int, int], first: dict[int, int], steps: range
+) -> None:
+    """As many of each where their numbers have nothing in common."""
+    numbers = {rank: np.arange(n) + first.get(rank, 0) for rank, n in enumerate(counts)}
+
+    def load(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        plain = np.zeros((len(POSITIONS), int(numbers[rank][-1]) + 1), dtype=np.int64)
+        plain[FORWARD, numbers[rank]] = (numbers[rank] + 1) * NS_PER_MS
+        return plain, np.zeros_like(plain)
+
+    time = job_time(numbers, load, [FORWARD], None)
+    assert time.step.tolist() == list(steps)
+    own = [n[: len(steps)] if first == {1: 60} else np.array(steps) for n in numbers.values()]
+    assert (time.period_ns / NS_PER_MS).tolist() == [(each + 1).tolist() for each in own]
+
+
+# -- stragglers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "extra", "at", "expected"),
+    [
+        (4, lambda r, s: 5.0 * (r == 2), FORWARD, (2, 5.0)),
+        (2, lambda r, s: 5.0 * (r == 1), AFTER_STEP, (1, 5.0)),
+        (4, lambda r, s: float(CHANCE[r, s]) + 12.0 * (r == 3), FORWARD, (3, 12.0)),
+        (4, lambda r, s: 8.0 * (r == TURNS[s]), FORWARD, None),
+        (4, lambda r, s: float(CHANCE[r, s]), FORWARD, None),
+        (4, lambda r, s: 90.0 * (r == 1 and s // 20 == 4), FORWARD, None),  # a tenth of the run
+        (4, lambda r, s: 5.0, FORWARD, None),
+        (1, lambda r, s: 5.0, FORWARD, None),
+    ],
+)
+def test_a_straggler_is_one_rank_in_most_of_the_run(
+    ranks: int, extra: Work, at: int, expected: tuple[int, float] | None
+) -> None:
+    time = recorded(working(ranks, extra, at), known=True)
+    found = find_straggler(time, time.own_ns)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    rank, beyond_ns, by_position = found
+    assert rank == expected[0]
+    assert beyond_ns / NS_PER_MS == pytest.approx(expected[1], rel=0.15)
+    assert int(by_position.argmax()) == at
+    assert by_position.sum() <= beyond_ns * (1 + 1e-6)
+
+
+# -- intervals and when ---------------------------------------------------------------------------
+
+
+def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
+    """A table of samples with their step and weight."""
+    same = np.zeros(len(step), dtype=np.int64)
+    tree, _ = tree_of([])
+    return TimeTable(
+        tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
+        activity=same + PYTHON, stack=same, step=step, spike=same > 0, ns=ns.astype(np.float64),
+        count=np.ones(len(step)),
+    )  # fmt: skip
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """A tenth of the time, found by 300 samples, a thousand times over."""
+    time = recorded(working(1, lambda r, s: 0.0), known=False)
+    held, widths = 0, []
+    for _ in range(1000):
+        step = DICE.integers(0, STEPS, 300)
+        table = rows_of(step, np.full(300, 3e7 * STEPS / 300))
+        rows = np.flatnonzero(DICE.random(300) < 0.1)
+        series = np.full(STEPS, 3e7 * len(rows) / 300)
+        low, high = time.interval(table, rows, series)
+        held += low <= 3e6 <= high
+        widths.append(high - low)
+    assert 930 <= held <= 985
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * 3e7 * (0.09 / 300) ** 0.5, rel=0.1)
+
+
+def test_what_is_paid_seldom_is_as_unsure_as_it_is_uneven() -> None:
+    time = recorded(working(1, lambda r, s: 0.0), known=False)
+    table = rows_of(np.arange(STEPS), np.ones(STEPS))
+    rows = np.arange(STEPS)
+    even, seldom = np.full(STEPS, 5e6), 5e6 * 40 * (np.arange(STEPS) % 40 == 3)
+    assert time.interval(table, rows, even) == pytest.approx((5e6, 5e6), rel=0.02)
+    low, high = time.interval(table, rows, seldom)
+    assert low < 3.5e6 < 6.5e6 < high
+
+
+AT = np.arange(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("series_ms", "seen", "said"),
+    [
+        (np.full(STEPS, 3.0), AT, "each step"),
+        (131.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 131 ms"),
+        (131.0 * (AT % 20 == 19) + 1.0, AT[19::20], "every 20th step, 132 ms"),
+        (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8 ms"),
+        (50.0 * (AT % 33 == 0), AT[::33], "every 33rd step, 50 ms"),
+        (90.0 * ((AT >= 100) & (AT < 110)), AT[100:110], "in 10 of 200 steps, 90 ms"),
+        (90.0 * np.isin(AT, (5, 17, 60, 62, 171)), AT, "in 5 of 200 steps, 90 ms"),
+        (4.0 * (AT >= 100), AT[100:], "since step 100"),
+        (4.0 * (AT >= 57), np.repeat(AT[57:], 2), "since step 57"),
+        (1.0 + 4.0 * (AT >= 100), np.append(AT, np.repeat(AT[100:], 4)), "since step 100"),
+        (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
+        (5.0 - 0.02 * AT, np.repeat(AT, 10 - AT // 20), "each step"),  # it becomes less
+        (np.full(STEPS, 3.0), AT[150:180], "each step"),  # too few samples tell nothing
+    ],
+)
+def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str) -> None:
+    time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
+    table = rows_of(seen, np.ones(len(seen)))
+    assert time.when(table, np.arange(len(seen)), series_ms * NS_PER_MS) == said
+
+
+# -- waiting for peers ----------------------------------------------------------------------------
+
+
+def test_buckets_of_one_backward_are_one_delay_and_barriers_are_several() -> None:
+    """Rank 1 begins 30 ms later: two buckets at once, then a barrier for which it is late again."""
+    begin = np.array([[10, 12, 60], [40, 42, 65]]) * NS_PER_MS
+    created = np.concatenate([begin, begin + 100 * NS_PER_MS], axis=1)
+    group = Arrivals(
+        group="0", group_name="world", ranks=(0, 1), kinds=("all_reduce",) * 6, created_ns=created
+    )
+    starts = {rank: np.array([0, 100]) * NS_PER_MS for rank in (0, 1)}
+    found = peer_waits([group], starts)
+    assert found == {0: {0: 35 * NS_PER_MS, 1: 35 * NS_PER_MS}, 1: {0: 0, 1: 0}}

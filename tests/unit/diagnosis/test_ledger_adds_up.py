@@ -1,0 +1,125 @@
+"""The ledger of any run adds up: random spans, ranks, samples, collections and saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from haiprof import Analyzer
+from haiprof.base.ledger import Ledger
+from haiprof.base.units import NS_PER_MS
+from haiprof.diagnosis.engine import diagnose
+from haiprof.run_format.layout import RunPaths
+from tests.sampling import examples
+from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
+from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.diagnosis.stories import START_NS
+from tests.unit.diagnosis.tables import (
+    BARRIER,
+    ENGINE,
+    FORWARD,
+    LINEAR,
+    MAIN,
+    MODULE,
+    SCRIPT,
+    SITE,
+    STEP,
+    job,
+)
+
+LOOPS = (
+    "D F B O", "F B O", "D F B D F B O", "D F B O0 F B O1", "D O(F B)", "O(D F B)", "D F(GC) B O",
+    "D F B O SAVE", "D F B O GC", "D F B O E E", "D M", "D F F B B S(O) SAVE GC E", "ITER D B END",
+)  # fmt: skip
+STACKS: tuple[Stack, ...] = (
+    (), (SCRIPT, MAIN), (SCRIPT, MAIN, MODULE, FORWARD), (SCRIPT, MAIN, MODULE, FORWARD, LINEAR),
+    (SCRIPT, MAIN, ENGINE), (SCRIPT, MAIN, ENGINE, job(3, "hook")), (SCRIPT, MAIN, STEP),
+    (SCRIPT, MAIN, job(8, "log"), (f"{SITE}/numpy/lib/npyio.py", 5, "save")),
+    (SCRIPT, job(41, "main"), job(9, "log.<locals>.<listcomp>")), (SCRIPT, MAIN, BARRIER),
+    (SCRIPT, MAIN, (f"{SITE}/torch/utils/data/dataloader.py", 1300,
+                    "_MultiProcessingDataLoaderIter._next_data")),
+)  # fmt: skip
+
+
+def write_any(root: Path, dice: Random) -> None:
+    """A run of one to four ranks with a loop of their own, or the same one; some are sampled."""
+    run, ranks = write_run(root), dice.choice((1, 1, 2, 4))
+    alike = dice.choice(LOOPS) if dice.random() < 0.7 else None
+    count = dice.randint(2, 40)
+    for rank in range(ranks):
+        rows: list[tuple[int, int, int, int]] = []
+        opened: list[tuple[int, int, int]] = []
+        now = START_NS + dice.randint(0, NS_PER_MS)
+        loop = (alike or dice.choice(LOOPS)).replace("(", " ( ").replace(")", " ) ").split()
+        for word in loop * (count + dice.randint(-1, 1)):
+            if word == "(":
+                kind, tag, start, _ = rows.pop()
+                opened.append((kind, tag, start))
+                now = start + 1
+            elif word == ")":
+                rows.append((*opened.pop(), now))
+            else:
+                name = word.rstrip("0123456789")
+                length = int(dice.expovariate(1 / 9) * NS_PER_MS) * (
+                    30 if dice.random() < 0.02 else 1
+                )
+                rows.append((KINDS[name], int(word[len(name) :] or 0), now, now + length + 1))
+                now += length + 1
+            now += dice.randint(1, 2 * NS_PER_MS)
+        write_rank(run, spans_from(rows), rank=rank, world_size=ranks)
+        if dice.random() < 0.8:
+            asked = dice.choice((3, 40, 300))
+            times = sorted(
+                dice.randint(START_NS - NS_PER_MS, now + NS_PER_MS) for _ in range(asked)
+            )
+            stacks = [(at // 1000 * 1000, dice.choice(STACKS)) for at in times]
+            lock = "".join(dice.choice("0h1-") for _ in times) if dice.random() < 0.8 else ""
+            write_stacks(RunPaths(root).rank(rank).stacks, stacks, lock=lock)
+
+
+def check_sums(ledger: Ledger) -> None:
+    assert sum(a.ns_per_step for a in ledger.accounts) + ledger.residual_ns == pytest.approx(
+        ledger.mean_ns, rel=1e-9
+    )
+    assert sum(ledger.positions.values()) == pytest.approx(ledger.mean_ns, rel=1e-9)
+    assert ledger.residual_ns >= -1e-9 * ledger.mean_ns
+    for account in ledger.accounts:
+        assert account.ns_per_step >= 0
+        assert account.low_ns <= account.ns_per_step * (1 + 1e-9)
+        assert account.high_ns >= account.ns_per_step * (1 - 1e-9)
+
+
+def check_gains(ledger: Ledger) -> None:
+    assert list(ledger.opportunities) == sorted(
+        ledger.opportunities, key=lambda row: -ledger.accounts[row].gain_ns
+    )
+    for row, account in enumerate(ledger.accounts):
+        assert (account.gain_ns > 0) is (row in ledger.opportunities)
+        assert 0 <= account.gain_low_ns <= account.gain_ns <= account.gain_high_ns
+        assert account.gain_ns <= ledger.mean_ns * (1 + 1e-9), account
+        assert not (account.needed and account.gain_ns)
+
+
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)  # fmt: skip
+@given(seed=st.integers(0, 1 << 32))
+def test_accounts_and_residual_are_the_mean_step(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    root = tmp_path_factory.mktemp("any") / "run"
+    write_any(root, Random(seed))
+
+    verdict = diagnose(Analyzer(root))
+    assert (verdict.ledger is None) is (verdict.step_ns is None)
+    if verdict.ledger is not None:
+        check_sums(verdict.ledger)
+        check_gains(verdict.ledger)
+        assert verdict.ledger.problem_count >= sum(
+            each.severity != "info" for each in verdict.findings if each.gain is not None
+        )

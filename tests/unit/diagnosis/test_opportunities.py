@@ -1,0 +1,190 @@
+"""Opportunities: nodes of the call tree that a change would remove, from written stacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
+from tests.unit.diagnosis.tables import (
+    BARRIER,
+    ENGINE,
+    FORWARD,
+    LINEAR,
+    MAIN,
+    MODULE,
+    PYTHON,
+    SCRIPT,
+    SITE,
+    STEP,
+    TRAINING,
+    Part,
+    job,
+    opportunities,
+    table_of,
+)
+
+STEPS = 12
+DUMPS = (f"{PYTHON}/json/__init__.py", 231, "dumps")
+ENCODE = (f"{PYTHON}/json/encoder.py", 200, "JSONEncoder.encode")
+NORM = (f"{SITE}/numpy/linalg/linalg.py", 2300, "norm")
+EVALUATE = [job(90 + line, "evaluate") for line in range(10)]
+LOOP = job(50, "main")
+LOADER = (
+    f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._get_data"
+)  # fmt: skip
+TRAINER = (f"{SITE}/transformers/trainer.py", 2100, "Trainer._inner_training_loop")
+
+
+def found(*parts: Any) -> dict[str, tuple[float, str, str]]:
+    """By place: ms of a step, where and what, of what stands beside a usual step."""
+    every = opportunities(table_of(*TRAINING, *parts, steps=STEPS))
+    return {place: (ms / STEPS, *rest) for place, (ms, *rest) in every.items()}  # type: ignore[misc]
+
+
+def test_the_models_own_work_is_in_none() -> None:
+    """Operators that its lines call, its gradients, torch's Python around them, its optimizer."""
+    own = [
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD), 3),
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, LINEAR), 3, "h"),
+        ("loss", (SCRIPT, job(42, "main"), (f"{SITE}/torch/nn/functional.py", 3, "nll")), 2),
+        ("backward", (SCRIPT, MAIN, ENGINE, MODULE, FORWARD, MODULE, LINEAR), 5),  # recomputed
+        ("optimizer", (SCRIPT, MAIN, STEP), 3, "h"),
+        ("forward", (SCRIPT, TRAINER, MODULE, FORWARD), 2),
+    ]
+    assert found(*own) == {}
+
+
+@pytest.mark.parametrize(
+    ("position", "stack", "lock", "place", "activity"),
+    [
+        ("forward", (SCRIPT, MAIN, MODULE, job(9, "Net.forward")), "h", "Net.forward:9", "python"),
+        ("forward", (SCRIPT, MAIN, MODULE, job(9, "Net.forward"), NORM), "0", "Net.forward:9",
+         "native"),
+        ("backward", (SCRIPT, MAIN, ENGINE, job(3, "hook")), "h", "hook:3", "python"),
+        ("gradients", (SCRIPT, job(45, "main"), job(7, "clip")), "0", "clip:7", "operators"),
+        ("after_step", (SCRIPT, LOOP, job(8, "log"), DUMPS, ENCODE), "h", "log:8", "python"),
+        ("prepare", (SCRIPT, LOOP), "0", "main:50", "operators"),
+        ("input", (SCRIPT, LOOP, job(2, "Data.__getitem__")), "0", "Data.__getitem__:2",
+         "operators"),
+        ("input", (SCRIPT, LOOP, LOADER), "0", "wait: loader", "wait: loader"),
+        ("after_step", (SCRIPT, LOOP, BARRIER), "0", "wait: link", "wait: link"),
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD), "1", "wait: interpreter lock",
+         "wait: interpreter lock"),
+        ("compile", (SCRIPT, MAIN, MODULE, FORWARD), "h", "python", "python"),
+        ("after_step", (), "0", "unknown", "unknown"),  # nobody looked there
+        ("checkpoint", (SCRIPT, LOOP, job(8, "save")), "0", "save:8", "operators"),
+    ],
+)  # fmt: skip
+def test_what_a_change_would_remove_is_one_with_its_line(
+    position: str, stack: Any, lock: str, place: str, activity: str
+) -> None:
+    assert found((position, stack, 4, lock)) == {place: (pytest.approx(4), position, activity)}
+
+
+def test_collections_are_one_wherever_they_come() -> None:
+    pause = [
+        Part(position=at, stack=(SCRIPT, MAIN, MODULE, FORWARD), ms=2, collecting=True)
+        for at in ("forward", "after_step")
+    ]
+    assert found(*pause) == {
+        "garbage collection": (pytest.approx(4), "forward", "garbage collection")
+    }
+
+
+def test_ten_helpers_of_one_evaluation_are_one() -> None:
+    """None of them is most of it: it is named by the function that calls them."""
+    helpers = [
+        ("after_step", (SCRIPT, LOOP, EVALUATE[i], job(100 + i, f"metric_{i}")), 2 + (i == 3), "h")
+        for i in range(10)
+    ]
+    assert found(*helpers) == {"evaluate:93": (pytest.approx(21), "after_step", "python")}
+
+
+def test_an_evaluation_is_not_named_by_the_layers_that_it_runs() -> None:
+    model = (SCRIPT, LOOP, EVALUATE[0], MODULE, FORWARD, MODULE, LINEAR)
+    assert found(("after_step", model, 9)) == {
+        "evaluate:90": (pytest.approx(9), "after_step", "operators")
+    }
+
+
+def test_what_a_model_calls_in_its_own_forward_is_named_though_it_runs_operators_too() -> None:
+    layer = (SCRIPT, job(41, "main"), MODULE, job(6, "Net.forward"), job(7, "normalise"))
+    (place,) = found(("forward", layer, 12, "hhh0"))
+    assert place == "normalise:7"
+
+
+@pytest.mark.parametrize(
+    ("lock", "expected"), [("0", {}), ("-", {}), ("h", {"log:8": (4, "after_step", "python")})]
+)
+def test_operators_of_steps_without_any_phase_are_the_models(
+    lock: str, expected: dict[str, Any]
+) -> None:
+    """A loop of `haiprof.step()` around functions: nothing says what is forward."""
+    own: Any = ("after_step", (SCRIPT, LOOP, job(8, "log")), 4, lock)
+    torch: Any = ("after_step", (SCRIPT, LOOP, job(8, "log"), LINEAR), 2)
+    every = opportunities(table_of(own, torch, steps=STEPS))
+    assert every.keys() == expected.keys()
+    for place, (ms, *_) in every.items():
+        assert ms / STEPS == pytest.approx(expected[place][0])
+
+
+def test_one_helper_that_is_most_of_it_names_it() -> None:
+    parts = [
+        ("after_step", (SCRIPT, LOOP, EVALUATE[0], job(7, "outer"), job(8, "inner")), 8, "h"),
+        ("after_step", (SCRIPT, LOOP, EVALUATE[1]), 1, "h"),
+    ]
+    assert found(*parts) == {"inner:8": (pytest.approx(9), "after_step", "python")}
+
+
+def test_library_code_called_from_one_line_is_one() -> None:
+    parts = [
+        ("after_step", (SCRIPT, LOOP, DUMPS), 2, "h"),
+        ("after_step", (SCRIPT, LOOP, DUMPS, ENCODE), 3, "h"),
+        ("after_step", (SCRIPT, LOOP, NORM), 1),
+    ]
+    assert found(*parts) == {"main:50": (pytest.approx(6), "after_step", "python")}
+
+
+def test_two_faults_in_one_loop_are_two() -> None:
+    parts = [
+        ("after_step", (SCRIPT, LOOP, job(8, "log"), DUMPS), 3, "h"),
+        ("after_step", (SCRIPT, job(51, "main"), job(9, "draw"), NORM), 4),
+        ("prepare", (SCRIPT, job(39, "main"), NORM), 2),
+    ]
+    assert list(found(*parts)) == ["draw:9", "log:8", "main:39"]
+
+
+def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
+    """`for batch in loader:` is where batches are made, and where the loop goes on."""
+    table = table_of(
+        *TRAINING, ("input", (SCRIPT, LOOP), 3, "h"), ("after_step", (SCRIPT, LOOP), 2, "h")
+    )
+    places = [each.place for each in find_opportunities(table, needed_rows(table))]
+    assert [place and place.line for place in places] == [50, 50]
+
+
+@pytest.mark.parametrize("inner", ["<genexpr>", "<listcomp>", "<dictcomp>"])
+def test_a_comprehension_belongs_to_the_function_that_it_is_written_in(inner: str) -> None:
+    parts = [
+        ("after_step", (SCRIPT, LOOP, job(8, "log")), 2, "h"),
+        ("after_step", (SCRIPT, LOOP, job(8, "log"), job(9, f"log.<locals>.{inner}")), 3, "h"),
+    ]
+    assert found(*parts) == {"log:8": (pytest.approx(5), "after_step", "python")}
+
+
+def test_a_function_that_is_reached_by_two_ways_is_one() -> None:
+    parts = [
+        ("after_step", (SCRIPT, LOOP, job(8, "log"), NORM), 3),
+        ("after_step", (SCRIPT, job(60, "main"), job(70, "end"), job(8, "log"), NORM), 2),
+    ]
+    assert found(*parts) == {"log:8": (pytest.approx(5), "after_step", "native")}
+
+
+def test_python_between_operators_of_one_function_is_what_counts() -> None:
+    """Of a layer of the job's own the operators are needed, its loop is not."""
+    layer = (SCRIPT, MAIN, MODULE, job(9, "Cell.forward"))
+    (place, (ms, position, activity)), *more = found(("forward", layer, 12, "hh0")).items()
+    assert (place, position, activity, more) == ("Cell.forward:9", "forward", "python", [])
+    assert ms == pytest.approx(6)
