@@ -29,8 +29,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import HOST, PROCESS
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 
 RESULTS = Path(__file__).parent / "results" / "diagnose_scale.json"

@@ -2,10 +2,10 @@
 
     python benchmarks/reach.py [--agents 10 100 1250 10000] [--json FILE]
 
-The controller is a launcher's (`haiprof.agent.reach`), in a process of its own; the agents are
-connections of one other process, on the same cores. Measured from the moment the controller's
-tick hands the request over: until the last agent has it, and until the last reply is back. A
-launcher's tick, at the most 0.5 s before and after, comes on top.
+The controller is a launcher's (`haiprof.agent.reach_controller`), in a process of its own; the
+agents are connections of one other process, on the same cores. Measured from the moment the
+controller's tick hands the request over: until the last agent has it, and until the last reply is
+back. A launcher's tick, at the most 0.5 s before and after, comes on top.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import resource
 import time
 from pathlib import Path
 
-from haiprof.agent.reach.controller import Controller
-from haiprof.agent.reach.messages import LENGTH, SIGNATURE_BYTES, seal
-from haiprof.agent.reach.proof import (
+from haiprof.agent.reach_controller import Controller
+from haiprof.agent.reach_uplink import (
     AGENT,
     ANSWER_BYTES,
     CONTROLLER,
+    LENGTH,
     MAGIC,
     NONCE_BYTES,
+    SIGNATURE_BYTES,
     Handshake,
     new_nonce,
+    seal,
 )
 
 KEY = b"k" * 32

@@ -27,7 +27,7 @@ import json, os, resource, sys, time
 from pathlib import Path
 import polars
 from haiprof.trace_analysis.pool import LocalProcesses, Serial
-from haiprof.trace_format.kineto.tables import TABLES
+from haiprof.trace_format.kineto.events import TABLES
 def load(trace):
     return sum(getattr(trace, table).height for table in TABLES)
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from rerun_job import Job, timed, traced
 
 from haiprof import TraceAnalysis
-from haiprof.base.statistics.bootstrap import student_quantile
+from haiprof.base.statistics import student_quantile
 from haiprof.cli.what_if import parse_change
 
 RESULT = Path(__file__).parent / "results" / "whatif_reruns.md"

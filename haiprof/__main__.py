@@ -90,7 +90,7 @@ def _refuse(word: str) -> int:
 def _complete(words: list[str]) -> int:
     """`haiprof completion SHELL`: prints the shell's completion script."""
     from haiprof.base.messages import print_message
-    from haiprof.cli.completion import SHELLS, completion_script
+    from haiprof.cli.launch_help import SHELLS, completion_script
 
     if len(words) != 1 or words[0] not in SHELLS:
         print_message(f"error: completion: name a shell: {', '.join(SHELLS)}")

@@ -74,7 +74,7 @@ def nsys_records(bench: Bench) -> None:
 
 def nsys_here() -> tuple[str | None, str]:
     """Nsys as haiprof finds it, or the one that comes with Nsight Compute; else why none."""
-    from haiprof.agent.nsys import Refusal, find_nsys
+    from haiprof.agent.burst import Refusal, find_nsys
 
     found = find_nsys(os.environ)
     bundled = sorted(Path("/").glob("opt/nvidia/nsight-compute/*/host/*/nsys"))

@@ -48,8 +48,7 @@ def machine() -> Machine:
 @contextmanager
 def sampler(name: str = "gpu") -> Iterator[Any]:
     """One of haiprof's GPU samplers, open; its first column of reasons in `told`."""
-    from haiprof.agent.samplers.gpu import GpuSampler
-    from haiprof.agent.samplers.gpu_health import GpuHealthSampler
+    from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
 
     found = {"gpu": GpuSampler, "gpu_health": GpuHealthSampler}[name]()
     found.told = {each.metric: each for each in found.open()}  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ def as_user(user: int | None, words: list[str]) -> object:
 
 def gpm(bench: Bench) -> None:
     """GPM by user and by the time between two samples; what a matrix product shows."""
-    from haiprof.agent.samplers.gpm import profiling_setting
+    from haiprof.agent.samplers.gpu_activity import profiling_setting
 
     of = machine()
     bench.note("setting of the driver", profiling_setting(Path("/")))
@@ -114,7 +114,7 @@ def gpm(bench: Bench) -> None:
 
 def gpm_at(of: Machine, apart_s: float) -> object:
     """Three reads of GPM so far apart, without our own lower limit."""
-    from haiprof.agent.samplers.gpm import RATIOS, Gpm
+    from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
 
     ticks = iter(range(0, 10**12, 10**9))
     found = Gpm(of.device, tuple(RATIOS), clock=lambda: next(ticks))

@@ -31,9 +31,8 @@ from haiprof.base.safe_files import (
     whole_file,
 )
 from haiprof.linux.procfs import process_exists
-from haiprof.run_format.added_ranges import add_phases
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.phase_ranges import KEY, parse_ranges
+from haiprof.run_format.phase_ranges import KEY, add_phases, parse_ranges
 from haiprof.run_format.raw_traces import Part, complete_parts, list_names, parse_stem
 from haiprof.run_format.writer import LineWriter
 

@@ -20,11 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.agent.relay import LiveRank
-from haiprof.linux.cgroup_limits import TightestLimit, memory_limit
-from haiprof.linux.cgroup_tree import Cgroup
-from haiprof.linux.oom_kills import KernelLog, OomKill, memory_cgroup, oom_kill_count
-from haiprof.linux.process_exit import ProcessExit, WatchedProcess
-from haiprof.linux.process_tree import ProcessTree
+from haiprof.linux.cgroups import (
+    Cgroup,
+    KernelLog,
+    OomKill,
+    TightestLimit,
+    memory_cgroup,
+    memory_limit,
+    oom_kill_count,
+)
+from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths

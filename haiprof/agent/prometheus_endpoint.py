@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from haiprof.agent.samplers.loop import SamplingLoop
-from haiprof.agent.samplers.stream import Stream
+from haiprof.agent.samplers.loop import SamplingLoop, Stream
 from haiprof.base.errors import RunFormatError
 from haiprof.base.local_http import (
     GuardedHandler,
@@ -28,8 +27,14 @@ from haiprof.base.options import ALL_USERS, Options, user_id
 from haiprof.linux.readings import Clock
 from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.otel_names import Instrument, instruments
-from haiprof.run_format.prometheus_names import Family, Sample, families, series_labels
+from haiprof.run_format.otel_names import (
+    Family,
+    Instrument,
+    Sample,
+    families,
+    instruments,
+    series_labels,
+)
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import NULL_I64, counter_end
 from haiprof.run_format.writer import LineWriter

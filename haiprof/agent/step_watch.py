@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from haiprof.agent.relay import LiveRank
-from haiprof.base.reaction_options import HangLimit
-from haiprof.base.statistics.medians import mean_median
+from haiprof.base.medians import mean_median
+from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.linux.procfs import process_state
+from haiprof.run_format.control import read_object
 from haiprof.run_format.layout import RankPaths
-from haiprof.run_format.messages import read_object
 from haiprof.run_format.schema import (
     BACKWARD,
     COLLECTIVE,
@@ -44,7 +44,7 @@ from haiprof.run_format.schema import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.linux.training_processes import Process
+    from haiprof.linux.processes import Process
 
 WARM_UP_STEPS = 10
 WINDOW_STEPS = 15

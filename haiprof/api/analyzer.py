@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import asdict
+import html
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from haiprof.api.run_verdict import RunVerdict, as_run_verdict
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.log_addresses import is_address
+from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import show
 
 if TYPE_CHECKING:
     from haiprof.api.run_flame_graph import RunFlameGraph
     from haiprof.diagnosis.finding import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunVerdict(Verdict):
+    """What was found in a run; its fields are those of `haiprof verdict --json`."""
+
+    def __repr__(self) -> str:
+        """One line: the run and its headline."""
+        return f"<verdict on {self.name}: {self.headline}>"
+
+    def __str__(self) -> str:
+        """The card, as the terminal shows it."""
+        from haiprof.show.card import verdict_text
+
+        return verdict_text(self)
+
+    def _repr_html_(self) -> str:
+        """The card, for a notebook."""
+        style = "line-height: 1.2; font-family: Menlo, Consolas, monospace; white-space: pre"
+        return f'<pre style="{style}">{html.escape(str(self))}</pre>'
+
+
+def as_run_verdict(verdict: Verdict) -> RunVerdict:
+    """The same verdict, with its card."""
+    return RunVerdict(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
 
 
 def _fetch(address: str) -> Path:

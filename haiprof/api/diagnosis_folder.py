@@ -13,7 +13,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import make_named_folder, write_file
-from haiprof.compat.exports.tables import write_tables
+from haiprof.compat.exports import write_tables
 from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
 from haiprof.run_analysis.link_traffic import link_traffic

@@ -1,4 +1,4 @@
-"""TraceAnalysis: traces of a job, and every question that can be asked of them, HTA's included."""
+"""TraceAnalysis: traces of a job and every question about them, as figures, tables and a page."""
 
 from __future__ import annotations
 
@@ -6,10 +6,150 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from haiprof.api.trace_pictures import ShownTraces
 from haiprof.compat.hta import HTA_NAMES, HtaMethods
 from haiprof.compat.hta_source import HtaFiles, hta_source
+from haiprof.show.show import trace_picture
+from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
+from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.pool import Pool
+from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.what_if.replay_parts import Change
+
+
+class ShownTraces(TraceQuestions):
+    """Traces that show themselves; `steps` is the first profiler step and the one after the last.
+
+    With `share`, each part is a share of its bar instead of a time.
+    """
+
+    def show_temporal_breakdown(self, steps: Steps = None, *, share: bool = False) -> None:
+        """Computing, other work and idle time of each rank's GPU."""
+        trace_picture(self, "temporal", steps, share=share)
+
+    def show_idle_time_breakdown(
+        self,
+        steps: Steps = None,
+        *,
+        share: bool = False,
+        streams: list[int] | None = None,
+        consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
+    ) -> None:
+        """What each stream waited for; options as of `idle_time_breakdown`."""
+        trace_picture(
+            self,
+            "idle",
+            steps,
+            share=share,
+            streams=streams,
+            consecutive_kernel_delay_ns=consecutive_kernel_delay_ns,
+        )
+
+    def show_kernel_types(self, steps: Steps = None, *, share: bool = False) -> None:
+        """Busy GPU time by the kinds of kernel that ran at once."""
+        trace_picture(self, "kernel_types", steps, share=share)
+
+    def show_kernels(
+        self,
+        steps: Steps = None,
+        *,
+        num_kernels: int | None = TOP_KERNELS,
+        duration_ratio: float | None = None,
+        include_memory: bool = True,
+    ) -> None:
+        """The kernels with the most time on each rank; options as of `kernel_breakdown`."""
+        trace_picture(
+            self,
+            "kernels",
+            steps,
+            num_kernels=num_kernels,
+            duration_ratio=duration_ratio,
+            include_memory=include_memory,
+        )
+
+    def show_kernel(self, name: str | None = None, steps: Steps = None) -> None:
+        """One kernel on every rank: its mean duration, shortest and longest call.
+
+        Args:
+            name: Part of its name; None takes the computing kernel with the most time.
+            steps: As above.
+        """
+        trace_picture(self, "kernel", steps, kernel=name)
+
+    def show_overlap(self, steps: Steps = None, *, share: bool = False) -> None:
+        """Communication of each rank: hidden behind computing, or exposed."""
+        trace_picture(self, "overlap", steps, share=share)
+
+    def show_launches(
+        self,
+        steps: Steps = None,
+        *,
+        runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+        launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
+        include_memory_events: bool = True,
+    ) -> None:
+        """Distributions of launches, with their cut-offs; options as of `launch_statistics`."""
+        trace_picture(
+            self,
+            "launches",
+            steps,
+            runtime_cutoff_ns=runtime_cutoff_ns,
+            launch_delay_cutoff_ns=launch_delay_cutoff_ns,
+            include_memory_events=include_memory_events,
+        )
+
+    def show_queue_length(self, steps: Steps = None) -> None:
+        """The launch queue of each stream over time."""
+        trace_picture(self, "queue_length", steps)
+
+    def show_memory_bandwidth(self, steps: Steps = None) -> None:
+        """The bandwidth of each kind of copy over time."""
+        trace_picture(self, "memory_bandwidth", steps)
+
+    def show_collectives(self, steps: Steps = None, *, share: bool = False) -> None:
+        """Time in collectives by rank: transferring, or waiting for the last rank."""
+        trace_picture(self, "collectives", steps, share=share)
+
+    def show_lateness(self, steps: Steps = None) -> None:
+        """How late each rank begins its collectives, per step."""
+        trace_picture(self, "lateness", steps)
+
+    def show_memory(self) -> None:
+        """Memory in tensors and reserved over the whole trace."""
+        trace_picture(self, "memory", None)
+
+    def show_critical_path(
+        self,
+        rank: int | None = None,
+        *,
+        steps: Steps = None,
+        annotation: str | None = None,
+        instance: int = 0,
+    ) -> None:
+        """The critical path of one rank, by cause; options as of `critical_path`."""
+        trace_picture(
+            self, "critical_path", steps, rank=rank, annotation=annotation, instance=instance
+        )
+
+    def show_what_if(self, *changes: Change, steps: Steps = None) -> None:
+        """The step as each change would make it; without changes, those that may help."""
+        trace_picture(self, "what_if", steps, changes=changes)
+
+    def write_page(self, path: str | Path, steps: Steps = None) -> Path:
+        """Writes pictures and tables as one page that opens anywhere; returns its path.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        from haiprof.show.figures.style import write_text
+        from haiprof.show.page.render import trace_page_html
+        from haiprof.trace_analysis.report import standard_report
+
+        report = standard_report(
+            self.path, steps=steps, window=self._window, named=self._named, pool=self._pool
+        )
+        return write_text(Path(path), trace_page_html(report, self))
 
 
 class TraceAnalysis(ShownTraces):

@@ -1,12 +1,14 @@
-"""Exact interval arithmetic in integer nanoseconds: union, intersection, difference, length."""
+"""Exact interval arithmetic in integer nanoseconds, and names of numpy's array types."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from haiprof.base.arrays import Ints
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Intervals(NamedTuple):

@@ -13,8 +13,14 @@ from pathlib import Path
 
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import is_address, recording_folder
-from haiprof.base.reaction_options import ReactOptions, parse_hang_limit, parse_slow_limit
-from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions, parse_steps
+from haiprof.base.trace_options import (
+    DEFAULT_STEPS,
+    ReactOptions,
+    TraceOptions,
+    parse_hang_limit,
+    parse_slow_limit,
+    parse_steps,
+)
 
 USUAL_RECORDERS = (
     "phases", "stacks", "host", "process", "gpu", "infiniband", "numa", "filesystem",

@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, cast
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_DEBUG
-from haiprof.cli.addresses import fetch_addresses, has_address
 from haiprof.cli.names import COMMANDS
 from haiprof.cli.stored_answers import Recording, ask, print_stored
-from haiprof.cli.target import ADDRESS, COMMAND_NAME, LOG_DIR, default_log_dir
+from haiprof.cli.target import (
+    ADDRESS,
+    COMMAND_NAME,
+    LOG_DIR,
+    default_log_dir,
+    fetch_addresses,
+    has_address,
+)
 
 if TYPE_CHECKING:
     import typer

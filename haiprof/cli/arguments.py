@@ -1,13 +1,23 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share: on runs, on running jobs, and on traces."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
-from typing import Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.cli.target import name_log_dir
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.cli.target import default_log_dir, existing_log_dir, name_log_dir, trace_target
+
+if TYPE_CHECKING:
+    from haiprof.linux.processes import Process
+    from haiprof.live.find import RunningJob
+    from haiprof.trace_analysis.pool import Pool
 
 RunDir = Annotated[
     Path | None,
@@ -46,3 +56,221 @@ HtmlFile = Annotated[
         show_default=False,
     ),
 ]
+
+
+JobName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="JOB",
+        help="A running job: its id, its name, its script's name, the id of one of its processes, "
+        "or its run directory. Left out: the only one that runs.",
+        show_default=False,
+    ),
+]
+LogDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--log-dir",
+        metavar="DIR",
+        help="Also look for jobs below this log directory (jobs of other nodes); may repeat.",
+        show_default=False,
+    ),
+]
+
+
+def log_dirs(named: list[Path] | None) -> list[Path]:
+    """Where to look for jobs beside this node's processes."""
+    return [*(named or []), default_log_dir()]
+
+
+def job_or_processes(
+    name: str | None, named: list[Path] | None
+) -> tuple[RunningJob | None, list[Process]]:
+    """The job of a command, or the processes of that name if none runs under haiprof.
+
+    Raises:
+        RunNotFoundError: Nothing of that name runs.
+        UsageError: Several jobs fit, or a process belongs to another user.
+    """
+    from haiprof.base.errors import RunNotFoundError
+    from haiprof.live.external_sampling import training_processes
+
+    try:
+        return the_job(name, named), []
+    except RunNotFoundError:
+        if name is None or Path(name).is_dir():
+            raise
+        return None, training_processes(name)
+
+
+def the_job(name: str | None, named: list[Path] | None) -> RunningJob:
+    """The job of a command.
+
+    Raises:
+        RunNotFoundError: It does not run, or none is named and none runs.
+        UsageError: Several fit, or none is named and several run.
+    """
+    from haiprof.base.errors import RunNotFoundError, UsageError
+    from haiprof.live.find import find_job, running_jobs
+
+    if name is not None:
+        return find_job(name, log_dirs(named))
+    jobs = running_jobs(log_dirs(named))
+    if not jobs:
+        raise RunNotFoundError(
+            "no job runs under haiprof here",
+            hint="start one: haiprof train.py; or name a run directory",
+        )
+    if len(jobs) > 1:
+        known = ", ".join(job.id for job in jobs)
+        raise UsageError(f"several jobs run: {known}", hint="name one of them")
+    return jobs[0]
+
+
+_RANK_LIMIT = 1 << 20
+
+Traces = Annotated[
+    Path,
+    typer.Argument(
+        metavar="[TRACES]",
+        help="A trace of torch.profiler (.json, .json.gz), a folder with one file per rank, "
+        "a run directory with traces, or a log directory, whose newest run is taken. "
+        "Left out: the log directory that a job started here would write to.",
+        show_default=False,
+        default_factory=existing_log_dir,
+        callback=trace_target,
+    ),
+]
+CsvFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        metavar="DIR",
+        help="Write each table whole as CSV into this folder.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that already exist.")]
+StepRange = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        metavar="A:B",
+        help="Only what profiler steps A to before B launched; A alone is one step.",
+        show_default=False,
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option("--rank", metavar="R", min=0, help="Only this rank.", show_default=False),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        metavar="W",
+        help="Of a run with several trace windows, this one: 0 is the first. Default: the last.",
+        show_default=False,
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ADDRESS",
+        help="Read the traces on the workers of a Dask cluster, such as tcp://HOST:8786, or of "
+        "Slurm: slurm, slurm:jobs=4,partition=cpu,time=00:30:00,memory=8GB. Left out: in processes "
+        "of this machine.",
+        show_default=False,
+    ),
+]
+Geometry = Annotated[
+    bool,
+    typer.Option(
+        "--geometry",
+        help="A kernel of the same name with another grid or block is another kernel, where the "
+        "traces have them.",
+    ),
+]
+_QUIET_S = 2.0
+_EVERY_S = 10.0
+
+
+def parse_ranks(text: str | None) -> frozenset[int] | None:
+    """`0,3-5` as ranks; None for all; raises UsageError for anything else."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"--ranks {text}: expected numbers and ranges", hint="--ranks 0,3-5")
+        low, high = int(first), int(last) if dash else int(first)
+        if low > high or high >= _RANK_LIMIT:
+            raise UsageError(f"--ranks {text}: no rank in {part.strip()}", hint="--ranks 0,3-5")
+        found |= set(range(low, high + 1))
+    return frozenset(found)
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """`A:B` as first step and the one after the last; `A` is that step alone; else UsageError."""
+    if text is None:
+        return None
+    first, colon, after = text.partition(":")
+    if not first.isdecimal() or (colon and not after.isdecimal()):
+        raise UsageError(f"--steps {text}: expected two numbers", hint="--steps 10:13")
+    steps = int(first), int(after) if colon else int(first) + 1
+    if steps[0] >= steps[1]:
+        raise UsageError(f"--steps {text}: no step in it", hint="--steps 10:13 is 10, 11 and 12")
+    return steps
+
+
+def parse_cluster(address: str | None) -> Pool | None:
+    """The pool of `--cluster`; None without that option.
+
+    Raises:
+        UsageError: It is not an address.
+    """
+    from haiprof.trace_analysis.cluster import cluster_pool
+
+    return cluster_pool(address) if address is not None else None
+
+
+class ReadProgress:
+    """Reports progress on stderr: after 2 s that traces are read, then how many are done.
+
+    Args:
+        quiet: Whether to print nothing.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._timer = threading.Timer(_QUIET_S, self._first)
+        self._timer.daemon = True
+        self._last_s: float | None = None
+
+    def __enter__(self) -> ReadProgress:
+        """Begins to wait."""
+        if not self._quiet:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends, whatever happened."""
+        self._timer.cancel()
+
+    def __call__(self, done: int, count: int) -> None:
+        """So many traces are done."""
+        now_s = time.monotonic()
+        if self._last_s is not None and now_s - self._last_s >= _EVERY_S and done < count:
+            self._last_s = now_s
+            print_message(f"{done} of {count} traces read")
+
+    def _first(self) -> None:
+        self._last_s = time.monotonic()
+        print_message("reading traces; a second time it is faster")

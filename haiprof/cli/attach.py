@@ -11,8 +11,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import check_packages
 from haiprof.base.messages import print_message
 from haiprof.base.trace_options import DEFAULT_STEPS
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import JobName, LogDirs, job_or_processes
+from haiprof.cli.arguments import AsJson, JobName, LogDirs, job_or_processes
 from haiprof.cli.output import Output
 from haiprof.cli.target import default_log_dir, default_options
 from haiprof.run_format.layout import RunPaths

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Window
 from haiprof.cli.link import ExecutionTraces
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import Rank, ReadProgress, Window
 
 Source = Annotated[
     Path,

@@ -34,9 +34,9 @@ def doctor(as_json: AsJson = False, every_row: EveryRow = False) -> None:
 
       srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
-    from haiprof.agent.nsys import find_nsys
-    from haiprof.agent.samplers.sampler import Node
-    from haiprof.agent.samplers.survey import counter_row, survey
+    from haiprof.agent.burst import find_nsys
+    from haiprof.agent.samplers.registry import counter_row, survey
+    from haiprof.agent.samplers.table import Node
     from haiprof.agent.samplers.tools import find_permissions, find_tools, software
     from haiprof.run_format.layout import RunPaths
     from haiprof.show.views.doctor import doctor_view

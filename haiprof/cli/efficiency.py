@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from haiprof.base.options import ENV_PEAK
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.trace_check import print_faults
 
 PeakOption = Annotated[

@@ -76,7 +76,7 @@ def export(
 
       haiprof export --format otlp-json --lines -o job.jsonl
     """
-    from haiprof.compat.exports.run_export import Export, write_export
+    from haiprof.compat.exports import Export, write_export
 
     _check(format_, what, output, lines)
     analyzer = open_target(directory)

@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
-from haiprof.cli.trace_arguments import (
+from haiprof.cli.arguments import (
+    AsJson,
     Cluster,
     CsvFolder,
     Force,
@@ -26,6 +24,8 @@ from haiprof.cli.trace_arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.output import Output
+from haiprof.cli.target import open_target
 from haiprof.cli.trace_check import print_faults
 
 
@@ -132,7 +132,7 @@ def functions(
         )
         found = replace(found, hardware=joined)
     if csv is not None:
-        from haiprof.compat.exports.tables import write_tables
+        from haiprof.compat.exports import write_tables
 
         tables = {f"{r.kind}_{name}": t for r in found.reports for name, t in r.tables.items()}
         tables["functions_by_rank"] = found.functions

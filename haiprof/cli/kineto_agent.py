@@ -37,7 +37,7 @@ def kineto_agent(socket_dir: Folder = None) -> None:
 
       haiprof trace-now $! --steps 5 -o traces
     """
-    from haiprof.agent.kineto.standalone import listen, own_address
+    from haiprof.agent.kineto_daemon import listen, own_address
 
     address = own_address(os.environ, socket_dir)
     ignored = listen(address, lambda shown: print_message(f"listening on {shown}"))

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import MissingDataError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, Rank, ReadProgress, Traces, Window
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, ReadProgress, Traces, Window
 
 ExecutionTraces = Annotated[
     Path | None,

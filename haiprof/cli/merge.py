@@ -11,10 +11,9 @@ import typer
 
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Window, parse_ranks, parse_steps
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, Window, parse_ranks, parse_steps
 
 Sources = Annotated[
     list[Path] | None,

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.trace_check import print_faults
 
 Depth = Annotated[
@@ -41,7 +40,7 @@ def modules(
     """
     from haiprof.show.views.functions import modules_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from haiprof.base.messages import print_message
+from haiprof.cli.arguments import Rank
 from haiprof.cli.browser import page_opener
 from haiprof.cli.target import run_or_traces
 from haiprof.cli.tensorboard import Port
-from haiprof.cli.trace_arguments import Rank
 
 if TYPE_CHECKING:
     from haiprof.show.servers import Serving

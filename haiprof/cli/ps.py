@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from haiprof.base.errors import HaiprofError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import LogDirs, log_dirs
+from haiprof.cli.arguments import AsJson, LogDirs, log_dirs
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
     if not running:  # no need to load what reads jobs
         output.show(lambda _: _NO_JOB, {"jobs": []})
         return
-    from haiprof.live.progress import job_progress
+    from haiprof.live.follow import job_progress
     from haiprof.show.views.jobs import jobs_view
 
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]

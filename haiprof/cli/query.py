@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, Window
 from haiprof.cli.output import Output
 from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import ReadProgress, Window
 from haiprof.cli.trace_check import print_faults
 
 Target = Annotated[
@@ -61,7 +60,7 @@ def query(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.sql import ask, names_traces
     from haiprof.trace_analysis.sql_tables import sql_tables
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     if target is not None and sql is None and not schema and not Path(target).exists():
         target, sql = None, target  # the statement alone: of the newest run
@@ -82,7 +81,7 @@ def query(
         of_traces = names_traces(tables, sql)
     faults = print_faults(output, analysis, *OF_EACH_RANK) if of_traces else []
     if as_csv:
-        from haiprof.compat.exports.tabular import print_text, write_csv
+        from haiprof.compat.exports import print_text, write_csv
 
         print_text(lambda file: write_csv(answer, file), sys.stdout.buffer)
         return

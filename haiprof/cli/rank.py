@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson, HtmlFile
+from haiprof.cli.arguments import AsJson, HtmlFile, Rank
 from haiprof.cli.output import Output
 from haiprof.cli.target import open_target
-from haiprof.cli.trace_arguments import Rank
 
 Words = Annotated[
     list[str] | None,

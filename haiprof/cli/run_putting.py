@@ -10,7 +10,7 @@ from functools import cache
 
 from haiprof.base.options import ENV_LOG_DIR
 from haiprof.cli.own_command import own_command
-from haiprof.launch.run_copies import RunCopies
+from haiprof.launch.run_directories import RunCopies
 from haiprof.run_format.layout import RunPaths
 
 _PAUSE_S = 0.1

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import JobName, LogDirs, the_job
+from haiprof.cli.arguments import AsJson, JobName, LogDirs, the_job
 from haiprof.cli.output import Output
 
 Hang = Annotated[

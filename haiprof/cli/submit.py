@@ -137,8 +137,12 @@ def submit(
     """
     from haiprof.base.errors import UsageError
     from haiprof.cli.own_command import installed_haiprof
-    from haiprof.launch.submit.options import resolve_options
-    from haiprof.launch.submit.spec import JobSpec, parse_directives, parse_environment
+    from haiprof.launch.submit.spec import (
+        JobSpec,
+        parse_directives,
+        parse_environment,
+        resolve_options,
+    )
     from haiprof.launch.submit.spec import parse_time_limit as limit
 
     given = {"time": time, "warmup": warmup, "trace": "1" if trace else None,
@@ -178,7 +182,7 @@ def submit(
 
 
 def _emit(spec: JobSpec, form: str, output: Output) -> None:
-    from haiprof.launch.submit.emit import FORMS, emit
+    from haiprof.launch.submit.submission import FORMS, emit
 
     text = emit(spec, form)
     if output.json:
@@ -208,7 +212,7 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
 
 
 def _wait(job: SubmittedJob, output: Output) -> int:
-    from haiprof.launch.submit.follow import follow
+    from haiprof.launch.submit.submission import follow
 
     try:
         out = None if output.json else sys.stdout.buffer

@@ -11,7 +11,7 @@ from haiprof.base.messages import print_message
 from haiprof.cli.target import run_or_traces
 
 if TYPE_CHECKING:
-    from haiprof.compat.tensorboard_server import Serving
+    from haiprof.compat.tensorboard import Serving
 
 RunOrTraces = Annotated[
     Path | None,
@@ -46,7 +46,7 @@ def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127
 
       haiprof tensorboard traces/ --port 7007     traces of torch.profiler
     """
-    from haiprof.compat.tensorboard_server import serve_tensorboard
+    from haiprof.compat.tensorboard import serve_tensorboard
 
     run, traces = run_or_traces(source)
 

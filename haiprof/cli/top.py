@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.live import Live
 
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.job_arguments import JobName, LogDirs, log_dirs
+from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from haiprof.live.watch import Watch
+    from haiprof.live.follow import Watch
     from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
@@ -44,7 +43,7 @@ def top(
     """
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job
-    from haiprof.live.watch import Watch
+    from haiprof.live.follow import Watch
     from haiprof.show.views.jobs import JOBS, RANKS, Selection
 
     found = None if job is None else find_job(job, log_dirs(log_dir))

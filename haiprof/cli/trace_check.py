@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, Traces, Window
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import ReadProgress, Traces, Window
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions

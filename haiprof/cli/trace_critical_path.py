@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, Rank, ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import Rank, ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.trace_check import print_faults
 
 Annotation = Annotated[

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output
-from haiprof.cli.target import trace_target
-from haiprof.cli.trace_arguments import (
+from haiprof.cli.arguments import (
+    AsJson,
     Geometry,
     ReadProgress,
     StepRange,
     Window,
     parse_steps,
 )
+from haiprof.cli.output import Output
+from haiprof.cli.target import trace_target
 from haiprof.cli.trace_check import print_faults
 
 SLOWER = 10

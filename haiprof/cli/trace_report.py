@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import (
+from haiprof.cli.arguments import (
+    AsJson,
     Cluster,
     CsvFolder,
     Force,
@@ -23,6 +22,7 @@ from haiprof.cli.trace_arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pool import Pool
@@ -106,7 +106,7 @@ def trace_report(
             traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
         )
     if csv is not None:
-        from haiprof.compat.exports.tables import write_tables
+        from haiprof.compat.exports import write_tables
 
         written = write_tables(report.tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")

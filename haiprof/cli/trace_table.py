@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from haiprof.cli.arguments import AsJson
+from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.output import Output
-from haiprof.cli.trace_arguments import ReadProgress, StepRange, Traces, Window, parse_steps
 from haiprof.cli.trace_check import print_faults
 
 NAMES = ("kernels", "launches", "single-launches", "annotations", "annotation-kernels",
@@ -95,10 +94,10 @@ def trace_table(
 
       haiprof trace-table counter-traces traces/ -o with-counters
     """
-    from haiprof.compat.exports.tabular import print_text, write_csv
+    from haiprof.compat.exports import print_text, write_csv
     from haiprof.show.views.tables import Limits, table_of, table_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-    from haiprof.trace_format.checks.finding import OF_EACH_RANK
+    from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     limits = Limits(
         num_kernels=num_kernels, duration_ratio=duration_ratio, runtime_cutoff=runtime_cutoff,

@@ -11,8 +11,7 @@ import typer
 
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson, Everything
-from haiprof.cli.job_arguments import the_job
+from haiprof.cli.arguments import AsJson, Everything, the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
 from haiprof.cli.target import (
@@ -193,7 +192,7 @@ def _trace_path(target: str | None) -> Path | None:
 
 
 def _show_traces(path: Path, *, as_json: bool, everything: bool) -> None:
-    from haiprof.cli.trace_arguments import ReadProgress
+    from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
 
@@ -229,7 +228,7 @@ def _check(
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
-    from haiprof.live.collect import collect
+    from haiprof.live.trace_now import collect
 
     trace = {"count": _TRACE_STEPS} if traces else None
     (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from haiprof.base.errors import UsageError
-from haiprof.cli.arguments import AsJson
-from haiprof.cli.output import Output
-from haiprof.cli.target import existing_log_dir, trace_target
-from haiprof.cli.trace_arguments import (
+from haiprof.cli.arguments import (
+    AsJson,
     Cluster,
     ReadProgress,
     StepRange,
@@ -21,6 +19,8 @@ from haiprof.cli.trace_arguments import (
     parse_cluster,
     parse_steps,
 )
+from haiprof.cli.output import Output
+from haiprof.cli.target import existing_log_dir, trace_target
 from haiprof.cli.trace_check import print_faults
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.counters import SourceMetrics, record_files, source_metrics
 from haiprof.run_analysis.records import mean, median
 from haiprof.run_analysis.run_files import RunFiles

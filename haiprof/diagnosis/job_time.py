@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import COLLECTION, TimeTable, spikes

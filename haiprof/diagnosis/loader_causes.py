@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Floats
-from haiprof.base.statistics.medians import lower_median
+from haiprof.base.intervals import Floats
+from haiprof.base.medians import lower_median
 from haiprof.diagnosis.core_contention import hosts_of, used_by_others
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.rule_inputs import RuleInputs

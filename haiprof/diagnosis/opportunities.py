@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
     COLLECTION,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.finding import place_text

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from haiprof.base.statistics.medians import lower_median
+from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S, ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.numa_binding import find_misplacement

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from haiprof.base.errors import HaiprofError
-from haiprof.base.statistics.medians import lower_median
+from haiprof.base.medians import lower_median
 from haiprof.diagnosis.finding import Abstention
 from haiprof.run_format.layout import RunPaths
 

@@ -15,9 +15,15 @@ from typing import Any
 from haiprof.base.descriptors import Descriptor
 from haiprof.in_job.spans import RingMemory
 from haiprof.in_job.threads import start_deaf_thread
-from haiprof.run_format.control import MESSAGE_LIMIT_BYTES, control_socket, encode_message
+from haiprof.run_format.control import (
+    MESSAGE_LIMIT_BYTES,
+    QUESTION,
+    conform,
+    control_socket,
+    encode_message,
+    read_object,
+)
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.messages import QUESTION, conform, read_object
 
 RETRY_AFTER_S = (0.0, 0.5, 2.0, 8.0)
 """The agent starts beside the job, and so may come later than a rank that starts quickly."""

@@ -31,8 +31,7 @@ from haiprof.base.options import (
 from haiprof.base.subcommand import Subcommand
 from haiprof.launch.command import CommandLine
 from haiprof.launch.companion_line import Line, Pulse
-from haiprof.launch.run_copies import PUT_EVERY_S
-from haiprof.launch.run_directories import create_run, find_open_folder
+from haiprof.launch.run_directories import PUT_EVERY_S, create_run, find_open_folder
 from haiprof.launch.supervisor import Supervisor
 from haiprof.run_format.boot import boot_entries
 from haiprof.run_format.layout import RunPaths

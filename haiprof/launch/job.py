@@ -20,7 +20,7 @@ from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, SHARES, Options
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import visible
 from haiprof.launch.companion_line import Line, Pulse, close_stderr
-from haiprof.launch.run_copies import RunCopies
+from haiprof.launch.run_directories import RunCopies
 from haiprof.launch.supervisor import Outcome, Supervisor
 from haiprof.linux.procfs import read_start_ticks, read_stat
 from haiprof.run_format.layout import RunPaths
@@ -28,11 +28,10 @@ from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.run_format.reader import read_failures, read_json
 
 if TYPE_CHECKING:
-    from haiprof.agent.burst import Burst
+    from haiprof.agent.burst import Burst, Nsys, Refusal
     from haiprof.agent.job_environment import Surroundings
-    from haiprof.agent.job_kineto import JobKinetoAgent
+    from haiprof.agent.kineto_daemon import JobKinetoAgent
     from haiprof.agent.node_agent import Agent
-    from haiprof.agent.nsys import Nsys, Refusal
     from haiprof.agent.process_ends import ProcessEnds
     from haiprof.agent.reactions import Reactor
     from haiprof.agent.trace_finisher import Finisher
@@ -172,7 +171,7 @@ class Job:
 
     def _prepare_kineto(self, environ: Mapping[str, str]) -> None:
         """Before the job starts: `import torch` waits for a socket without a reader."""
-        from haiprof.agent.job_kineto import prepare_kineto
+        from haiprof.agent.kineto_daemon import prepare_kineto
 
         self._kineto = prepare_kineto(self.run, environ, asked=self.options.kineto)
 
@@ -182,8 +181,7 @@ class Job:
 
     def _prepare_burst(self, environ: Mapping[str, str]) -> None:
         """Prepares a burst, or prints before the job starts why there will be none."""
-        from haiprof.agent.burst import prepare_burst
-        from haiprof.agent.nsys import Refusal
+        from haiprof.agent.burst import Refusal, prepare_burst
 
         self._nsys = prepare_burst(
             environ, log_dir=self.run.root, options=self.options, in_child=self._in_child()

@@ -1,8 +1,4 @@
-"""Supervises the job as a child process, with its own terminal, signals and exit status.
-
-The launcher does nothing else. All other work, on a disk that may hang or with libraries that may
-crash, is done by a second process (`launch/companion.py`).
-"""
+"""Supervises the job as a child process, with its own terminal, signals and exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +6,9 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -18,18 +16,108 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from haiprof.base.messages import print_message
-from haiprof.launch.companion_line import Line
-from haiprof.launch.group_signals import Canary
-from haiprof.launch.lingering_jobs import status_of_ended
-from haiprof.launch.signals import (
+from haiprof.launch.companion_line import (
     ENDING,
     PASSED_ON,
     STOPS,
+    Line,
     Signal,
     SignalReader,
+    above_streams,
     first_readable,
+    is_readable,
 )
-from haiprof.linux.process_files import stat_fields
+from haiprof.linux.process_files import stat_fields, status_fields
+
+_STATE, _FLAGS, _EXIT_CODE = 0, 6, 49  # fields of /proc/PID/stat from the third on: proc(5)
+_PF_EXITING = 0x4  # linux/sched.h
+_KILLED = 1 << 8  # SIGKILL in a mask of signals
+
+
+def status_of_ended(pid: int) -> int | None:
+    """The wait status of a process of which no thread will run a line of its own any more.
+
+    None while it runs, dumps its core, or is gone, and where it is another user's, whose status the
+    kernel shows as 0.
+    """
+    folder = f"/proc/{pid}"
+    try:
+        if os.geteuid() not in (0, os.stat(folder).st_uid):
+            return None
+        threads = os.listdir(f"{folder}/task")
+        if all(_leaves(f"{folder}/task/{thread}") for thread in threads):
+            return int(stat_fields(folder)[_EXIT_CODE])
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
+
+
+def _leaves(folder: str) -> bool:
+    """Whether a thread has begun to exit, or will as soon as it comes out of the kernel."""
+    if int(stat_fields(folder)[_FLAGS]) & _PF_EXITING:
+        return True
+    return bool(int(status_fields(folder).get("SigPnd", "0"), 16) & _KILLED)
+
+
+ANSWER_S = 0.05
+_RECORD = struct.Struct("<qq")  # signal, CLOCK_MONOTONIC ns: a late answer is no answer to the next
+
+
+class Canary:
+    """A forked process in the launcher's group that reports the signals it receives."""
+
+    def __init__(self) -> None:
+        self._handled_ns = 0
+        self._fd, write_fd = map(above_streams, os.pipe())
+        self.pid = os.fork()
+        if self.pid == 0:
+            _report_signals(self._fd, write_fd)
+        os.close(write_fd)
+
+    def has_received(self, number: int) -> bool:
+        """Whether the same signal reached the canary, waiting a moment for it."""
+        deadline = time.monotonic() + ANSWER_S
+        answer = False
+        while not answer and (left := deadline - time.monotonic()) > 0:
+            heard = os.read(self._fd, _RECORD.size) if is_readable(self._fd, left) else b""
+            if not heard:  # no answer, or it was killed: delivering twice is better than never
+                break
+            heard_number, heard_ns = _RECORD.unpack(heard)
+            answer = heard_number == number and heard_ns > self._handled_ns
+        self._handled_ns = time.monotonic_ns()
+        return answer
+
+    def leave(self) -> None:
+        """In another child of the launcher: the canary is not its own."""
+        os.close(self._fd)
+
+    def close(self) -> None:
+        """Ends the canary."""
+        os.close(self._fd)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody else ended it
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def _report_signals(read_fd: int, write_fd: int) -> None:
+    """The canary's whole life: one record per signal, until nobody reads them any more."""
+    try:
+        for fd in (0, 1, 2, read_fd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        everything = signal.valid_signals()
+        signal.pthread_sigmask(signal.SIG_BLOCK, everything)
+        reader = SignalReader(everything - {signal.SIGKILL, signal.SIGSTOP})
+        events = select.poll()
+        events.register(reader.fd, select.POLLIN)
+        events.register(write_fd, 0)  # tells of POLLERR: the launcher is gone
+        while write_fd not in dict(events.poll()):
+            got = reader.read()
+            if got is not None:
+                os.write(write_fd, _RECORD.pack(got.number, time.monotonic_ns()))
+    finally:
+        os._exit(0)
+
 
 TICK_S = 1.0
 STOP_ANSWER_S = 0.2

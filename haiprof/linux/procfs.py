@@ -1,15 +1,50 @@
-"""Reads /proc: files that stay open, and one process's io, statm and stat in one read each."""
+"""Reads /proc and /sys: files that stay open, one process's counters, and suspended time."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.base.units import NS_PER_MS
 from haiprof.linux.process_files import read_small, stat_fields
-from haiprof.linux.readings import Reading, Unavailable, Value, os_status
+from haiprof.linux.readings import Clock, Reading, Unavailable, Value, os_status
+
+
+def read_text(path: Path) -> str | None:
+    """A file's text without the white space around it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def list_names(folder: Path) -> list[str]:
+    """Names in a folder, in any order."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def link_name(path: Path) -> str | None:
+    """The last part of what a link leads to, such as the name of a driver."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
+def inode(path: Path | str) -> int | None:
+    """The inode: another one shows that a folder was removed and made again."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None
+
 
 # 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
 # (measured 5 to 10 times slower with 1 MiB).
@@ -289,3 +324,41 @@ def variables(entries: Iterable[str]) -> dict[str, str]:
     """Values by name of `NAME=value` entries; others are left out."""
     pairs = (entry.partition("=") for entry in entries)
     return {name: value for name, equals, value in pairs if equals}
+
+
+_SHORTEST_NS = NS_PER_MS
+
+
+def boot_ns() -> int:
+    """Reads CLOCK_BOOTTIME in ns."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class SuspendWatch:
+    """Compares both clocks. Rates stay right across a suspension; Unix times after it do not.
+
+    A virtual machine that its host pauses stops both clocks: nothing inside it can tell.
+
+    Source: clock_gettime(2).
+    """
+
+    def __init__(self, clock: Clock, boot_clock: Clock) -> None:
+        self._clock = clock
+        self._boot_clock = boot_clock
+        self._at_most_ns = self._bounds()[1]
+
+    def gap_ns(self) -> int:
+        """How long the machine was suspended since the last call; 0 if it was not."""
+        at_least_ns, at_most_ns = self._bounds()
+        gap_ns = at_least_ns - self._at_most_ns
+        if gap_ns < _SHORTEST_NS:
+            self._at_most_ns = min(self._at_most_ns, at_most_ns)
+            return 0
+        self._at_most_ns = at_most_ns
+        return gap_ns
+
+    def _bounds(self) -> tuple[int, int]:
+        """Bounds of the clocks' difference; this thread may be preempted between the reads."""
+        before_ns = self._clock()
+        boot_time_ns = self._boot_clock()
+        return boot_time_ns - self._clock(), boot_time_ns - before_ns

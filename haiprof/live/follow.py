@@ -1,23 +1,26 @@
-"""Follows a running job: reads only what was written since the last look."""
+"""Follows running jobs: reads what was written since the last look; progress and verdict so far."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import HaiprofError, RunFormatError
+from haiprof.base.intervals import Ints
+from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import process_state
-from haiprof.live.find import RunningJob, is_running, signalled_pid
+from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pid
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.run_files import RunFiles, open_run
@@ -375,3 +378,188 @@ def _size(path: Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProgress:
+    """One running job, as a list shows it."""
+
+    id: str
+    name: str
+    path: str
+    host: str
+    pid: int
+    start_wall_ns: int
+    elapsed_ns: int
+    world_size: int | None
+    """From the ranks' reports; None until one has reported in."""
+    ranks: int
+    """Ranks that have reported in."""
+    hosts: tuple[str, ...]
+    """Their hosts."""
+    step: int | None
+    """Last whole step of the rank that is farthest; None before the first."""
+    step_ns: float | None
+    """Median of the last steps; the median rank's."""
+    split: dict[str, float | None]
+    """Mean share of each phase in those steps; None where a phase was never seen."""
+    idle_ns: int | None
+    """Since the last whole step ended on the rank that is farthest."""
+    cpu_cores: float | None
+    """Latest, ranks together."""
+    gpu_ratio: float | None
+    """Latest, mean over GPUs."""
+    recording: bool
+    stopped: tuple[int, ...]
+    """Ranks that a signal has stopped, as far as this node can tell."""
+    suspended: bool
+    """Whether those are all of them."""
+    verdict: str | None
+    """The verdict so far in one line; None if not requested, or before the first."""
+    problem: str | None
+    """Why something of it cannot be read."""
+
+
+def job_progress(job: RunningJob, *, verdict: str | None = None) -> JobProgress:
+    """Reads how far a job is from the ends of its files; what cannot be read is None."""
+    live, problem = LiveJob(job), None
+    try:
+        now = live.look()
+    except HaiprofError as error:
+        now, problem = live.nothing(), str(error)
+    return JobProgress(
+        **{name: getattr(now, name) for name in ("id", "name", "path", "host", "pid")},
+        **{name: getattr(now, name) for name in ("elapsed_ns", "world_size")},
+        **{name: getattr(now, name) for name in ("step", "step_ns", "split")},
+        **{name: getattr(now, name) for name in ("stopped", "suspended")},
+        **_of_ranks(now),
+        start_wall_ns=job.manifest.start_wall_ns,
+        verdict=verdict,
+        problem=problem,
+    )
+
+
+def _of_ranks(now: JobNow) -> dict[str, Any]:
+    stepped = [rank for rank in now.ranks if rank.step is not None]
+    farthest = max(stepped, key=lambda rank: rank.step or 0, default=None)
+    cores = [r.counters["cpu_cores"] for r in now.ranks if "cpu_cores" in r.counters]
+    gpus = [r.counters["utilization_ratio"] for r in now.ranks if "utilization_ratio" in r.counters]
+    return {
+        "ranks": sum(rank.pid is not None for rank in now.ranks),
+        "hosts": tuple(sorted({rank.host for rank in now.ranks if rank.host is not None})),
+        "idle_ns": None if farthest is None else farthest.idle_ns,
+        "cpu_cores": sum(cores) if cores else None,
+        "gpu_ratio": sum(gpus) / len(gpus) if gpus else None,
+        "recording": any(rank.recording and rank.pid is not None for rank in now.ranks),
+    }
+
+
+FIND_EVERY_S = 3.0
+VERDICT_EVERY_S = 10.0
+VERDICT_OF_S = 120.0
+_SHARE_OF_TIME = 0.1
+
+
+class VerdictSoFar:
+    """The verdict of a job's last two minutes, computed by a niced child at intervals.
+
+    At most a tenth of the time is spent on it.
+    """
+
+    def __init__(self, run: Path, subcommand: Subcommand) -> None:
+        self.headline: str | None = None
+        self._subcommand = subcommand
+        self._run = run
+        self._child: subprocess.Popen[str] | None = None
+        self._began_s = 0.0
+        self._due_s = 0.0
+
+    def tick(self) -> None:
+        """Collects the result of a child, and starts the next one when it is due."""
+        now = time.monotonic()
+        if self._child is not None and self._child.poll() is not None:
+            text, _ = self._child.communicate()
+            self._child = None
+            self._due_s = now + max(VERDICT_EVERY_S, (now - self._began_s) / _SHARE_OF_TIME)
+            self.headline = _headline(text) or self.headline
+        if self._child is None and now >= self._due_s:
+            self._began_s = now
+            self._child = self._start()
+
+    def stop(self) -> None:
+        """Ends the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _start(self) -> subprocess.Popen[str]:
+        words = ["verdict", str(self._run), "--json", "--last", str(VERDICT_OF_S)]
+        return subprocess.Popen(
+            self._subcommand(*words),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True, preexec_fn=lambda: os.nice(10) and None,
+        )  # fmt: skip
+
+
+def _headline(text: str) -> str | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    headline = found.get("headline") if isinstance(found, dict) else None
+    return headline if isinstance(headline, str) else None
+
+
+class Watch:
+    """Follows one job, or all that run."""
+
+    def __init__(
+        self,
+        log_dirs: Sequence[Path],
+        job: RunningJob | None,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        subcommand: Subcommand | None = None,
+    ) -> None:
+        self._log_dirs = log_dirs
+        self._clock = clock
+        self._subcommand = subcommand
+        self._only = job
+        self._live: dict[Path, LiveJob] = {}
+        self._verdicts: dict[Path, VerdictSoFar] = {}
+        self._found_s = -FIND_EVERY_S
+
+    def look(self) -> list[JobNow]:
+        """All jobs as they are now, the oldest first."""
+        self._find()
+        seen = []
+        for root, live in self._live.items():
+            now = live.look()
+            if self._subcommand is not None:
+                verdict = self._verdicts.setdefault(root, VerdictSoFar(root, self._subcommand))
+                if now.step is not None and now.running:
+                    verdict.tick()
+                now = replace(now, verdict=verdict.headline)
+            seen.append(now)
+        return seen
+
+    def stop(self) -> None:
+        """Ends background work."""
+        for verdict in self._verdicts.values():
+            verdict.stop()
+
+    def _find(self) -> None:
+        if self._only is not None:
+            self._live.setdefault(self._only.run.root, LiveJob(self._only, clock=self._clock))
+            return
+        if time.monotonic() < self._found_s + FIND_EVERY_S:
+            return
+        self._found_s = time.monotonic()
+        jobs = {job.run.root: job for job in running_jobs(self._log_dirs)}
+        for root in set(self._live) - set(jobs):
+            del self._live[root]
+            if root in self._verdicts:
+                self._verdicts.pop(root).stop()
+        for root, job in jobs.items():
+            self._live.setdefault(root, LiveJob(job, clock=self._clock))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Spans
 from haiprof.run_analysis.segments import RankSegments
 from haiprof.run_analysis.stack_files import Frame, SampledProcess, read_stack_file

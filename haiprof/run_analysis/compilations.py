@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, intersection, total, union
+from haiprof.base.intervals import Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.records import integer
 from haiprof.run_analysis.run_files import RankFiles
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.records import read_table, record_columns
 from haiprof.run_analysis.run_files import NodeFiles, RunFiles

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, kind_table
 from haiprof.run_analysis.steps import PHASES, Segmentation
 from haiprof.run_format import schema

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.code_places import code_name
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import visible
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.nesting import Bools

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
-from haiprof.base.statistics.trend import growth_p_value
+from haiprof.base.intervals import Ints
+from haiprof.base.statistics import growth_p_value
 from haiprof.run_analysis.records import integer
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
 

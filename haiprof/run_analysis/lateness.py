@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.clock_offsets import estimate_offsets
 from haiprof.run_analysis.records import text
 from haiprof.run_analysis.run_files import RunFiles
-from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
+from haiprof.trace_format.dumps import FLIGHT_SCHEMA, read_flight, read_torch_dump
 
 MIN_MATCHES = 8
 """Fewer common collectives than this say nothing about a rank."""

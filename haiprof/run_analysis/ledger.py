@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, CodeTree, spacing_ns
 from haiprof.run_analysis.lines import functions_of

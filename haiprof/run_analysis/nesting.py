@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_format import schema
 
 Codes = npt.NDArray[np.int8]

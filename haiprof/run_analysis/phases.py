@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.nesting import Bools, Codes
 from haiprof.run_analysis.segments import RankSegments
 from haiprof.run_analysis.steps import NOGRAD_PHASE, SPAN_PHASES

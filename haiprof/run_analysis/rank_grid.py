@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.records import median
 from haiprof.run_analysis.step_frame import STEP_PHASES
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals
+from haiprof.base.intervals import Intervals, Ints
 from haiprof.run_analysis.compilations import compile_intervals
 from haiprof.run_analysis.epochs import loading_row
 from haiprof.run_analysis.phases import pause_frame

@@ -12,8 +12,8 @@ from typing import cast
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.backward_work import backward_work, own_and_after

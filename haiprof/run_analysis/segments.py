@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from haiprof.base.arrays import Floats
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats
 from haiprof.run_analysis.device import device_ns
 from haiprof.run_analysis.nesting import Bools, Spans, kind_table
 from haiprof.run_analysis.records import read_table, record_columns

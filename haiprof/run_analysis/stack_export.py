@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.base.version import __version__
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.nesting import Bools

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiprof.base.arrays import Floats, Ints
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_format.reader import read_lines
 from haiprof.run_format.stack_lines import (

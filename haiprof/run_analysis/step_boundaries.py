@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.nesting import Bools, Codes
 
 BOUNDARIES = ("dataloader", "optimizer", "backward", "mark", "fetch", "module", "collective")

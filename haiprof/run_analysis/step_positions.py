@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals
+from haiprof.base.intervals import Intervals, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.nesting import Bools, Spans
 from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Nested, Spans, kind_table, nest
 from haiprof.run_analysis.repeating_steps import (
     BY_TRAINING,

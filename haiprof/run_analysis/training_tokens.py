@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Nested, kind_table
 from haiprof.run_format import schema
 

@@ -1,10 +1,12 @@
-"""Forward and backward passes of a trace window, as the window's sidecar holds them."""
+"""Ranges of forward, backward and steps: in a window's sidecar, and added to its trace."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import IO, Any
 
 KEY = "phase_ranges"
 NAMES = ("forward", "backward")
@@ -47,3 +49,70 @@ def parse_ranges(packed: object, *, since_ns: object) -> list[PhaseRange]:
         ]
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return []
+
+
+HEAD_BYTES = 4 << 20  # devices and metadata stand before the events
+CHUNK_BYTES = 1 << 20
+ARGUMENT = "haiprof"
+"""Key among the arguments of an added range."""
+PHASES = frozenset(json.dumps(name).encode() for name in NAMES)
+"""Names of forward and backward ranges, as they are written."""
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BASE_KEY = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
+_ABOUT = "a phase as haiprof recorded it beside the trace"
+
+
+def events_start(head: bytes) -> int | None:
+    """Where the events begin in the beginning of a trace; None where that is not in it."""
+    found = _EVENTS_KEY.search(head)
+    return None if found is None else found.end()
+
+
+def range_text(
+    name: str, *, start_ns: int, duration_ns: int, pid: int, tid: int, about: str
+) -> bytes:
+    """One complete event of category user_annotation, with a comma behind it."""
+    times = [f"{ns // 1000}.{ns % 1000:03d}" for ns in (start_ns, duration_ns)]
+    return (
+        f'\n  {{"ph": "X", "cat": "user_annotation", "name": {json.dumps(name)}, "pid": {pid}, '
+        f'"tid": {tid}, "ts": {times[0]}, "dur": {times[1]}, '
+        f'"args": {json.dumps({ARGUMENT: about})}}},'
+    ).encode()
+
+
+def phase_texts(
+    ranges: Iterable[PhaseRange], *, base_ns: int, pid: int, tid: int
+) -> Iterator[bytes]:
+    """Forward and backward passes as events."""
+    for each in ranges:
+        yield range_text(
+            each.name, start_ns=each.start_wall_ns - base_ns, duration_ns=each.duration_ns,
+            pid=pid, tid=tid, about=_ABOUT,
+        )  # fmt: skip
+
+
+def add_phases(
+    source: IO[bytes], ranges: Iterable[PhaseRange], *, pid: int, tid: int
+) -> Iterator[bytes]:
+    """The text of a trace with forward and backward ranges before its first event.
+
+    A text that is not in Kineto's form comes as it is.
+    """
+    head = source.read(HEAD_BYTES)
+    place = events_start(head)
+    if place is not None and head[place:].lstrip()[:1] == b"{":
+        base = _BASE_KEY.search(head, 0, place)
+        base_ns = int(base[1]) if base else 0
+        yield head[:place]
+        yield b"".join(phase_texts(ranges, base_ns=base_ns, pid=pid, tid=tid))
+        head = head[place:]
+    yield head
+    yield from iter(lambda: source.read(CHUNK_BYTES), b"")
+
+
+def is_phase(event: Mapping[str, Any]) -> bool:
+    """Whether an event, a mapping of raw JSON texts, is a forward or backward range of ours."""
+    return (
+        bytes(event.get("name", b"")) in PHASES
+        and f'"{ARGUMENT}"'.encode() in bytes(event.get("args", b""))
+    )  # fmt: skip

@@ -19,10 +19,10 @@ from rich.text import Text
 from haiprof.base.errors import HaiprofError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import MISSING, duration_text
+from haiprof.run_format.control import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
 from haiprof.run_format.manifest import run_folders, start_order
-from haiprof.run_format.messages import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.reader import read_json
 from haiprof.show.death_block import WORDS
 from haiprof.show.run_header import ENDED, KILLED, RUNNING, manifest_or_none, run_header

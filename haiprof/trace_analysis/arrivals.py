@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import covered_lengths, union
-from haiprof.base.statistics.bootstrap import student_quantile
+from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.trace_analysis.collectives import SYNCHRONISING, WHOLE_JOB
 from haiprof.trace_analysis.matching import MAD_TO_SIGMA

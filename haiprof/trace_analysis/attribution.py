@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest, own_ns, roots
 from haiprof.trace_analysis.device_time import Steps, gpu_events, step_window
 from haiprof.trace_analysis.launches import with_call
-from haiprof.trace_format.checks.launches import BEGIN_CAPTURE, END_CAPTURE
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BEGIN_CAPTURE, END_CAPTURE
 
 GRAPH_LAUNCH = "GraphLaunch"
 """In the names of the calls of CUDA and HIP that launch a graph."""

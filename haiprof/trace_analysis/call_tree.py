@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import covered_lengths, union
+from haiprof.base.intervals import Ints, covered_lengths, union
+from haiprof.trace_format.kineto.events import OPS, PYTHON
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import OPS, PYTHON
 
 _TABLES = {OPS: "operators", PYTHON: "Python functions"}
 

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
+from haiprof.base.intervals import Ints
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.collectives import kind_of
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES
 from haiprof.trace_analysis.execution_link import link
 from haiprof.trace_analysis.execution_pairs import execution_files, pairs
-from haiprof.trace_format.chakra.messages import (
+from haiprof.trace_format.chakra import (
     COLLECTIVES,
     COMM_COLL,
     COMM_RECV,
@@ -32,14 +32,13 @@ from haiprof.trace_format.chakra.messages import (
     METADATA,
     NODE_TYPES,
     Attribute,
+    delimit,
     global_metadata,
     io_info,
     node,
 )
-from haiprof.trace_format.chakra.wire import delimit
-from haiprof.trace_format.execution.trace import ExecutionTrace, integer, load_execution_trace
-from haiprof.trace_format.file_ranks import rank_in_name
-from haiprof.trace_format.find import LINKED_NAME, TRACE_ENDINGS, trace_files
+from haiprof.trace_format.execution import ExecutionTrace, integer, load_execution_trace
+from haiprof.trace_format.find import LINKED_NAME, TRACE_ENDINGS, rank_in_name, trace_files
 
 GROUPS_NOTE = "## process_group:init ##"
 _KERNEL = re.compile(r"^(?:void )?(?:nccl|rccl|hccl)|nccl(?:Dev)?Kernel|rcclKernel")

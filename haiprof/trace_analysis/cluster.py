@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
 from haiprof.base.safe_files import PRIVATE, MadeFolder, make_folder, make_named_folder, write_file
 from haiprof.trace_analysis.pool import Pool, Progress, Question, ask, report_progress
-from haiprof.trace_format.kineto.user_cache import user_folder
+from haiprof.trace_format.kineto.cache import user_folder
 
 if TYPE_CHECKING:
     from dask_jobqueue import SLURMCluster

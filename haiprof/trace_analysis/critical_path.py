@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
-from haiprof.base.intervals import union
+from haiprof.base.intervals import Ints, union
 from haiprof.base.safe_files import whole_file
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis.call_tree import innermost
@@ -43,11 +42,11 @@ from haiprof.trace_analysis.device_dependencies import (
 )
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY
 from haiprof.trace_analysis.host_dependencies import HostEvents
-from haiprof.trace_format.blocking_calls import DEVICE_SYNC, STREAM_SYNC
 from haiprof.trace_format.find import OVERLAY_SUFFIX
-from haiprof.trace_format.kineto.added_arguments import add_marks
+from haiprof.trace_format.kineto.decode import add_marks
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.launch_checks import DEVICE_SYNC, STREAM_SYNC
 
 CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
     "cpu_bound", "data_loading", "gpu_compute_bound", "gpu_communication_bound",

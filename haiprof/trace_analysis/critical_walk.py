@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import covered_lengths, union
+from haiprof.base.intervals import Ints, covered_lengths, union
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,
     QUEUE,

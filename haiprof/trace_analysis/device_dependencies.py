@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.device_time import COMMUNICATION, MEMORY, with_kind
-from haiprof.trace_format.blocking_calls import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import COPY_SYNC, DEVICE_SYNC, FREE, STREAM_SYNC
 
 Bools = npt.NDArray[np.bool_]
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, complement, intersection, union
+from haiprof.base.intervals import Intervals, Ints, complement, intersection, union
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.collectives import collective_kernels
 from haiprof.trace_analysis.device_time import (
@@ -41,8 +40,8 @@ from haiprof.trace_analysis.host_activity import (
 )
 from haiprof.trace_analysis.launches import with_call
 from haiprof.trace_analysis.step_time import innermost, steps_with_gpu_tails
-from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
 Texts = npt.NDArray[np.object_]
 

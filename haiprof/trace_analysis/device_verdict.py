@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import Account, Ledger
-from haiprof.base.statistics.bootstrap import student_quantile
+from haiprof.base.statistics import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.trace_analysis.arrivals import arrival_lateness, collective_waits, who_is_late
 from haiprof.trace_analysis.device_ledger import (

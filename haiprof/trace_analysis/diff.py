@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import union
-from haiprof.base.statistics.rank_sum import LEAST, Comparison, adjust_p_values, compare_samples
+from haiprof.base.intervals import Floats, Ints, union
+from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
 from haiprof.trace_analysis.device_time import Steps, step_window, with_launch
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry

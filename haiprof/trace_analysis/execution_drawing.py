@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.chakra import ChakraGraph
-from haiprof.trace_format.chakra.messages import COMM_COLL, COMM_RECV, COMM_SEND, COMP, NODE_TYPES
+from haiprof.trace_format.chakra import COMM_COLL, COMM_RECV, COMM_SEND, COMP, NODE_TYPES
 
 _ROOT = "[pytorch|profiler|"
 _STEP = "ProfilerStep#"

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import UsageError
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns
 from haiprof.trace_analysis.device_dependencies import (
@@ -24,11 +24,10 @@ from haiprof.trace_analysis.device_dependencies import (
 )
 from haiprof.trace_analysis.execution_pairs import Pair
 from haiprof.trace_analysis.host_dependencies import LONG_GAP_NS
-from haiprof.trace_format.blocking_calls import BLOCKING
-from haiprof.trace_format.execution.trace import NODE_SCHEMA
-from haiprof.trace_format.execution.write import write_linked
+from haiprof.trace_format.execution import NODE_SCHEMA, write_linked
 from haiprof.trace_format.find import TRACE_ENDINGS
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING
 
 DIFFERENCE_LIMIT = 500
 """Maximum number of names in only one of the sequences; beyond, they are different programs."""

@@ -17,9 +17,8 @@ from haiprof.run_format.layout import (
     RAW_SUFFIX,
     TRACE_SUFFIX,
 )
-from haiprof.trace_format.execution.trace import ExecutionTrace, load_execution_trace
-from haiprof.trace_format.file_ranks import rank_in_name
-from haiprof.trace_format.find import TRACE_ENDINGS, window_files
+from haiprof.trace_format.execution import ExecutionTrace, load_execution_trace
+from haiprof.trace_format.find import TRACE_ENDINGS, rank_in_name, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?=\D*$)")

@@ -12,14 +12,12 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.run_format.raw_traces import parse_stem
-from haiprof.trace_format.checks.finding import ALL_RANKS, Finding, count_text, milliseconds
-from haiprof.trace_format.file_ranks import rank_of
-from haiprof.trace_format.find import trace_files, trace_name
+from haiprof.trace_format.find import one_window, rank_of, trace_files, trace_name
+from haiprof.trace_format.kineto.events import TABLES
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import TABLES
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.run_windows import one_window
+from haiprof.trace_format.launch_checks import ALL_RANKS, Finding, count_text, milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered_lengths, difference, total, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, total, union
 from haiprof.run_analysis.records import median
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
 from haiprof.trace_analysis.device_time import (
@@ -24,8 +23,8 @@ from haiprof.trace_analysis.device_time import (
 )
 from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.launches import launch_statistics, with_call
-from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
 
 class PatternWindow(NamedTuple):

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
-from haiprof.base.intervals import Intervals, covered_lengths, total
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, total
 from haiprof.trace_analysis.call_tree import (
     CallTree,
     Stacks,

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.code_places import is_library
+from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.trace_analysis.call_tree import CallTree, nest, without_own_frames
 from haiprof.trace_analysis.step_time import GPU_CATEGORY
-from haiprof.trace_format.blocking_calls import BLOCKING, FREE
 from haiprof.trace_format.kineto.rank_trace import Trace
+from haiprof.trace_format.launch_checks import BLOCKING, FREE
 
 Bools = npt.NDArray[np.bool_]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.call_tree import CallTree, nest
 from haiprof.trace_analysis.device_dependencies import NEVER, Bools
 from haiprof.trace_format.kineto.rank_trace import Trace

@@ -13,8 +13,7 @@ from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.intervals import total
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES, Steps, gpu_events, union_of
-from haiprof.trace_format.file_ranks import COPY_KEY
-from haiprof.trace_format.find import COUNTER_SUFFIX
+from haiprof.trace_format.find import COPY_KEY, COUNTER_SUFFIX
 from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText

@@ -19,7 +19,7 @@ from haiprof.trace_analysis.collectives import (
     collective_kernels,
 )
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
-from haiprof.trace_format.merge.inputs import TraceInput
+from haiprof.trace_format.merge_inputs import TraceInput
 
 BY_SEQUENCE, BY_ORDER, BY_END = "sequence", "order", "end"
 CONFIDENCE = {BY_SEQUENCE: 1.0, BY_ORDER: 0.9, BY_END: 0.7}

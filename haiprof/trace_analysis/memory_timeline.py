@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_analysis.call_tree import CallTree, innermost, is_outermost, levels, nest, stacks
 from haiprof.trace_analysis.python_code import part_tree

@@ -23,16 +23,30 @@ from haiprof.trace_analysis.files import TraceFile, check_frame, fault_lines, tr
 from haiprof.trace_analysis.matching import RULE, RankClock, clock_notes, rank_clocks
 from haiprof.trace_analysis.pool import Pool, default_pool
 from haiprof.trace_analysis.pool import Progress as ReadProgress
-from haiprof.trace_format.checks.finding import OF_EACH_RANK
 from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.merge.inputs import TraceInput, merge_files, merge_inputs
-from haiprof.trace_format.merge.lanes import COUNTERS_PLACE, PHASES_PLACE, rank_pid, sort_index
-from haiprof.trace_format.merge.overlaps import StreamLanes, overlapping_events, stream_lanes
-from haiprof.trace_format.merge.packed_file import check_target
-from haiprof.trace_format.merge.rewrite import Range
-from haiprof.trace_format.merge.tracks import Track
-from haiprof.trace_format.merge.write import MergedTrace, Progress, RankPlan, write_merged
+from haiprof.trace_format.launch_checks import OF_EACH_RANK
+from haiprof.trace_format.merge import (
+    MergedTrace,
+    Progress,
+    Range,
+    RankPlan,
+    Track,
+    check_target,
+    write_merged,
+)
+from haiprof.trace_format.merge_inputs import (
+    COUNTERS_PLACE,
+    PHASES_PLACE,
+    StreamLanes,
+    TraceInput,
+    merge_files,
+    merge_inputs,
+    overlapping_events,
+    rank_pid,
+    sort_index,
+    stream_lanes,
+)
 
 MARGIN_NS = 2_000_000_000
 """Before and behind the traces: two samples of a second each."""

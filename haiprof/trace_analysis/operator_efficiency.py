@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree
 from haiprof.trace_analysis.device_time import Steps, step_window, traced_window
@@ -28,9 +28,8 @@ from haiprof.trace_analysis.operator_work import (
     values_of,
     work_of,
 )
-from haiprof.trace_format.kineto.concrete_values import concrete_values
-from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.times import Flags
+from haiprof.trace_format.kineto.columns import Flags
+from haiprof.trace_format.kineto.rank_trace import Trace, concrete_values
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 MEMORY = "memory"

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
-from haiprof.base.intervals import Intervals, covered_lengths, union
+from haiprof.base.intervals import Floats, Intervals, Ints, covered_lengths, union
 from haiprof.trace_analysis.arrivals import (
     arrival_lateness,
     collective_waits,

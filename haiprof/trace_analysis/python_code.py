@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import Intervals, covered_lengths, intersection, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, union
 from haiprof.trace_analysis.attribution import GRAPH_LAUNCH, with_operator
 from haiprof.trace_analysis.call_tree import (
     CallTree,

@@ -22,10 +22,8 @@ from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.base.version import PACKAGE, __version__
 from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.files import TraceFile
-from haiprof.trace_format.file_ranks import rank_in_run
-from haiprof.trace_format.find import SUMMARY_SUFFIX
-from haiprof.trace_format.kineto.cache import content_key
-from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
+from haiprof.trace_format.find import SUMMARY_SUFFIX, rank_in_run
+from haiprof.trace_format.kineto.cache import content_key, new_entry, read_entry
 
 Answer = pl.DataFrame | TraceFile | MissingDataError
 """What is cached: a result, or the error that says what was not recorded."""

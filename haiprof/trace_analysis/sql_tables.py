@@ -25,8 +25,8 @@ from haiprof.trace_analysis.function_patterns import FUNCTIONS_SCHEMA, TOTALS_SC
 from haiprof.trace_analysis.pool import Pool
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.find import is_reduced_to_functions, trace_files, window_files
+from haiprof.trace_format.kineto.events import GPU, TABLES
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import GPU, TABLES
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns

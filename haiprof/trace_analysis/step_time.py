@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Intervals, covered_lengths, difference, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, union
 from haiprof.base.safe_files import MadeFolder, whole_file
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
@@ -27,12 +26,11 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
     with_launch,
 )
-from haiprof.trace_format.kineto.decode import event_texts
-from haiprof.trace_format.kineto.event_fields import with_number
+from haiprof.trace_format.kineto.decode import event_texts, with_number
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.rank_trace import STEP, Trace
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.merge.overlaps import LANE
+from haiprof.trace_format.merge_inputs import LANE
 
 GPU_CATEGORY = "gpu_user_annotation"
 _RANGE = ["category", "device", "name"]

@@ -1,19 +1,180 @@
-"""Finds the trace files of a job: in a file, a folder of ranks, or a run directory."""
+"""Finds the trace files of a job, the rank of each, and the run's window that it belongs to."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.layout import ET_RAW_SUFFIX, ET_SUFFIX, MANIFEST_NAME, SIDECAR_SUFFIX
-from haiprof.trace_format.file_ranks import COPY_KEY, MERGED_KEY
-from haiprof.trace_format.run_windows import one_window, raw_traces
+from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, TraceFormatError
+from haiprof.run_format.layout import (
+    ET_RAW_SUFFIX,
+    ET_SUFFIX,
+    MANIFEST_NAME,
+    SIDECAR_SUFFIX,
+    RunPaths,
+)
+from haiprof.run_format.manifest import read_manifest
+from haiprof.run_format.raw_traces import Part, Stem, parse_stem, readable_parts
+from haiprof.run_format.reader import read_json, read_lines
+
+# rank-0.json, trace_rank_3.json.gz, host_123.rank7.json, worker0_step_12.1694.pt.trace.json; but
+# worker-0_4711.1694.pt.trace.json is process 4711 of a host, as TensorBoard's handler names it.
+_RANK_IN_NAME = re.compile(
+    r"(?:^|[^a-z])rank[-_]?(\d{1,6})(?!\d)|^worker[-_]?(\d{1,6})(?!\d|_\d+\.)", re.IGNORECASE
+)
+_NUMBER = re.compile(r"\d+")
+MERGED_KEY = "haiprof_merge"
+COPY_KEY = "haiprof_copy"
+"""Begins a trace that haiprof wrote anew with more or less in it: it is not another rank."""
+"""Metadata of a trace that `haiprof merge` wrote: all ranks in one."""
+
+_NUMBERS = ("pid", "rank")
+_NO_RANK = 1 << 31
+"""Numbers from here on are not taken for ranks."""
+
+
+def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
+    """The rank of the process that recorded a trace; None where it is not known."""
+    if MERGED_KEY in metadata:
+        raise TraceFormatError(
+            f"{path}: it holds several ranks (haiprof merge), for a viewer",
+            hint="name the ranks' own traces",
+        )
+    said = metadata.get("distributedInfo")
+    rank = said.get("rank") if isinstance(said, dict) else None
+    if type(rank) is int and 0 <= rank < _NO_RANK:
+        return rank
+    named = rank_in_name(path.name)
+    return rank_in_run(path) if named is None else named
+
+
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file name states."""
+    found = _RANK_IN_NAME.search(name)
+    return int(found[1] or found[2]) if found else None
+
+
+def rank_in_run(path: Path) -> int | None:
+    """The rank of the process whose id is in the name of a file of a run's `traces` folder."""
+    if path.absolute().parent.name != "traces":
+        return None
+    numbers = {int(digits) for digits in _NUMBER.findall(path.name) if len(digits) < 10}
+    run = RunPaths(path.absolute().parent.parent)
+    known = [each for each in _reports(run) if all(type(each.get(n)) is int for n in _NUMBERS)]
+    reported = [each for each in known if each["pid"] in numbers]
+    of_host = [each for each in reported if path.name.startswith(f"{each.get('host')}_")]
+    ranks = {each["rank"] for each in of_host or reported}
+    rank = ranks.pop() if len(ranks) == 1 else None
+    return rank if rank is not None and 0 <= rank < _NO_RANK else None
+
+
+def _reports(run: RunPaths) -> Iterator[dict[str, Any]]:
+    """`rank`, `host` and `pid` of every process that reported in."""
+    try:
+        ranks = read_manifest(run).ranks
+    except HaiprofError:
+        return  # not a run directory
+    yield from ranks
+    for _, _, folder in [] if ranks else run.rank_folders():  # the job is still running
+        with contextlib.suppress(HaiprofError):  # it may not have reported in yet
+            yield read_json(folder.report)
+
+
+_Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunWindowsFound:
+    """One rank's trace of one window."""
+
+    path: Path
+    stem: Stem
+    key: _Key
+    """Attempt of the rank, and number of its window."""
+
+
+def one_window(files: Iterable[Path], window: int | None = None) -> list[Path]:
+    """The files of one window, one per rank; all files where haiprof did not record them."""
+    paths = list(files)
+    found = _add_keys([(path, stem) for path in paths if (stem := parse_stem(path.name))])
+    if not found:
+        if window not in (None, 0, -1):
+            raise MissingDataError(f"no window {window}: these traces are of no haiprof run")
+        return paths
+    windows = _in_order(found)
+    if window is None:
+        most = max(map(len, windows))
+        chosen = [group for group in windows if len(group) == most][-1]
+    else:
+        if not -len(windows) <= window < len(windows):
+            raise MissingDataError(
+                f"no window {window}: {found[0].path.parent} has {len(windows)}",
+                hint="windows are counted by their start, from 0",
+            )
+        chosen = windows[window]
+    return [each.path for each in chosen]
+
+
+def _in_order(found: list[_RunWindowsFound]) -> list[list[_RunWindowsFound]]:
+    """Windows in order of their first start; of each rank the latest file, by rank."""
+    groups: dict[_Key, dict[int, _RunWindowsFound]] = {}
+    for each in sorted(found, key=lambda each: each.stem.start_wall_ns):
+        groups.setdefault(each.key, {})[each.stem.rank] = each
+    return [[group[rank] for rank in sorted(group)] for group in groups.values()]
+
+
+def _add_keys(files: list[tuple[Path, Stem]]) -> list[_RunWindowsFound]:
+    """Files with the window number of their sidecar, else their index among the process's files."""
+    said: dict[str, Mapping[str, Any]] = {}
+    for folder in {path.absolute().parent for path, _ in files}:
+        said |= _sidecars(folder)
+    places: dict[tuple[int, str, int], int] = {}
+    found = []
+    for path, stem in sorted(files, key=lambda file: file[1].start_wall_ns):
+        process = (stem.rank, stem.host, stem.pid)
+        place = places.get(process, 0)
+        places[process] = place + 1
+        sidecar = said.get(stem.text, {})
+        found.append(_RunWindowsFound(path, stem, _recorded_key(sidecar) or (0, place)))
+    return found
+
+
+def _recorded_key(sidecar: Mapping[str, Any]) -> _Key | None:
+    attempt, window = sidecar.get("attempt"), sidecar.get("window")
+    if isinstance(attempt, int) and isinstance(window, int):
+        return attempt, window
+    return None
+
+
+def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """The sidecars by stem: from the nodes' events, and those beside raw traces."""
+    run = RunPaths(folder.parent.parent if folder.name == ".parts" else folder.parent)
+    found: dict[str, Mapping[str, Any]] = {}
+    for _, node in run.node_folders():
+        with contextlib.suppress(RunFormatError):  # without them windows are numbered by file
+            for line in read_lines(node.events)[0]:
+                part = line.get("part")
+                if line.get("type") == "trace_written" and isinstance(part, dict):
+                    found[str(line.get("stem"))] = part
+    for part in readable_parts(run):
+        with contextlib.suppress(RunFormatError):
+            found[part.stem.text] = part.sidecar_content()
+    return found
+
+
+def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
+    """Raw traces that will not be compressed any more, as the job ended before."""
+    names = set(finished)
+    parts: list[Part] = readable_parts(RunPaths(folder.parent))
+    return [part.raw for part in parts if part.trace.name not in names]
+
 
 TRACE_ENDINGS = (".json", ".json.gz")
 COUNTER_SUFFIX = "_with_counters"

@@ -11,17 +11,15 @@ from functools import cache
 from pathlib import Path
 
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.dcgm import DcgmSampler, fetch, parse_page
 from haiprof.agent.samplers.ethernet import find_positions
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.host import HostSampler
-from haiprof.agent.samplers.numa import NumaSampler
-from haiprof.agent.samplers.placement import PlacementSampler
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.gpu_activity import DcgmSampler, fetch, parse_page
+from haiprof.agent.samplers.host import HostSampler, NumaSampler
+from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import TableSampler
 from haiprof.agent.samplers.tools import find_permissions, software
-from haiprof.linux.cpu_sockets import read_cpu
 from haiprof.linux.ethtool import Ethtool
+from haiprof.linux.topology import read_cpu
 from haiprof.run_format.layout import RunPaths
 from tests.fake_cgroup import FakeCgroups, FakeGroup
 from tests.fake_mounts import FakeLustre, FakeMounts, FakeNfs

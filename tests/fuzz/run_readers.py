@@ -18,12 +18,11 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from haiprof.agent.kineto.daemon import KinetoAgent
-from haiprof.agent.kineto.messages import Ask, encode, encode_ask, encode_ours
-from haiprof.agent.reach import messages
-from haiprof.agent.reach.connection import Connection, Events
-from haiprof.agent.reach.proof import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake
-from haiprof.agent.reach.token_file import read_token
+from haiprof.agent import reach_uplink as messages
+from haiprof.agent.kineto_daemon import KinetoAgent
+from haiprof.agent.kineto_protocol import Ask, encode, encode_ask, encode_ours
+from haiprof.agent.reach_controller import Connection, Events
+from haiprof.agent.reach_uplink import AGENT, CONTROLLER, MAGIC, NONCE_BYTES, Handshake, read_token
 from haiprof.agent.relay import Peer, Relay
 from haiprof.agent.step_watch import RankWatch
 from haiprof.base.errors import HaiprofError, RunFormatError
@@ -34,16 +33,13 @@ from haiprof.in_job.commands import Commands
 from haiprof.in_job.replies import handlers
 from haiprof.in_job.windows.live_request import plan_request
 from haiprof.live.follow import LiveRank
-from haiprof.live.kineto.dynolog import trigger
-from haiprof.live.native_stacks import _native_stack
-from haiprof.live.snapshot import _run_spy
-from haiprof.live.stacks import groups, main_stack, merge, odd_ranks
-from haiprof.live.standstill import RankState
+from haiprof.live.kineto_processes import trigger
+from haiprof.live.snapshot import _native_stack, _run_spy
+from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
 from haiprof.run_analysis.burst import read_export
 from haiprof.run_analysis.records import record_columns
 from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import open_run
-from haiprof.run_format.added_ranges import add_phases
 from haiprof.run_format.control import (
     encode_message,
     new_request,
@@ -51,19 +47,19 @@ from haiprof.run_format.control import (
     parse_request,
     pending_requests,
     read_members,
+    read_object,
     read_replies,
 )
 from haiprof.run_format.environment import git_head
 from haiprof.run_format.kept_answers import read_answer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
-from haiprof.run_format.messages import read_object
-from haiprof.run_format.phase_ranges import KEY, PhaseRange, pack_ranges, parse_ranges
+from haiprof.run_format.phase_ranges import KEY, PhaseRange, add_phases, pack_ranges, parse_ranges
 from haiprof.run_format.raw_traces import complete_parts
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.show.run_list import list_view, run_list
 from haiprof.show.terminal import SafeConsole
-from haiprof.trace_format.run_windows import one_window
+from haiprof.trace_format.find import one_window
 from tests.fake_nsys import write_export
 from tests.fuzz.scratch import folder, put
 from tests.unit.rundir.small_run import read_all, write_small_run
@@ -562,7 +558,7 @@ def read_py_spy(data: bytes) -> object:
     )  # fmt: skip
     done = subprocess.CompletedProcess(["py-spy"], 0, stdout=text, stderr="")
     with mock.patch("subprocess.run", return_value=done), \
-            mock.patch("haiprof.live.native_stacks.is_mine", return_value=True):  # fmt: skip
+            mock.patch("haiprof.live.snapshot.is_mine", return_value=True):  # fmt: skip
         return isinstance(_run_spy("py-spy", 1), str), isinstance(
             _native_stack("py-spy", state), str
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from haiprof.base.errors import HaiprofError
 from haiprof.linux.readings import Unavailable
-from haiprof.trace_format.kineto import native
+from haiprof.trace_format.kineto import load as native
 from tests.fuzz import node_readers, run_readers, trace_readers
 
 

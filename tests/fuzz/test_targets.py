@@ -41,7 +41,7 @@ _OWN = {
     "in_job/payload.py": "the same",
     "in_job/collectives.py": "torch's own status, in the process that asks torch",
     "launch/companion_line.py": "the socket between the launcher and its own process",
-    "live/watch.py": "the answer of a child process",
+    "live/follow.py": "the answer of a child process",
     "agent/reactions.py": "the same",
     "agent/prometheus_endpoint.py": "records that a sampler of the same process has just made",
     "show/page/trace_sections.py": "plotly's own output",
@@ -50,11 +50,10 @@ _OWN = {
     "trace_analysis/pattern_gathering.py": "the user's own cache, whose entries have checksums",
     "run_analysis/remote_runs.py": "run.json at an address: each error becomes one of haiprof's",
     "in_job/worker_stacks.py": "the report of the rank that made the worker, cut and checked",
-    "linux/process_exit.py": "the kernel's answer about a process",
+    "linux/processes.py": "the kernel's answer about a process",
     "trace_analysis/operator_work.py": "arguments of a trace that was loaded",
     "trace_analysis/kernel_names.py": "arguments of a trace that was loaded",
-    "trace_format/kineto/kept_findings.py": "the user's own cache, whose entries have checksums",
-    "trace_format/kineto/concrete_values.py": "events of a trace that was loaded",
+    "trace_format/kineto/rank_trace.py": "events of a trace that was loaded",
     "run_format/schema.py": "no bytes: it makes the struct",
 }
 

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.gpm import RATIOS
-from haiprof.agent.samplers.gpu import GpuSampler
-from haiprof.agent.samplers.gpu_health import GpuHealthSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS, Missing
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.gpu_health import GPU_HEALTH
+from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
+from haiprof.agent.samplers.gpu_activity import RATIOS
+from haiprof.agent.samplers.table import ALL_METRICS, Missing
+from haiprof.run_format.tables import GPU, GPU_HEALTH
 from tests.unit.samplers.records import Row, rows
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from haiprof.agent.samplers.gpu import GpuSampler
-from haiprof.agent.samplers.gpu_health import GpuHealthSampler
+from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths

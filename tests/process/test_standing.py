@@ -13,7 +13,7 @@ import torch.serialization
 
 from haiprof import Analyzer
 from haiprof.live.ask import lost_members, members
-from haiprof.live.native_stacks import SuspectDetails, inspect_suspects
+from haiprof.live.snapshot import SuspectDetails, inspect_suspects
 from haiprof.live.standstill import GONE, RankState, Suspect, saving, suspects
 from haiprof.run_analysis.run_files import open_run
 from haiprof.run_format.layout import RunPaths

@@ -33,7 +33,7 @@ from haiprof.base.safe_files import (
     write_file,
 )
 from haiprof.cli.app import run_command
-from haiprof.compat.tensorboard_folder import open_layout
+from haiprof.compat.tensorboard import open_layout
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request
@@ -42,7 +42,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from haiprof.show.scalars import write_scalars
 from haiprof.trace_analysis.report_cache import cache_entry, read_answers, store_answers
-from haiprof.trace_format.kineto import user_cache
+from haiprof.trace_format.kineto import cache as user_cache
 from haiprof.trace_format.kineto.cache import content_key, open_columns
 from tests.security.second_user import as_second_user
 from tests.unit.analysis.trace.shared import rank_file, step

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from haiprof.agent.samplers.registry import SAMPLERS
-from haiprof.agent.samplers.sampler import ALL_METRICS, Node
+from haiprof.agent.samplers.table import ALL_METRICS, Node
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64
 from tests.fakes import FakeTree

@@ -18,24 +18,26 @@ from typing import Any
 
 import pytest
 
+from haiprof.agent import reach_controller as connections
+from haiprof.agent import reach_controller as controllers
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.reach import connection as connections
-from haiprof.agent.reach import controller as controllers
-from haiprof.agent.reach.controller import Controller
-from haiprof.agent.reach.messages import FRAME_LIMIT_BYTES, LENGTH
-from haiprof.agent.reach.proof import (
+from haiprof.agent.reach_controller import Controller
+from haiprof.agent.reach_uplink import (
     AGENT,
     ANSWER_BYTES,
     CONTROLLER,
+    FRAME_LIMIT_BYTES,
     HELLO_BYTES,
+    LENGTH,
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
     Handshake,
+    Uplink,
+    make_token,
     new_nonce,
+    read_token,
 )
-from haiprof.agent.reach.token_file import make_token, read_token
-from haiprof.agent.reach.uplink import Uplink
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
@@ -239,7 +241,7 @@ def test_a_port_taken_before_the_launcher_starts_gets_nothing(
 def test_a_rogue_controller_that_drips_is_left(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.agent.reach.uplink.PROOF_S", 0.5)
+    monkeypatch.setattr("haiprof.agent.reach_uplink.PROOF_S", 0.5)
     uplink = Uplink(listener.getsockname(), KEY)
     uplink.start()
     connection, _ = listener.accept()
@@ -356,7 +358,7 @@ def test_idle_connections_of_many_addresses_keep_nobody_out(controller: Controll
 
 _SHORT = """
 import contextlib, os, resource, socket, sys, time
-from haiprof.agent.reach.controller import Controller
+from haiprof.agent.reach_controller import Controller
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 controller = Controller("127.0.0.1", 0, b"k" * 32)
 controller.start()

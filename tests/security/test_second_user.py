@@ -19,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.kineto.socket_address import PrivateFolder
-from haiprof.agent.reach.token_file import make_token
+from haiprof.agent.kineto_protocol import PrivateFolder
+from haiprof.agent.reach_uplink import make_token
 from haiprof.agent.relay import Relay
 from haiprof.base.errors import UsageError
 from haiprof.base.options import ENV_ACTIVE
 from haiprof.in_job.commands import Commands
 from haiprof.in_job.identity import claim_folder
+from haiprof.live.attach import write_payload
+from haiprof.live.external_sampling import training_processes
 from haiprof.live.find import find_job, running_jobs
-from haiprof.live.inject import write_payload
-from haiprof.live.processes import training_processes
 from haiprof.run_format.boot import BOOT_FOLDER, boot_entries
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request

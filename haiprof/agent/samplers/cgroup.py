@@ -7,15 +7,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
-from haiprof.linux.cgroup_files import Places, cgroup_readings
-from haiprof.linux.cgroup_limits import OwnLimit, cpu_limit, memory_limit
-from haiprof.linux.cgroup_tree import V2, Cgroup, CgroupTree
-from haiprof.linux.procfs import ProcFile
+from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.linux.cgroups import (
+    V2,
+    Cgroup,
+    CgroupTree,
+    OwnLimit,
+    Places,
+    cgroup_readings,
+    cpu_limit,
+    memory_limit,
+)
+from haiprof.linux.procfs import ProcFile, inode
 from haiprof.linux.readings import Clock, Entity, Unavailable
-from haiprof.linux.sysfs import inode
-from haiprof.run_format.tables.cgroup import CGROUP
+from haiprof.run_format.tables import CGROUP
 
 OWN = "own"  # the launcher's cgroup; those above it have the last part of their path as name
 _CONTROLLERS = ("cpu", "cpuacct", "memory", V2)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.ethtool import Ethtool, Ioctl
+from haiprof.linux.procfs import link_name, read_text
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -22,8 +22,7 @@ from haiprof.linux.readings import (
     os_status,
     refused_reading,
 )
-from haiprof.linux.sysfs import link_name, read_text
-from haiprof.run_format.tables.ethernet import ETHERNET
+from haiprof.run_format.tables import ETHERNET
 
 _ETHER = "1"  # ARPHRD_ETHER, in /sys/class/net/*/type
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+([vs]f\d+|hpf)")  # a virtual function's end in the host

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.sampler import ALL_METRICS, Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.mounts import (
     LUSTRE,
@@ -26,7 +25,7 @@ from haiprof.linux.mounts import (
 )
 from haiprof.linux.procfs import ProcFile, file_reading
 from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value, refused_reading
-from haiprof.run_format.tables.filesystem import FILESYSTEM
+from haiprof.run_format.tables import FILESYSTEM
 
 _NONE = "no network file system is mounted (one that is mounted later will be seen)"
 # The client's age of a mount is in whole seconds.

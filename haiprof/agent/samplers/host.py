@@ -1,18 +1,363 @@
-"""Node CPU, memory, paging, pressure, disks and network from /proc, one record per sample."""
+"""A node from /proc and /sys: CPU, memory, paging, pressure, disks, network, NUMA nodes."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from haiprof.agent.samplers import cpu, disks, net
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.base.units import NS_PER_MS
 from haiprof.linux import memory
-from haiprof.linux.procfs import file_reading
-from haiprof.linux.readings import Clock, Entity, Reading, Value
-from haiprof.run_format.tables.host import HOST
+from haiprof.linux.procfs import TICK_NS, file_reading, list_names
+from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value
+from haiprof.run_format.tables import HOST, NUMA
+
+
+class SummedCounters:
+    """The sum of each counter over all devices.
+
+    It starts at the devices' own sum and grows by the growth of each of them between two reads: a
+    device that comes or goes, or whose counter wraps, makes no step in the sum.
+    """
+
+    def __init__(self, bits: Sequence[int]) -> None:
+        self._ranges = [1 << width for width in bits]
+        self._last: Mapping[bytes, Sequence[int]] = {}
+        self._totals: list[int] | None = None
+
+    def add(self, counts: Mapping[bytes, Sequence[int]]) -> tuple[int, ...]:
+        """The sums, after the counters of each device as they are now."""
+        last, self._last = self._last, counts
+        if self._totals is None:
+            columns = zip(*counts.values(), strict=True)
+            self._totals = [sum(column) for column in columns] or [0] * len(self._ranges)
+            return tuple(self._totals)
+        set_back = []
+        for name, values in counts.items():
+            if name in last and not self._grow(self._totals, values, last[name]):
+                set_back.append(name.decode(errors="replace"))
+        if set_back:
+            raise Unavailable(f"the counters of {', '.join(set_back)} were set back")
+        return tuple(self._totals)
+
+    def _grow(self, totals: list[int], values: Sequence[int], last: Sequence[int]) -> bool:
+        """Adds the growth of one device, unless one of its counters was reset.
+
+        A counter that decreases has wrapped if it grew by less than half its range; otherwise it
+        was reset (serial number arithmetic, RFC 1982). Those of 64 bits never wrap.
+        """
+        growths = []
+        for value, before, whole in zip(values, last, self._ranges, strict=True):
+            growth = value - before
+            if growth < 0 and whole < 1 << 64:
+                growth += whole
+                growth = growth if growth < whole >> 1 else -1
+            growths.append(growth)
+        if min(growths) < 0:
+            return False
+        for at, growth in enumerate(growths):
+            totals[at] += growth
+        return True
+
+
+Values = tuple[int | None, ...]
+
+CPU_COLUMNS = (
+    "cpu_user_ns",
+    "cpu_nice_ns",
+    "cpu_system_ns",
+    "cpu_idle_ns",
+    "cpu_iowait_ns",
+    "cpu_irq_ns",
+    "cpu_softirq_ns",
+    "cpu_steal_ns",
+    "cpu_count",
+    "context_switch_count",
+    "task_running_count",
+    "task_blocked_count",
+)
+_IDLE, _IOWAIT = 3, 4  # places in the first line
+
+
+class CpuTimes:
+    """Parses /proc/stat into CPU_COLUMNS.
+
+    The kernel's idle and iowait may decrease by some ticks; they keep their highest value until
+    the whole file is reset. Guest time is already part of user time.
+
+    Source: Linux Documentation/filesystems/proc.rst, section 1.7.
+    """
+
+    def __init__(self) -> None:
+        self._last = [0] * 8
+
+    def __call__(self, content: bytes) -> Values:
+        """The values; of the CPUs, from the first line alone."""
+        words = content[: content.index(b"\n")].split()
+        if words[0] != b"cpu":
+            raise ValueError("the first line is not the sum of all CPUs")
+        times = [int(word) for word in words[1:9]]
+        if len(times) != len(self._last):
+            raise ValueError("not every mode is there")
+        if times[0] >= self._last[0]:
+            for mode in (_IDLE, _IOWAIT):
+                times[mode] = max(times[mode], self._last[mode])
+        self._last = times
+        counts = (_last_number(content, name) for name in _COUNTS)
+        return (*(ticks * TICK_NS for ticks in times), content.count(b"\ncpu"), *counts)
+
+
+_COUNTS = (b"\nctxt ", b"\nprocs_running ", b"\nprocs_blocked ")
+
+
+def _last_number(content: bytes, name: bytes) -> int | None:
+    """The number after a name; from the end, as the line of interrupts before it is long."""
+    at = content.rfind(name)
+    return None if at < 0 else int(content[at + len(name) :].split(None, 1)[0])
+
+
+DISK_COLUMNS = (
+    "disk_read_bytes",
+    "disk_write_bytes",
+    "disk_read_count",
+    "disk_write_count",
+    "disk_busy_ns",
+    "disk_count",
+)
+_FIELDS = (5, 9, 3, 7, 12)  # sectors read, written, reads, writes, ms busy
+_BITS = (64, 64, 64, 64, 32)
+_SECTOR_BYTES = 512  # always in /proc/diskstats, whatever the device's own sector (iostats.rst)
+_SCALES = (_SECTOR_BYTES, _SECTOR_BYTES, 1, 1, NS_PER_MS)
+
+_MEMORY_DISK = re.compile(r"(loop|ram|zram)\d+\Z")
+_PARTITION = re.compile(r"(([hsv]d|xvd)[a-z]+\d+|(nvme\d+n|mmcblk)\d+p\d+|(dm-|md)\d+)\Z")
+_NVME_PATH = re.compile(rb"(nvme\d+)c\d+(n\d+)\Z")
+
+
+class DiskTotals:
+    """Parses /proc/diskstats into DISK_COLUMNS.
+
+    Left out: partitions (in their disk already), devices stacked on others (device mapper, RAID,
+    the head of an NVMe multipath: its paths are counted), and those in memory (loop, ram, zram).
+
+    Source: Linux Documentation/admin-guide/iostats.rst.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._block = root / "sys" / "block"
+        self._counted: dict[bytes, bool] = {}
+        self._sums = SummedCounters(_BITS)
+
+    def __call__(self, content: bytes) -> Values:
+        """The sums over all disks, None without any disk."""
+        lines = {words[2]: words for words in map(bytes.split, content.splitlines())}
+        disks = self._disks(lines)
+        if not disks:
+            return (None,) * len(DISK_COLUMNS)
+        counts = {name: [int(lines[name][field]) for field in _FIELDS] for name in disks}
+        sums = self._sums.add(counts)
+        scaled = (total * scale for total, scale in zip(sums, _SCALES, strict=True))
+        return (*scaled, len(disks))
+
+    def _disks(self, names: Collection[bytes]) -> list[bytes]:
+        paths = [match for match in map(_NVME_PATH.match, names) if match]
+        heads = {b"".join(path.groups()) for path in paths}
+        return [name for name in names if name not in heads and self._counts(name)]
+
+    def _counts(self, name: bytes) -> bool:
+        if name not in self._counted:
+            self._counted[name] = self._is_whole_disk(os.fsdecode(name))
+        return self._counted[name]
+
+    def _is_whole_disk(self, name: str) -> bool:
+        if _MEMORY_DISK.match(name):
+            return False
+        if not self._block.is_dir():
+            return _PARTITION.match(name) is None
+        folder = self._block / name.replace("/", "!")
+        return folder.is_dir() and not list_names(folder / "slaves")
+
+
+NETWORK_COLUMNS = (
+    "network_receive_bytes",
+    "network_transmit_bytes",
+    "network_receive_packet_count",
+    "network_transmit_packet_count",
+    "network_receive_error_count",
+    "network_transmit_error_count",
+    "network_receive_drop_count",
+    "network_transmit_drop_count",
+)
+_NET_FIELDS = (0, 8, 1, 9, 2, 10, 3, 11)
+
+TCP_COLUMNS = ("tcp_transmit_segment_count", "tcp_retransmit_segment_count")
+TCP_FIELDS = ("OutSegs", "RetransSegs")
+TCP_TROUBLE_COLUMNS = ("tcp_timeout_count", "tcp_listen_drop_count")
+TCP_TROUBLE_FIELDS = ("TCPTimeouts", "ListenDrops")
+
+
+class NetworkTotals:
+    """Parses /proc/net/dev into NETWORK_COLUMNS, without lo.
+
+    Left out: interfaces stacked on others that are counted (bonds, bridges, VLANs), ports of a
+    bridge without hardware (the host's ends of containers), and ifb, which only delays what
+    others carry. Where the default route leads out through hardware, nothing else counts: other
+    ends of containers are routed to it (Calico, Cilium). In a container it leads through the
+    container's end, which has none. RDMA traffic is not in these counters.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._net = root / "sys" / "class" / "net"
+        self._routes = root / "proc" / "net" / "route"
+        self._hardware_leads: bool | None = None
+        self._hardware: set[bytes] = set()
+        self._sums = SummedCounters([64] * len(_NET_FIELDS))
+
+    def __call__(self, content: bytes) -> Values:
+        """The sums over all interfaces, None without any interface."""
+        counts = {}
+        for line in content.splitlines()[2:]:
+            name, _, numbers = line.rpartition(b":")
+            if self._counts(name.strip()):
+                words = numbers.split()
+                counts[name.strip()] = [int(words[field]) for field in _NET_FIELDS]
+        return self._sums.add(counts) if counts else (None,) * len(_NET_FIELDS)
+
+    def _counts(self, name: bytes) -> bool:
+        return name in self._hardware or self._is_lowest(name)
+
+    def _is_lowest(self, name: bytes) -> bool:
+        """Checked each time where there is no hardware: a bridge may get its first port later."""
+        if name == b"lo" or name.startswith(b"ifb"):
+            return False
+        links = list_names(self._net / os.fsdecode(name))
+        if any(link.startswith("lower_") for link in links):
+            return False
+        if "device" in links:
+            self._hardware.add(name)
+            return True
+        if self._hardware_leads is None:
+            outward = _default_interfaces(self._routes)
+            self._hardware_leads = any(self._has_hardware(each) for each in outward)
+        return "brport" not in links and not self._hardware_leads
+
+    def _has_hardware(self, name: str, *, deep: int = 4) -> bool:
+        """Whether an interface, or one that it is stacked on, is a device."""
+        links = list_names(self._net / name)
+        lower = (link.removeprefix("lower_") for link in links if link.startswith("lower_"))
+        stacked = deep > 0 and any(self._has_hardware(each, deep=deep - 1) for each in lower)
+        return "device" in links or stacked
+
+
+def _default_interfaces(routes: Path) -> set[str]:
+    """Interfaces of default routes; none where the list cannot be read.
+
+    Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
+    """
+    try:
+        lines = routes.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    except OSError:
+        return set()
+    fields = (line.split() for line in lines)
+    return {each[0] for each in fields if len(each) > 7 and each[1] == each[7] == "00000000"}
+
+
+class ProtocolNumbers:
+    """Parses /proc/net/snmp or netstat: pairs of a line of names and one of numbers.
+
+    Source: Linux Documentation/networking/snmp_counter.rst.
+    """
+
+    def __init__(self, protocol: str, fields: Sequence[str]) -> None:
+        self._head = b"\n" + protocol.encode() + b": "
+        self._fields = [field.encode() for field in fields]
+        self._names = b""
+        self._places: list[int | None] = []
+
+    def __call__(self, content: bytes) -> Values:
+        """One number per field; None where the kernel does not count it."""
+        content = b"\n" + content
+        at = content.index(self._head)
+        values_at = content.index(self._head, at + 1)
+        names = content[at:values_at]
+        if names != self._names:
+            words = names.split()
+            self._places = [words.index(f) if f in words else None for f in self._fields]
+            self._names = names
+        end = content.find(b"\n", values_at + 1)
+        values = content[values_at : end if end >= 0 else None].split()
+        return tuple(None if place is None else int(values[place]) for place in self._places)
+
+
+_NODE = re.compile(r"node(\d+)\Z")
+_PAGES = (b"numa_hit", b"numa_miss", b"numa_foreign", b"local_node", b"other_node")
+
+
+class NumaSampler(TableSampler):
+    """One record per NUMA node.
+
+    Pages are counted where they are allocated: how often they are used from where is in the tables
+    `memory_bandwidth` and `remote_memory`.
+    """
+
+    name = "numa"
+    recorder = "numa"
+    every = 10
+    table = NUMA
+
+    def __init__(self, *, root: Path = Path("/"), clock: Clock = time.perf_counter_ns) -> None:
+        super().__init__(clock=clock)
+        self._nodes = root / "sys/devices/system/node"
+
+    @classmethod
+    def for_node(cls, node: Node) -> NumaSampler:
+        """The sampler of a node."""
+        return cls(root=node.root, clock=node.clock)
+
+    def find(self) -> Iterable[Entity]:
+        """The NUMA nodes in /sys."""
+        try:
+            found = [int(m[1]) for each in self._nodes.iterdir() if (m := _NODE.match(each.name))]
+        except OSError:
+            found = []
+        if not found:
+            raise Unavailable(f"{self._nodes}: no NUMA nodes (a kernel without CONFIG_NUMA)")
+        return [self._entity(number) for number in sorted(found)]
+
+    def _entity(self, number: int) -> Entity:
+        folder = self._nodes / f"node{number}"
+        columns = [column.name for column in NUMA.metrics]
+        return Entity(
+            key=(number,),
+            name=f"node {number}",
+            readings=(
+                file_reading(folder / "meminfo", columns[:2], parse_node_memory),
+                file_reading(folder / "numastat", columns[2:], parse_numastat),
+            ),
+        )
+
+
+def parse_node_memory(content: bytes) -> tuple[Value, ...]:
+    """MemTotal and MemFree in bytes; lines are `Node 0 MemTotal: 11102424 kB`, kB are KiB."""
+    words = content.split()
+    return tuple(
+        int(words[words.index(name) + 1]) * 1024 if name in words else None
+        for name in (b"MemTotal:", b"MemFree:")
+    )
+
+
+def parse_numastat(content: bytes) -> tuple[Value, ...]:
+    """Pages by where they were meant for and allocated.
+
+    Source: Linux Documentation/admin-guide/numastat.rst.
+    """
+    words = content.split()
+    values = dict(zip(words[0::2], words[1::2], strict=False))
+    return tuple(int(values[name]) if name in values else None for name in _PAGES)
+
 
 PSI_REMEDY = "a kernel with CONFIG_PSI, booted with psi=1"
 _NO_PSI = "the kernel has no pressure stall information"
@@ -48,16 +393,16 @@ def _files(root: Path) -> tuple[Reading, ...]:
     ) -> Reading:
         return file_reading(root / "proc" / name, columns, parse, lacking=lacking)
 
-    tcp = net.ProtocolNumbers("Tcp", net.TCP_FIELDS)
-    tcp_trouble = net.ProtocolNumbers("TcpExt", net.TCP_TROUBLE_FIELDS)
+    tcp = ProtocolNumbers("Tcp", TCP_FIELDS)
+    tcp_trouble = ProtocolNumbers("TcpExt", TCP_TROUBLE_FIELDS)
     return (
-        of("stat", cpu.CPU_COLUMNS, cpu.CpuTimes()),
+        of("stat", CPU_COLUMNS, CpuTimes()),
         of("meminfo", memory.MEMORY_COLUMNS, memory.MemorySizes(), "no such line in it"),
         of("vmstat", memory.PAGING_COLUMNS, memory.Paging()),
-        of("diskstats", disks.DISK_COLUMNS, disks.DiskTotals(root), "no whole disk in it"),
-        of("net/dev", net.NETWORK_COLUMNS, net.NetworkTotals(root), "no interface beyond lo in it"),
-        of("net/snmp", net.TCP_COLUMNS, tcp),
-        of("net/netstat", net.TCP_TROUBLE_COLUMNS, tcp_trouble),
+        of("diskstats", DISK_COLUMNS, DiskTotals(root), "no whole disk in it"),
+        of("net/dev", NETWORK_COLUMNS, NetworkTotals(root), "no interface beyond lo in it"),
+        of("net/snmp", TCP_COLUMNS, tcp),
+        of("net/netstat", TCP_TROUBLE_COLUMNS, tcp_trouble),
     )
 
 

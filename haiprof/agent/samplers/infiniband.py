@@ -1,29 +1,247 @@
-"""InfiniBand and RoCE: traffic and congestion of each port, its errors and link more seldom."""
+"""InfiniBand and RoCE: which ports there are, their traffic, congestion and errors."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from haiprof.agent.samplers.rdma import (
-    HEALTH,
-    TRAFFIC,
-    Attribute,
-    Port,
-    Pread,
-    Source,
-    choose_source,
-    find_ports,
-    link_rate,
-    port_details,
+from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.linux.procfs import inode, link_name, read_text
+from haiprof.linux.readings import (
+    Clock,
+    Entity,
+    Reading,
+    Unavailable,
+    Value,
+    os_status,
+    refused_reading,
 )
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.table import TableSampler
-from haiprof.linux.readings import Clock, Entity, Reading, Unavailable, Value, refused_reading
-from haiprof.linux.sysfs import inode
-from haiprof.run_format.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
+from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
+
+_ATTRIBUTE_BYTES = 256  # a sysfs attribute of one value; its length is a line
+_RATE = re.compile(r"([0-9.]+) Gb/sec")
+_BITS_PER_BYTE = 8
+_I64_END = 1 << 63
+
+Pread = Callable[[int, int, int], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file that counts something, below a port's folder."""
+
+    path: str
+    unit: int = 1
+    """What one count stands for."""
+
+
+def counter(name: str, unit: int = 1) -> Source:
+    """A counter of the port itself (performance management of the InfiniBand architecture)."""
+    return Source(path=f"counters/{name}", unit=unit)
+
+
+def hardware(*names: str) -> tuple[Source, ...]:
+    """Counters of the driver's own, per port or, with one port, of the device."""
+    folders = ("hw_counters", "../../hw_counters")
+    return tuple(Source(path=f"{folder}/{name}") for name in names for folder in folders)
+
+
+# Which file fills which column, the first that is there. Names are the drivers': mlx5 first, then
+# bnxt_re, irdma, mana_ib, efa and rxe, each only where it counts the same thing.
+# Source: kernel drivers/infiniband/{core/sysfs.c,hw/*/{counters,hw_counters,verbs}.c,sw/rxe}.
+TRAFFIC: Mapping[str, tuple[Source, ...]] = {
+    "transmit_bytes": (
+        Source(path="counters_ext/port_xmit_data_64", unit=4),
+        counter("port_xmit_data", 4),
+        *hardware("tx_bytes"),
+    ),
+    "receive_bytes": (
+        Source(path="counters_ext/port_rcv_data_64", unit=4),
+        counter("port_rcv_data", 4),
+        *hardware("rx_bytes"),
+    ),
+    "transmit_wait_count": (counter("port_xmit_wait"),),
+    "ecn_marked_count": hardware(
+        "np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd", "received_ecns"
+    ),
+    "cnp_sent_count": hardware("np_cnp_sent", "tx_cnp_pkts", "cnpSent", "sent_cnps"),
+    "cnp_handled_count": hardware("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled", "received_cnps"),
+    "cnp_ignored_count": hardware("rp_cnp_ignored", "cnpIgnored"),
+    "out_of_sequence_count": hardware(
+        "out_of_sequence", "oos_drop_count", "responder_oos", "out_of_seq_request"
+    ),
+    "packet_sequence_error_count": hardware(
+        "packet_seq_err", "seq_err_naks_rcvd", "requester_oos_nak", "rcvd_seq_err"
+    ),
+    "ack_timeout_count": hardware("local_ack_timeout_err", "to_retransmits", "requester_timeout"),
+    "rnr_nak_count": hardware(
+        "rnr_nak_retry_err", "rnr_naks_rcvd", "requester_rnr_nak", "rcvd_rnr_err"
+    ),
+    "implied_nak_count": hardware("implied_nak_seq_err", "missing_resp", "requester_implicit_nak"),
+    "out_of_buffer_count": hardware("out_of_buffer", "rx_out_of_buffer"),
+    "duplicate_request_count": hardware("duplicate_request", "dup_req", "responder_dup_request"),
+    "adaptive_retransmission_count": hardware("roce_adp_retrans"),
+    "slow_restart_count": hardware("roce_slow_restart"),
+    "retransmission_count": hardware("retrans_pkts"),
+}
+HEALTH: Mapping[str, tuple[Source, ...]] = {
+    "transmit_packet_count": (
+        counter("port_xmit_packets"),
+        *hardware("tx_pkts", "tx_packets", "sent_pkts"),
+    ),
+    "receive_packet_count": (
+        counter("port_rcv_packets"),
+        *hardware("rx_pkts", "rx_packets", "rcvd_pkts"),
+    ),
+    "symbol_error_count": (counter("symbol_error"),),
+    "link_recovery_count": (counter("link_error_recovery"),),
+    "link_down_count": (counter("link_downed"),),
+    "receive_error_count": (counter("port_rcv_errors"),),
+    "receive_remote_error_count": (counter("port_rcv_remote_physical_errors"),),
+    "transmit_discard_count": (counter("port_xmit_discards"),),
+    "transmit_constraint_count": (counter("port_xmit_constraint_errors"),),
+    "receive_constraint_count": (counter("port_rcv_constraint_errors"),),
+    "link_integrity_count": (counter("local_link_integrity_errors"),),
+    "buffer_overrun_count": (counter("excessive_buffer_overrun_errors"),),
+    "vl15_drop_count": (counter("VL15_dropped"),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port of an RDMA device."""
+
+    device: str
+    number: int
+    folder: Path
+    """.../ports/<number>."""
+    inode: int
+    """Of the folder: a device that is registered anew gets another one."""
+    alone: bool
+    """Whether the device has no other port, so that its own counters are the port's."""
+
+    @property
+    def name(self) -> str:
+        """As `rdma link` writes it."""
+        return f"{self.device}/{self.number}"
+
+
+def find_ports(root: Path) -> list[Port]:
+    """Every port of every RDMA device, in order of name."""
+    base = root / "sys/class/infiniband"
+    try:
+        devices = sorted(os.listdir(base))
+    except OSError as error:
+        status = os_status(error)
+        absent = "no RDMA device: no InfiniBand or RoCE driver is loaded"
+        reason = absent if status == "absent" else f"{base}: {error.strerror}"
+        raise Unavailable(reason, status=status) from None
+    ports = [port for device in devices for port in _ports_of(base / device)]
+    if not ports:
+        raise Unavailable(f"{base} lists no port of an RDMA device")
+    return ports
+
+
+def _ports_of(device: Path) -> list[Port]:
+    try:
+        numbers = sorted(int(name) for name in os.listdir(device / "ports") if name.isdigit())
+    except OSError:
+        return []  # it has just gone, or has no port yet: a later look finds it
+    ports = []
+    for number in numbers:
+        folder = device / "ports" / str(number)
+        present = inode(folder)
+        if present is not None:
+            alone = len(numbers) == 1
+            ports.append(
+                Port(device=device.name, number=number, folder=folder, inode=present, alone=alone)
+            )
+    return ports
+
+
+def port_details(port: Port) -> dict[str, object]:
+    """Constant properties for the record file's header; None where unknown."""
+    pci = port.folder.parent.parent / "device"
+    node = read_text(pci / "numa_node")
+    return {
+        "device": port.device,
+        "port": port.number,
+        "link_layer": read_text(port.folder / "link_layer"),
+        "rate_bytes_per_s": link_rate(read_text(port.folder / "rate") or ""),
+        "numa_node": int(node) if node and node.isdigit() else None,  # -1: firmware did not say
+        "netdev": read_text(port.folder / "gid_attrs/ndevs/0") or _only_name(pci / "net"),
+        "driver": link_name(pci / "driver"),
+    }
+
+
+def link_rate(text: str) -> float | None:
+    """Bytes/s of `rate`, such as `100 Gb/sec (4X EDR)`."""
+    match = _RATE.match(text)
+    return float(match[1]) * 1e9 / _BITS_PER_BYTE if match else None
+
+
+def choose_source(port: Port, sources: Sequence[Source]) -> Source | None:
+    """The first file that gives a number; else the first that is there; None without any."""
+    usable = [s for s in sources if port.alone or not s.path.startswith("..")]
+    present = [source for source in usable if (port.folder / source.path).exists()]
+    for source in present:
+        text = read_text(port.folder / source.path) or ""
+        if text.isascii() and text.isdigit():
+            return source
+    return present[0] if present else None
+
+
+class Attribute:
+    """One counter file of sysfs."""
+
+    def __init__(self, path: Path, unit: int, *, keep: bool, pread: Pread = os.pread) -> None:
+        self.path = path
+        self._unit = unit
+        self._keep = keep
+        self._pread = pread
+        self._fd = -1
+
+    def read(self) -> tuple[int | None]:
+        """The count in its unit; None beyond 63 bits.
+
+        A file that stays open and fails is not opened again at once: its device may be another one
+        by now, whose count must not continue this one's. The caller checks that before the next
+        read.
+        """
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = self._pread(self._fd, _ATTRIBUTE_BYTES, 0)
+        except OSError:
+            self.close()
+            raise
+        if not self._keep:
+            self.close()
+        if content.startswith(b"N/A"):
+            said = content.decode(errors="replace").strip()
+            reason = f"{self.path}: {said}: the driver answers no performance queries"
+            raise Unavailable(reason, status="unsupported", lasting=True)
+        value = int(content) * self._unit
+        return (value if 0 <= value < _I64_END else None,)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _only_name(folder: Path) -> str | None:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    return names[0] if len(names) == 1 else None
+
 
 _LOOK_EVERY = 60  # seconds, at the default interval, after which a new port is noticed
 

@@ -5,21 +5,182 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from haiprof.agent.samplers.rank_reports import RankReports
-from haiprof.agent.samplers.sampler import Node, Sampler
-from haiprof.agent.samplers.stream import Stream
-from haiprof.base.options import Options
+from haiprof.agent.samplers.table import ALL_METRICS, Missing, Node, RankReports, Sampler
+from haiprof.base.options import MIN_INTERVAL_S, Options
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import SuspendWatch, boot_ns
 from haiprof.linux.readings import Clock
-from haiprof.linux.suspend import SuspendWatch, boot_ns
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.entities import Key, entities_by_key
+from haiprof.run_format.layout import NodePaths, RunPaths
+from haiprof.run_format.writer import LineWriter, RecordWriter
+
+MAX_FACTOR = 16
+_RECOVER_AFTER = 30  # quick reads in a row after which the interval is halved again
+
+
+class Pace:
+    """The schedule of one sampler."""
+
+    def __init__(self, interval_ns: int, limit_ns: int, now_ns: int) -> None:
+        self._interval_ns = interval_ns
+        self._limit_ns = limit_ns
+        self._quick_count = 0
+        self.factor = 1
+        self.missed_count = 0
+        self.due_ns = now_ns + interval_ns
+
+    @property
+    def interval_ns(self) -> int:
+        """Between two samples, as it is now."""
+        return self._interval_ns * self.factor
+
+    def advance(self, now_ns: int, read_ns: int) -> None:
+        """Notes a sample that has just been taken; ticks missed meanwhile are counted."""
+        self._adapt(read_ns)
+        step = self.interval_ns
+        late_count = max(0, (now_ns - self.due_ns) // step)
+        self.missed_count += late_count
+        self.due_ns += step * (late_count + 1)
+
+    def restart(self, now_ns: int) -> None:
+        """Restarts the grid after a sample out of turn."""
+        self.due_ns = now_ns + self.interval_ns
+
+    def _adapt(self, read_ns: int) -> None:
+        if read_ns > self._limit_ns:
+            self.factor = min(self.factor * 2, MAX_FACTOR)
+            self._quick_count = 0
+            return
+        self._quick_count += 1
+        if self.factor > 1 and self._quick_count >= _RECOVER_AFTER:
+            self.factor //= 2
+            self._quick_count = 0
+
+
+# CPU times come in ticks of 10 ms: two samples closer than this would make a rate of noise.
+_MIN_GAP_NS = int(MIN_INTERVAL_S * NS_PER_S)
+
+Report = Callable[[Mapping[str, object]], None]
+"""Takes one line for the node's events file."""
+
+
+class Stream:
+    """Carries the records of one sampler to its file."""
+
+    def __init__(self, sampler: Sampler, interval_ns: int, *, clock: Clock, report: Report) -> None:
+        self.sampler = sampler
+        self._interval_ns = interval_ns
+        self.entities: Mapping[Key, Mapping[str, object]] = {}
+        """Description of each entity; never changed in place, as other threads read it."""
+        self.latest: tuple[int, bytes] = (0, b"")
+        """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
+        self.sample_count = 0
+        self.cpu_ns = 0
+        """Time that this thread spent in samples."""
+        self._last_ns = 0
+        self._clock = clock
+        self._report = report
+        self._reasons: set[str] = set()
+        self._writer: RecordWriter | None = None
+        self.pace = Pace(interval_ns, sampler.read_limit_ns, clock())
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Records that found no room on the disk."""
+        return self._writer.dropped_bytes if self._writer is not None else 0
+
+    def start(self, node: NodePaths, anchor: ClockAnchor, header: Mapping[str, object]) -> bool:
+        """Opens the sampler and its file, and takes the first sample."""
+        try:
+            missing = self.sampler.open()
+            self._report_missing(missing)
+            if any(each.metric == ALL_METRICS for each in missing):
+                return False
+            path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
+            self._writer = RecordWriter(path, self.sampler.table, clock=anchor, extra=extra)
+            self._describe(extra.get("entities"))
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return False
+        self._take()
+        # Only now does the sampler know how much it reads.
+        self.pace = Pace(self._interval_ns, self.sampler.read_limit_ns, self._last_ns)
+        return True
+
+    def sample_if_due(self, now_ns: int) -> None:
+        """Samples when it is time, or out of turn when the sampler has something new."""
+        if now_ns >= self.pace.due_ns:
+            read_ns = self._take()
+            self.pace.advance(self._clock(), read_ns)
+        elif now_ns - self._last_ns >= _MIN_GAP_NS and self._is_urgent():
+            self._take()
+            self.pace.restart(self._last_ns)
+
+    def finish(self) -> None:
+        """Takes the last sample, unless there has just been one."""
+        if self._clock() - self._last_ns >= _MIN_GAP_NS:
+            self._take()
+
+    def close(self) -> None:
+        """Closes the sampler and its file."""
+        try:
+            self.sampler.close()
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _take(self) -> int:
+        """Writes one sample."""
+        self._last_ns, began = self._clock(), time.thread_time_ns()
+        try:
+            data = self.sampler.sample()
+            read_ns = self._clock() - self._last_ns
+            self.cpu_ns += time.thread_time_ns() - began
+            self.sample_count += 1
+            self._report_missing(self.sampler.drain_missing())
+            for line in self.sampler.drain_lines():
+                self._report({**line, "source": self.sampler.name})
+                if line.get("type") == "entity":
+                    self._describe([line])
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return self.sampler.read_limit_ns + 1
+        self.latest = (self._last_ns, data)
+        if data and self._writer is not None:
+            self._writer.append(data)
+        return read_ns
+
+    def _describe(self, entities: object) -> None:
+        if isinstance(entities, list):
+            self.entities = {**self.entities, **entities_by_key(entities)}
+
+    def _is_urgent(self) -> bool:
+        try:
+            return self.sampler.urgent()
+        except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+            self._report_error(error)
+            return False
+
+    def _report_missing(self, missing: list[Missing]) -> None:
+        for each in missing:
+            line = {"type": "counter_missing", "source": self.sampler.name}
+            self._report({**line, **{k: v for k, v in each._asdict().items() if v}})
+
+    def _report_error(self, error: Exception) -> None:
+        """Reports each fault once: a sampler that always fails does so at every tick."""
+        reason = f"{type(error).__name__}: {error}"
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            line = {"type": "sampler_error", "source": self.sampler.name, "reason": reason}
+            self._report(line)
+
 
 _POLL_S = 0.25  # how soon a rank that reports in is noticed
 _LIST_NS = NS_PER_S // 10  # samplers that look for ranks at one poll share one list

@@ -2,17 +2,397 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
-from haiprof.agent.samplers.sampler import Node
-from haiprof.agent.samplers.socket_counters import Uncore, worst
-from haiprof.agent.samplers.table import TableSampler
-from haiprof.linux.perf_events import Kernel, LinuxKernel
-from haiprof.linux.readings import Clock, Entity, Status, Unavailable
-from haiprof.linux.resctrl import resctrl_entities
-from haiprof.run_format.tables.memory_bandwidth import MEMORY_BANDWIDTH
+from haiprof.agent.samplers.table import Node, TableSampler
+from haiprof.linux.perf_events import (
+    Event,
+    Kernel,
+    LinuxKernel,
+    ScaledSum,
+    Share,
+    close_all,
+    open_counter,
+    refusal,
+    resctrl_entities,
+)
+from haiprof.linux.readings import Clock, Entity, Reading, Status, Unavailable, Value
+from haiprof.linux.topology import (
+    PMU_FOLDER,
+    Cpu,
+    no_core_pmu,
+    node_count,
+    parse_cpu_list,
+    read_cpu,
+    socket_of_cpu,
+)
+from haiprof.run_format.tables import MEMORY_BANDWIDTH
+
+READ, WRITE, TOTAL, REMOTE = "read_bytes", "write_bytes", "total_bytes", "remote_bytes"
+_UNIT_BYTES = {"MiB": 1 << 20, "KiB": 1 << 10, "Bytes": 1, "B": 1}
+_RANGES = re.compile(r"(config[12]?):([\d,\-]+)\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """How a column is counted on one kind of PMU; its counters are summed."""
+
+    column: str
+    pmu: str
+    """Pattern of the PMU's names in /sys/bus/event_source/devices."""
+    named: tuple[tuple[str, ...], ...] = ()
+    """Events that the kernel may describe there, alternatives in order; with their own scale."""
+    terms: tuple[str, ...] = ()
+    """The events themselves, where the kernel describes none."""
+    unit: Fraction = Fraction(64)
+    """Bytes per count of `terms`, and of named events where `unscaled`."""
+    unscaled: bool = False
+    """The kernel gives its named events no scale."""
+
+
+_IMC = r"uncore_imc(_\d+)?\Z"
+_UPI = r"uncore_upi(_\d+)?\Z"
+_NAMED_READ = (("cas_count_read",), ("cas_count_read_sch0", "cas_count_read_sch1"))
+_NAMED_WRITE = (("cas_count_write",), ("cas_count_write_sch0", "cas_count_write_sch1"))
+
+
+def _intel(
+    read: tuple[str, ...], write: tuple[str, ...], *, trusted: bool = True
+) -> tuple[Metric, ...]:
+    """CAS commands of DDR channels, 64 B each; data flits of UPI, nine for 64 B.
+
+    Source: Linux arch/x86/events/intel/uncore_snbep.c; tools/perf pmu-events, metric
+    `upi_data_transmit_bw` (UNC_UPI_TxL_FLITS.ALL_DATA).
+    """
+    named = (_NAMED_READ, _NAMED_WRITE) if trusted else ((), ())
+    return (
+        Metric(column=READ, pmu=_IMC, named=named[0], terms=read),
+        Metric(column=WRITE, pmu=_IMC, named=named[1], terms=write),
+        Metric(column=REMOTE, pmu=_UPI, terms=("event=0x02,umask=0x0f",), unit=Fraction(64, 9)),
+    )
+
+
+_UNKNOWN_INTEL = _intel((), ())[:2]
+_SKYLAKE = _intel(("event=0x04,umask=0x03",), ("event=0x04,umask=0x0c",))
+# Linux before 5.17 describes Ice Lake's events with Skylake's masks, which count too little.
+_ICE_LAKE = _intel(("event=0x04,umask=0x0f",), ("event=0x04,umask=0x30",), trusted=False)
+_SAPPHIRE_RAPIDS = _intel(("event=0x05,umask=0xcf",), ("event=0x05,umask=0xf0",))
+_GRANITE_RAPIDS = _intel(
+    ("event=0x05,umask=0xcf", "event=0x06,umask=0xcf"),
+    ("event=0x05,umask=0xf0", "event=0x06,umask=0xf0"),
+)
+_INTEL = {
+    85: _SKYLAKE,  # also Cascade Lake, Cooper Lake
+    106: _ICE_LAKE,
+    108: _ICE_LAKE,
+    143: _SAPPHIRE_RAPIDS,
+    207: _SAPPHIRE_RAPIDS,  # Emerald Rapids
+    173: _GRANITE_RAPIDS,
+    174: _GRANITE_RAPIDS,
+}
+
+_DF = r"amd_df\Z"
+
+
+def _beats(first: int, count: int, umask: int) -> tuple[str, ...]:
+    """The same data fabric event of units that follow each other at 0x40."""
+    return tuple(f"event={first + 0x40 * n:#x},umask={umask:#x}" for n in range(count))
+
+
+# Linux tools/perf pmu-events, amdzen{4,5}/memory-controller.json (umc_cas_cmd.rd and .wr; a burst
+# is 64 B) and data-fabric.json: "data beats (64 bytes)" out of the socket, per link.
+_UMC = (
+    Metric(column=READ, pmu=r"amd_umc_\d+\Z", terms=("event=0x0a,rdwrmask=0x1",)),
+    Metric(column=WRITE, pmu=r"amd_umc_\d+\Z", terms=("event=0x0a,rdwrmask=0x2",)),
+)
+_ZEN4 = (*_UMC, Metric(column=REMOTE, pmu=_DF, terms=_beats(0xB5F, 8, 0xF3E)))
+_ZEN5 = (*_UMC, Metric(column=REMOTE, pmu=_DF, terms=_beats(0xD5F, 6, 0xF3E)))
+# amdzen2/data-fabric.json, metric nps1_die_to_dram: reads and writes together, 64 B, and only
+# where a socket is one NUMA node. What a beat of its links is, no description says.
+_ZEN2 = (Metric(column=TOTAL, pmu=_DF, terms=_beats(0x07, 8, 0x38)),)
+
+# NVIDIA Grace performance tuning guide: beats of 32 B, and bytes.
+_GRACE = tuple(
+    Metric(
+        column=column,
+        pmu=r"nvidia_scf_pmu_\d+\Z",
+        named=((name,),),
+        unit=Fraction(unit),
+        unscaled=True,
+    )
+    for column, name, unit in (
+        (READ, "cmem_rd_data", 32),
+        (WRITE, "cmem_wr_total_bytes", 1),
+        (REMOTE, "remote_socket_rd_data", 32),
+        (REMOTE, "remote_socket_wr_total_bytes", 1),
+    )
+)
+
+
+def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
+    """The events of a CPU model."""
+    if cpu.vendor == "GenuineIntel" and cpu.family == 6:
+        return _INTEL.get(cpu.model, _UNKNOWN_INTEL)
+    if cpu.vendor == "AuthenticAMD":
+        return _amd(cpu, root)
+    if (cpu.vendor, cpu.model) == ("0x41", 0xD4F):
+        return _GRACE
+    raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
+
+
+def _amd(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
+    """Server models by generation, as in Linux arch/x86/kernel/cpu/amd.c."""
+    family, model = cpu.family, cpu.model
+    if family == 0x1A and model < 0x20:
+        return _ZEN5
+    if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
+        return _ZEN4
+    if (family == 0x17 and 0x30 <= model <= 0x3F) or (family == 0x19 and model <= 0x0F):
+        if node_count(root) == len(set(socket_of_cpu(root).values())):
+            return _ZEN2
+        reason = f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
+        raise Unavailable(reason, status="unsupported")
+    raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pmu:
+    """One PMU in /sys/bus/event_source/devices."""
+
+    name: str
+    type: int
+    cpus: tuple[int, ...]
+    """One CPU for each socket, or other unit, that it counts for."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """The bits of each term, such as `event` in `config:0-7`."""
+    events: Mapping[str, str] = field(default_factory=dict)
+    """The events that the kernel describes, with `name.scale` and `name.unit`."""
+
+    def event(self, terms: str) -> Event:
+        """An event such as `event=0x04,umask=0x03`."""
+        configs = {"config": 0, "config1": 0, "config2": 0}
+        for term in terms.split(","):
+            name, _, value = term.partition("=")
+            word, bits = _bits(name, self.formats.get(name, f"{name}:0-63"), int(value or "1", 0))
+            configs[word] |= bits
+        return Event(name=f"{self.name}/{terms}/", type=self.type, **configs)
+
+
+def find_pmus(root: Path, pattern: str) -> list[Pmu]:
+    """The PMUs of that name; empty where there are none."""
+    folder = root / PMU_FOLDER
+    try:
+        names = sorted(each.name for each in folder.iterdir() if re.match(pattern, each.name))
+    except OSError:
+        return []
+    return [_read_pmu(folder / name) for name in names]
+
+
+def unit_events(metric: Metric, pmu: Pmu) -> Iterable[tuple[Event, Fraction]]:
+    """The events of a metric on one PMU, with the bytes per count of each."""
+    for names in metric.named:
+        found = [(name, _scale(pmu, name, metric)) for name in names if name in pmu.events]
+        if len(found) == len(names) and all(scale is not None for _, scale in found):
+            return [(pmu.event(pmu.events[name]), scale) for name, scale in found if scale]
+    if metric.terms:
+        return [(pmu.event(terms), metric.unit) for terms in metric.terms]
+    reason = f"{pmu.name}: this kernel describes no event for {metric.column}"
+    raise Unavailable(reason, status="unsupported", lasting=True)
+
+
+def _scale(pmu: Pmu, name: str, metric: Metric) -> Fraction | None:
+    """Bytes per count as the kernel says; `metric.unit` where it says nothing and that is known."""
+    scale, unit = pmu.events.get(f"{name}.scale"), pmu.events.get(f"{name}.unit")
+    if scale is None and unit is None and metric.unscaled:
+        return metric.unit
+    if scale is None or unit not in _UNIT_BYTES:
+        return None
+    return Fraction(scale) * _UNIT_BYTES[unit]
+
+
+def _bits(name: str, ranges: str, value: int) -> tuple[str, int]:
+    """A term's value in the bits of its config word, lowest first."""
+    match = _RANGES.match(ranges)
+    if match is None:
+        raise ValueError(f"no place for the term {name}")
+    bits, rest = 0, value
+    for part in match[2].split(","):
+        low, _, high = part.partition("-")
+        width = int(high or low) - int(low) + 1
+        bits |= (rest & ((1 << width) - 1)) << int(low)
+        rest >>= width
+    if rest:
+        raise ValueError(f"{name}={value:#x} does not fit into {ranges}")
+    return match[1], bits
+
+
+def _read_pmu(folder: Path) -> Pmu:
+    return Pmu(
+        name=folder.name,
+        type=int((folder / "type").read_text()),
+        cpus=tuple(parse_cpu_list((folder / "cpumask").read_text())),
+        formats=_texts(folder / "format"),
+        events=_texts(folder / "events"),
+    )
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    if not folder.is_dir():
+        return {}
+    return {each.name: each.read_text().strip() for each in folder.iterdir()}
+
+
+_EVERY_CPU = 0  # the kernel.perf_event_paranoid that allows counting a whole CPU
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenColumn:
+    """One column as it is counted on each socket."""
+
+    sums: Mapping[int, Sequence[ScaledSum]]
+    origin: str
+
+
+class Uncore:
+    """Opens the counters of a CPU model on every socket."""
+
+    def __init__(self, root: Path, kernel: Kernel) -> None:
+        self._root = root
+        self._kernel = kernel
+        self._sockets = socket_of_cpu(root)
+        self._shares = {socket: Share() for socket in set(self._sockets.values())}
+
+    def entities(self) -> list[Entity]:
+        """One per socket; a column that cannot be counted says why."""
+        cpu = read_cpu(self._root)
+        try:
+            metrics = metrics_of(cpu, self._root)
+        except Unavailable as why:
+            raise Unavailable(
+                no_core_pmu(self._root, cpu) or why.reason, status="unsupported"
+            ) from None
+        columns = {column: self._column(column, metrics) for column in (READ, WRITE, TOTAL, REMOTE)}
+        if all(isinstance(columns[column], Unavailable) for column in (READ, WRITE, TOTAL)):
+            _close(columns.values())
+            known = {metric.column for metric in metrics}
+            raise worst([c for name, c in columns.items() if isinstance(c, Unavailable)
+                         and name in known])  # fmt: skip
+        return [self._entity(socket, columns) for socket in sorted(self._shares)]
+
+    def _column(self, column: str, metrics: Sequence[Metric]) -> _OpenColumn | Unavailable:
+        """Opens all counters of a column, or none, with the reason."""
+        sums: dict[int, list[ScaledSum]] = {socket: [] for socket in self._shares}
+        names: list[str] = []
+        try:
+            for metric in metrics:
+                if metric.column == column:
+                    for pmu in self._pmus(metric):
+                        names.append(pmu.name)
+                        self._open(metric, pmu, sums)
+        except Unavailable as why:
+            _close([_OpenColumn(sums, "")])
+            return why
+        if not names:
+            reason = f"no event is known for {column} on {read_cpu(self._root)}"
+            return Unavailable(reason, status="unsupported")
+        if not all(sums.values()):
+            _close([_OpenColumn(sums, "")])
+            return Unavailable(f"{names[0]}: not on every socket", status="unsupported")
+        return _OpenColumn(sums, f"perf_event_open of {len(names)} PMUs: {names[0]} to {names[-1]}")
+
+    def _pmus(self, metric: Metric) -> list[Pmu]:
+        try:
+            pmus = find_pmus(self._root, metric.pmu)
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"{metric.pmu}: {error}", status="unsupported") from None
+        if pmus:
+            return pmus
+        name = metric.pmu.split("(")[0].removesuffix(r"\Z").replace(r"\d+", "*")
+        if metric.column == REMOTE and len(self._shares) == 1:
+            raise Unavailable("there is no other socket")
+        cpu = read_cpu(self._root)
+        where = "virtual machine" if cpu.virtual else "kernel"
+        raise Unavailable(no_core_pmu(self._root, cpu) or f"this {where} shows no PMU {name}")
+
+    def _open(self, metric: Metric, pmu: Pmu, sums: Mapping[int, list[ScaledSum]]) -> None:
+        try:
+            events = list(unit_events(metric, pmu))
+        except ValueError as error:
+            raise Unavailable(f"{pmu.name}: {error}", status="unsupported") from None
+        for event, unit in events:
+            for cpu in pmu.cpus:
+                socket = self._sockets.get(cpu)
+                if socket is None:
+                    raise Unavailable(f"{pmu.name}: the socket of CPU {cpu} is not known")
+                sums[socket].append(self._open_event(event, unit, cpu, self._shares[socket]))
+
+    def _open_event(self, event: Event, unit: Fraction, cpu: int, share: Share) -> ScaledSum:
+        try:
+            return ScaledSum([open_counter(self._kernel, event, share, pid=-1, cpu=cpu)], unit)
+        except OSError as error:
+            raise refusal(error, event, self._root, allowing=_EVERY_CPU, virtual="") from None
+
+    def _entity(self, socket: int, columns: Mapping[str, _OpenColumn | Unavailable]) -> Entity:
+        share = self._shares[socket]
+        origins = {n: each.origin for n, each in columns.items() if isinstance(each, _OpenColumn)}
+        sums = [s for c in columns.values() if isinstance(c, _OpenColumn) for s in c.sums[socket]]
+        return Entity(
+            key=(socket,),
+            name=f"socket {socket} (uncore)",
+            readings=(
+                Reading(
+                    columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"),
+                    origin="perf_event_open, uncore PMUs",
+                    read=lambda: (*_values(socket, columns), share.take()),
+                    close=lambda: close_all(sums),
+                ),
+            ),
+            details={"source": "uncore", "origins": origins},
+        )
+
+
+def _values(
+    socket: int, columns: Mapping[str, _OpenColumn | Unavailable]
+) -> tuple[Value | Unavailable, ...]:
+    read, write, total, remote = (
+        _value(socket, columns[column]) for column in (READ, WRITE, TOTAL, REMOTE)
+    )
+    if isinstance(columns[TOTAL], Unavailable) and isinstance(columns[READ], _OpenColumn):
+        total = read if isinstance(read, Unavailable) else _plus(read, write)
+    return read, write, total, remote
+
+
+def _plus(read: int, write: int | Unavailable) -> int | Unavailable:
+    return write if isinstance(write, Unavailable) else read + write
+
+
+def _value(socket: int, counters: _OpenColumn | Unavailable) -> int | Unavailable:
+    """The sum of a column's counters, or why there is none now."""
+    if isinstance(counters, Unavailable):
+        return counters
+    try:
+        return sum([each.read() for each in counters.sums[socket]])
+    except OSError as error:
+        return Unavailable(f"{counters.origin}: {error.strerror}", status="unsupported")
+    except Unavailable as why:
+        return why
+
+
+def _close(columns: Iterable[_OpenColumn | Unavailable]) -> None:
+    for column in columns:
+        if isinstance(column, _OpenColumn):
+            for sums in column.sums.values():
+                close_all(sums)
+
+
+def worst(reasons: Sequence[Unavailable]) -> Unavailable:
+    """The reason with a remedy, else the first one."""
+    return min(reasons, key=lambda why: ("denied", "unsupported", "absent").index(why.status))
 
 
 class MemoryBandwidthSampler(TableSampler):

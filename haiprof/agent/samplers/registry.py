@@ -1,20 +1,24 @@
-"""Every sampler, in the order in which they are opened and shown."""
+"""Every sampler in its order, and each counter of this node read once: value, source, cost."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.dcgm import DcgmSampler
 from haiprof.agent.samplers.ethernet import EthernetSampler
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.gpu import GpuSampler
-from haiprof.agent.samplers.gpu_health import GpuHealthSampler
-from haiprof.agent.samplers.host import HostSampler
+from haiprof.agent.samplers.gpu import GpuHealthSampler, GpuSampler
+from haiprof.agent.samplers.gpu_activity import DcgmSampler
+from haiprof.agent.samplers.host import HostSampler, NumaSampler
 from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
 from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
-from haiprof.agent.samplers.numa import NumaSampler
-from haiprof.agent.samplers.placement import PlacementSampler
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.remote_memory import RemoteMemorySampler
+from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, Sampler
+from haiprof.run_format.schema import Column, Table
 
 SAMPLERS = (
     HostSampler,
@@ -32,3 +36,126 @@ SAMPLERS = (
     MemoryBandwidthSampler,
     RemoteMemorySampler,
 )
+
+
+_NOTHING = "nothing of this source is here"
+
+
+class SamplerKind(Protocol):
+    """A sampler's class, as `SAMPLERS` lists them."""
+
+    name: str
+    table: Table
+
+    def for_node(self, node: Node) -> Sampler:
+        """The sampler of a node; not opened yet."""
+
+
+def survey(node: Node, kinds: Iterable[SamplerKind] = SAMPLERS) -> list[CounterState]:
+    """Opens every sampler, reads each of its sources once, and closes it."""
+    return [state for kind in kinds for state in _of_kind(kind, node)]
+
+
+def counter_row(state: CounterState) -> dict[str, Any]:
+    """One counter as `haiprof doctor --json` prints it; `name` is `<sampler>.<metric>`."""
+    return {
+        "name": f"{state.source}.{state.metric}",
+        "entity": state.entity,
+        "status": state.status,
+        "value": state.value,
+        "unit": state.unit,
+        "source": state.origin,
+        "read_ns": state.read_ns,
+        "reason": state.reason,
+        "remedy": state.remedy,
+    }
+
+
+def _of_kind(kind: SamplerKind, node: Node) -> list[CounterState]:
+    try:
+        missing, states = _ask(kind.for_node(node))
+    except Exception as error:  # noqa: BLE001  one sampler must not stop the others
+        why = f"the sampler failed, please report it: {type(error).__name__}: {error}"
+        missing, states = [Missing(ALL_METRICS, why, "unsupported")], []
+    columns = {column.name: column for column in kind.table.metrics}
+    whole = next((each for each in missing if each.metric == ALL_METRICS), None)
+    if whole is not None and not states:
+        return _none_of(kind.name, columns.values(), whole)
+    return [
+        *_expand(kind.name, columns, states),
+        *_unread(kind.name, columns, states=states, missing=missing),
+    ]
+
+
+def _ask(sampler: Sampler) -> tuple[list[Missing], list[CounterState]]:
+    """What is missing and what was read; the sampler is closed in any case."""
+    try:
+        missing = sampler.open()
+        if any(each.metric == ALL_METRICS for each in missing):
+            return missing, []
+        states = sampler.states()
+        return [*missing, *sampler.drain_missing()], states
+    finally:
+        sampler.close()
+
+
+def _expand(
+    name: str, columns: Mapping[str, Column], states: Sequence[CounterState]
+) -> Iterator[CounterState]:
+    """States of single columns; one without a finite value is not called available."""
+    for state in states:
+        if state.metric == ALL_METRICS:
+            why = Missing(ALL_METRICS, state.reason or _NOTHING, state.status, state.remedy)
+            yield from _none_of(name, columns.values(), why, entity=state.entity)
+        elif state.status != "available":
+            yield replace(state, value=None, read_ns=None)
+        elif state.value is None or not math.isfinite(state.value):
+            reason = state.reason or f"{state.origin}: no value"
+            yield replace(state, value=None, read_ns=None, status="unsupported", reason=reason)
+        else:
+            yield state
+
+
+def _unread(
+    name: str,
+    columns: Mapping[str, Column],
+    *,
+    states: Sequence[CounterState],
+    missing: Sequence[Missing],
+) -> Iterator[CounterState]:
+    """Columns and entities without a state, with the reasons that the sampler gave."""
+    entities = {state.entity for state in states}
+    for each in missing:
+        if each.metric not in columns and each.metric not in entities:
+            entities.add(each.metric)
+            yield from _none_of(name, columns.values(), each, entity=each.metric)
+    spoken = {state.metric for state in states}
+    if ALL_METRICS in spoken or (not states and entities):
+        return
+    reasons = {each.metric: each for each in reversed(missing)}
+    general = next(iter(missing), Missing(ALL_METRICS, _NOTHING)) if not states else None
+    for column in columns.values():
+        if column.name not in spoken:
+            why = reasons.get(column.name) or general or Missing(column.name, "not read here")
+            yield from _none_of(name, [column], why)
+
+
+def _none_of(
+    name: str, columns: Iterable[Column], why: Missing, *, entity: str = ""
+) -> list[CounterState]:
+    """Rows without a value; where nothing was read, the column's meaning names the source."""
+    return [
+        CounterState(
+            source=name,
+            entity=entity,
+            metric=column.name,
+            unit=column.unit,
+            status="absent" if why.status == "available" else why.status,
+            value=None,
+            origin=column.meaning,
+            read_ns=None,
+            reason=why.reason,
+            remedy=why.remedy,
+        )
+        for column in columns
+    ]

@@ -18,8 +18,8 @@ from typing import Literal
 
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.linux.process_files import status_fields
+from haiprof.linux.procfs import read_text
 from haiprof.linux.readings import Status, os_status
-from haiprof.linux.sysfs import read_text
 
 Kind = Literal["launcher", "tool"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats
 from haiprof.diagnosis.rule_inputs import judged_steps
 from haiprof.diagnosis.thresholds import DEVICE_COVERAGE_RATIO
 from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE

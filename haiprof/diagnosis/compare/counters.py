@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats
-from haiprof.base.statistics.bootstrap import Uncertain, resample
-from haiprof.base.statistics.rank_sum import adjust_p_values
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import Uncertain, adjust_p_values, resample
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
@@ -73,7 +72,7 @@ def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterCha
     """Metrics that differ beyond chance (all asked together) and by enough, the largest first.
 
     Needs eight samples of each run. Intervals as those of the step time, by
-    `base.statistics.bootstrap`.
+    `base.statistics`.
     """
     old, new = _series(before), _series(after)
     found = [

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import RunFormatError
-from haiprof.base.statistics.bootstrap import Resampled, Uncertain, resample
-from haiprof.base.statistics.rank_sum import adjust_p_values
+from haiprof.base.intervals import Floats, Ints
+from haiprof.base.statistics import Resampled, Uncertain, adjust_p_values, resample
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.compare.step_time import Change, run_spread
 from haiprof.diagnosis.thresholds import (

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from haiprof.base.arrays import Floats
-from haiprof.base.statistics.bootstrap import Resampled, Uncertain, resample, segment_spread
-from haiprof.base.statistics.rank_sum import adjust_p_values
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import Resampled, Uncertain, adjust_p_values, resample, segment_spread
 from haiprof.diagnosis.compare.compared_run import DEVICE_PHASES, HOST_PHASES, PAUSES, ComparedRun
 from haiprof.diagnosis.thresholds import (
     COMPARE_MAX_RANKS,
@@ -112,7 +111,7 @@ def step_change(before: Floats, after: Floats, *, replicates: int = 1000) -> Cha
 
     Returns:
         The interval is Student's t with the bootstrap's standard errors of the log of both medians
-        (`base.statistics.bootstrap`), and with what two runs of the same code
+        (`base.statistics`), and with what two runs of the same code
         differ by: as much as parts
         of these runs do beyond chance, and no less than `COMPARE_RUN_RATIO`. Null with its reason
         where there are too few steps, or too few that are independent of each other; a run that

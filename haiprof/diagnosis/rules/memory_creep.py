@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.arrays import Floats
-from haiprof.base.statistics.trend import growth_p_value
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs

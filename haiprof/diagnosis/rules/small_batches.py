@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from haiprof.base.statistics.medians import lower_median
+from haiprof.base.medians import lower_median
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs

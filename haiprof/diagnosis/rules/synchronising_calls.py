@@ -11,7 +11,7 @@ from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SYNC_IDLE_RATIO
 from haiprof.diagnosis.traced_window import at_places, missing_lines, places
-from haiprof.trace_format.blocking_calls import FREE
+from haiprof.trace_format.launch_checks import FREE
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.pattern_gathering import Patterns

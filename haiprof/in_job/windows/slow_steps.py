@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from haiprof.base.statistics.medians import upper_median
+from haiprof.base.medians import upper_median
 from haiprof.base.trace_options import DEFAULT_STEPS, TraceOptions
 from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.windows.phase_times import PhaseTimes

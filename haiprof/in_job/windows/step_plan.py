@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.identity import rank_and_world, restart
 from haiprof.in_job.threads import hold_size_signal
+from haiprof.run_format.control import is_count, read_object
 from haiprof.run_format.layout import AGREED_PREFIX
-from haiprof.run_format.messages import is_count, read_object
 
 STEPS_BEFORE = 10  # of a plan that says no start
 LEAD_STEPS = 3  # rehearsal, warm-up of Kineto, and the step in between

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from haiprof.base.statistics.medians import upper_median
+from haiprof.base.medians import upper_median
 from haiprof.run_format.schema import EVAL, NOGRAD, SAVE
 
 KEPT_STEPS = 101

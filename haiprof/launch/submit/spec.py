@@ -1,12 +1,63 @@
-"""The specification of a submitted job, the same for every engine, checked once."""
+"""The specification of a submitted job, its haiprof options, and the command of one node."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
 
 from haiprof.base.errors import UsageError
+from haiprof.base.options import (
+    OPTIONS,
+    merge_options,
+    option_spec,
+    options_from_environment,
+    options_from_pyproject,
+    parse_dotted,
+    parse_value,
+    safe_name,
+)
+
+
+def resolve_options(
+    dotted: Sequence[str],
+    given: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    *,
+    program: str,
+    pyproject: Path = Path("pyproject.toml"),
+) -> tuple[dict[str, str], Path]:
+    """What the job's command line says, so that nothing has to travel beside it."""
+    texts = _of_environment(environ)
+    for word in dotted:
+        parse_dotted(word)
+        name, _, text = word.partition("=")
+        texts[_canonical(name.removeprefix("profile."))] = text
+    texts |= {name: text for name, text in given.items() if text is not None}
+    options = merge_options(
+        options_from_pyproject(pyproject),
+        options_from_environment(environ),
+        dict(parse_value(name, text, origin=f"--{name}") for name, text in texts.items()),
+    )
+    name = options.name or Path(program).name.removesuffix(".py")
+    texts |= {"name": safe_name(name), "log-dir": options.address or str(options.log_dir)}
+    return texts, options.log_dir
+
+
+def _of_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    texts = {spec.name: environ[spec.env] for spec in OPTIONS if environ.get(spec.env)}
+    parsed = options_from_environment(environ)
+    return texts | {k: f"{v:g}" for k, v in parsed.items() if k.startswith("interval.")}
+
+
+def _canonical(name: str) -> str:
+    spec = option_spec(name)
+    return name if spec is None else spec.name
+
 
 _MAX_NODES = 100_000
 # What sbatch's own parser, which knows quotes, escapes and comments, reads as one plain word.
@@ -128,3 +179,81 @@ def parse_directives(words: Iterable[str]) -> dict[str, str]:
     """Options of `--sbatch NAME=VALUE`, or `--sbatch NAME` for a switch."""
     pairs = (word.removeprefix("--").partition("=") for word in words)
     return {name: value for name, _, value in pairs}
+
+
+STATIC_PORT = 29500
+"""Of the first node's rendezvous, where every job has nodes of its own."""
+
+
+class Expanded(str):
+    """A word that the engine expands; all others are literal."""
+
+    __slots__ = ()
+
+
+def node_words(
+    spec: JobSpec,
+    *,
+    rendezvous: Sequence[str],
+    haiprof: Sequence[str] = ("haiprof",),
+    torchrun: str = "torchrun",
+    run_id: str | None = None,
+) -> list[str]:
+    """What each node runs."""
+    words = [*haiprof, *haiprof_words(spec), *([] if run_id is None else [run_id])]
+    meeting = list(rendezvous) if spec.nodes > 1 else ["--standalone"]
+    return [*words, "--", torchrun, *rank_words(spec), *meeting, *script_words(spec)]
+
+
+def rank_words(spec: JobSpec) -> list[str]:
+    """How many processes there are, for torchrun."""
+    return [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ranks}"]
+
+
+def script_words(spec: JobSpec) -> list[str]:
+    """What torchrun starts: after -- its parser looks at no word, or `--n 5` were its own."""
+    words = [_not_a_macro(word) for word in (spec.program, *spec.arguments)]
+    return [*(["-m"] if spec.module else []), "--", *words]
+
+
+def _not_a_macro(word: str) -> str:
+    """Torchrun puts the rank's number for $local_rank, and $ for $$: words that hold neither stay.
+
+    Source: torch.distributed.elastic.utils.api.macros.
+    """
+    altered = Template(word).safe_substitute(local_rank="") != word
+    return word.replace("$", "$$") if altered else word
+
+
+def haiprof_words(spec: JobSpec) -> list[str]:
+    """`run` and haiprof's options, each once."""
+    return ["run", *(f"--{name}={text}" for name, text in spec.options.items())]
+
+
+def c10d(endpoint: str, identity: str) -> list[str]:
+    """Options of torchrun for nodes that meet at the first one, whoever that is."""
+    return [
+        "--rdzv-backend=c10d",
+        type(endpoint)(f"--rdzv-endpoint={endpoint}"),
+        type(identity)(f"--rdzv-id={identity}"),
+    ]
+
+
+def static(address: str, node_rank: str) -> list[str]:
+    """Options of torchrun for nodes that were given numbers."""
+    return [
+        type(node_rank)(f"--node-rank={node_rank}"),
+        type(address)(f"--master-addr={address}"),
+        f"--master-port={STATIC_PORT}",
+    ]
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """One command for a shell; an `Expanded` word goes between double quotes."""
+    return " ".join(f'"{w}"' if isinstance(w, Expanded) else shlex.quote(w) for w in words)
+
+
+def own_torchrun() -> str:
+    """The command torchrun beside this interpreter, else whatever has that name."""
+    installed = Path(sys.executable).parent / "torchrun"
+    return str(installed) if installed.exists() else "torchrun"

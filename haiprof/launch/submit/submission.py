@@ -1,17 +1,403 @@
-"""A submitted job of any engine: how to find, follow and stop it."""
+"""A submitted job of any engine: emitted, started here or by submitit, followed, stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from haiprof.base.errors import UsageError
-from haiprof.launch.submit.emit import ENGINES, FORMS, check_engine
-from haiprof.launch.submit.local import start_local
-from haiprof.launch.submit.slurm import submit_slurm
-from haiprof.launch.submit.spec import JobSpec
+from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.log_addresses import is_address
+from haiprof.base.options import ENV_ACTIVE, ENV_RENDEZVOUS, is_enabled, safe_name
+from haiprof.base.safe_files import create_file, make_named_folder, make_private
+from haiprof.launch.submit.engines import (
+    ENDPOINT,
+    jobset,
+    kubernetes_job,
+    ray_driver,
+    sbatch_options,
+    sbatch_script,
+    skypilot,
+    srun_options,
+    trainjob,
+)
+from haiprof.launch.submit.spec import JobSpec, c10d, haiprof_words, node_words, own_torchrun
+from haiprof.run_format.boot import remove_run
+from haiprof.run_format.layout import RunPaths
+
+if TYPE_CHECKING:
+    import submitit
+
+START_S = 10.0
+"""After so long without a run directory the job is taken to start slowly."""
+_POLL_S = 0.02
+_SHOWN_BYTES = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """A job that was started in the background here."""
+
+    id: str
+    """The name of its run directory."""
+    run: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    """Its launcher: a signal to it is a signal to the job."""
+
+    def status(self) -> int | None:
+        """The job's exit status; None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+
+def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> LocalJob:
+    """Starts a job, and waits until it runs."""
+    if spec.nodes > 1:
+        raise UsageError(
+            f"--nodes {spec.nodes}: this is one machine",
+            hint="--on slurm, or --emit FORM for another engine",
+        )
+    check_script(spec)
+    log_dir = log_dir.absolute()
+    identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"
+    identity = safe_name(spec.options.get("run-id", identity))
+    folder = "local-dir" if is_address(spec.options.get("log-dir", "")) else "log-dir"
+    spec = replace(spec, options={**spec.options, folder: str(log_dir), "run-id": identity})
+    run = log_dir / f"{safe_name(spec.name)}-{identity}"
+    log = run.with_name(f"{run.name}.log")
+    job = LocalJob(id=run.name, run=run, log=log, process=_start(spec, environ, log))
+    if is_enabled(environ):
+        _wait_for_start(job)
+    return job
+
+
+def check_script(spec: JobSpec) -> None:
+    """Whether the script is there."""
+    if not spec.module and spec.is_python and not Path(spec.program).is_file():
+        raise UsageError(f"{spec.program}: no such file", hint="haiprof submit SCRIPT.py")
+
+
+def local_words(spec: JobSpec) -> list[str]:
+    """The command: torchrun where a number of ranks is asked for, else the program alone."""
+    if spec.is_python and (spec.ranks_per_node or spec.gpus_per_node):
+        return node_words(spec, rendezvous=(), haiprof=list(spec.haiprof), torchrun=own_torchrun())
+    program = ["-m", spec.program] if spec.module else [spec.program]
+    return [*spec.haiprof, *haiprof_words(spec), "--", *program, *spec.arguments]
+
+
+def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    try:
+        make_named_folder(log.parent)
+        with os.fdopen(create_file(log, below=log.parent), "wb") as file:
+            return subprocess.Popen(
+                local_words(spec),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(spec, environ),
+                start_new_session=True,  # no terminal: closing one does not end the job
+            )
+    except OSError as error:
+        raise UsageError(f"cannot start into {log}: {error.strerror or error}") from None
+
+
+def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The job's environment; it is a job of its own, also where this one is recorded."""
+    passed = {name: value for name, value in environ.items() if name != ENV_ACTIVE}
+    active = environ.get(ENV_ACTIVE)
+    if active and "PYTHONPATH" in passed:
+        passed["PYTHONPATH"] = remove_run(passed["PYTHONPATH"], active)
+    return {**passed, **spec.environment}
+
+
+def _wait_for_start(job: LocalJob) -> None:
+    until = time.monotonic() + START_S
+    run = RunPaths(job.run)
+    while time.monotonic() < until:
+        status = job.status()
+        if status == 0 or any(run.node_folders()):  # the agent starts right after the job
+            return
+        if status is not None:
+            words = job.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").split()
+            raise HaiprofError(
+                f"the job ended at once with exit status {status}: {' '.join(words)}",
+                hint=f"see {job.log}",
+            )
+        time.sleep(_POLL_S)
+
+
+_OVER = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
+     "DEADLINE", "OUT_OF_MEMORY", "REVOKED"}
+)  # fmt: skip
+_OWN_DIRECTIVES = ("array", "export", "output", "error", "signal", "wrap")
+_FIELD = re.compile(r"(\w+)=(\S*)")
+
+
+@dataclass(frozen=True)
+class NodeTask:
+    """What submitit carries to each node, and calls there."""
+
+    spec: JobSpec
+    haiprof: tuple[str, ...]
+    torchrun: str
+
+    def __call__(self) -> int:
+        """Runs haiprof on this node."""
+        if not self._requeues:
+            # submitit asks Slurm for it 90 s before the limit, to requeue what can be.
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        status = subprocess.run(
+            self._words(), env=self._environment(), preexec_fn=_ignore_usr2, check=False
+        ).returncode
+        if status:
+            raise SystemExit(status if status > 0 else 128 - status)
+        return 0
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission | None:
+        """What submitit requeues before the time limit; nothing unless it was asked for."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self) if self._requeues else None
+
+    @property
+    def _requeues(self) -> bool:
+        """Whether submitit may: it reckons with the time limit. Slurm requeues without it, too."""
+        return self.spec.requeue and self.spec.time_limit_s is not None
+
+    def _words(self) -> list[str]:
+        endpoint, job = os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"]
+        return node_words(
+            self.spec,
+            rendezvous=c10d(endpoint, job),
+            haiprof=self.haiprof,
+            torchrun=self.torchrun,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
+        kept = {name: value for name, value in os.environ.items() if name not in own}
+        return {**kept, **self.spec.environment}
+
+
+def _ignore_usr2() -> None:
+    """Slurm signals every process of a step: a rank without a handler would be ended by it."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job that Slurm took."""
+
+    id: str
+    log: Path
+    """Of all nodes."""
+    target: Path
+    """Its run directory as `run_directories` will name it; of one node only the log directory."""
+
+    def status(self) -> int | None:
+        """Its exit status; None while it waits or runs."""
+        words = ["scontrol", "--oneliner", "show", "job", self.id]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        fields = dict(_FIELD.findall(done.stdout))
+        if "JobState" not in fields:
+            reason = " ".join(done.stderr.split()) or "no answer"
+            raise HaiprofError(f"Slurm does not report the state of job {self.id}: {reason}")
+        if fields["JobState"] not in _OVER:
+            return None
+        code, _, number = fields.get("ExitCode", "").partition(":")
+        if number not in ("", "0"):
+            return 128 + int(number)
+        return int(code or 0) or int(fields["JobState"] != "COMPLETED")
+
+
+def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SlurmJob:
+    """Submits a job."""
+    check_script(spec)
+    check_torchrun(spec)
+    for name in _OWN_DIRECTIVES:
+        if name in spec.directives:
+            raise UsageError(
+                f"--sbatch {name}: with --on slurm it is set by submitit",
+                hint="haiprof submit ... --emit slurm > job.sh, and sbatch job.sh",
+            )
+    folder = log_dir.absolute() / "slurm"
+    if "%" in str(folder):
+        raise UsageError(f"{folder}: Slurm reads % in the names of logs", hint="another --log-dir")
+    executor, failed = _executor(folder)
+    _make_private(folder)
+    task = NodeTask(spec, haiprof=spec.haiprof, torchrun=own_torchrun())
+    try:
+        executor.update_parameters(**_parameters(spec, folder))
+        with (
+            _outside_jobs(),
+            redirect_stderr(StringIO()),
+        ):  # submitit prints what it raises
+            job = executor.submit(task)
+    except (failed, subprocess.CalledProcessError) as error:
+        raise UsageError(f"Slurm did not take the job: {_last_words(error)}") from None
+    except OSError as error:
+        raise UsageError(f"cannot submit from {folder}: {error.strerror or error}") from None
+    name = f"{spec.name}-{spec.options.get('run-id', f'{job.job_id}.0')}"
+    target = log_dir / name if spec.nodes > 1 or "run-id" in spec.options else log_dir
+    return SlurmJob(id=job.job_id, log=folder / f"{job.job_id}.log", target=target)
+
+
+def check_torchrun(spec: JobSpec) -> None:
+    """Whether torchrun can start the program on each node."""
+    if not spec.is_python:
+        raise UsageError(
+            f"{spec.program}: torchrun starts Python scripts and modules",
+            hint="SCRIPT.py or -m MODULE; for another program put haiprof in its own srun line",
+        )
+
+
+def _make_private(folder: Path) -> None:
+    """Makes the folder of submitit's files: they hold the job's true command and environment.
+
+    The nodes execute what lies there (pickle), so that nobody else may write into it either. Not by
+    umask: sbatch hands that on to the job.
+    """
+    try:
+        make_named_folder(folder.parent)
+        make_private(folder, below=folder.parent)
+    except OSError as error:
+        raise UsageError(f"cannot submit from {folder}: {error.strerror or error}") from None
+
+
+def _executor(folder: Path) -> tuple[Any, type[Exception]]:
+    try:
+        import submitit
+        from submitit.core.utils import FailedJobError
+    except ImportError:
+        raise MissingExtraError(
+            "--on slurm needs submitit, which is not installed",
+            hint="pip install 'haiprof[slurm]'; or --emit slurm prints the script for sbatch",
+        ) from None
+    try:
+        return submitit.SlurmExecutor(folder), FailedJobError
+    except RuntimeError:
+        raise UsageError(
+            "--on slurm: no srun here", hint="run it on a node of Slurm's, or --emit slurm"
+        ) from None
+
+
+@contextmanager
+def _outside_jobs() -> Iterator[None]:
+    """Hides the variables of a Slurm job in which this runs: they are not the new one's.
+
+    submitit's own `clean_env` also hides SLURM_CONF and what a site sets for sbatch.
+    """
+    prefixes = ("SLURM_", "SLURMD_", "SUBMITIT_")
+    inside = "SLURM_JOB_ID" in os.environ
+    names = {n for n in os.environ if n.startswith(prefixes) and n != "SLURM_CONF"}
+    hidden = {name: os.environ.pop(name) for name in names} if inside else {}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _parameters(spec: JobSpec, folder: Path) -> dict[str, Any]:
+    """By the names that submitit has, so that it knows them too; the rest as Slurm's."""
+    limit_s = spec.time_limit_s
+    own = {"job-name", "nodes", "ntasks-per-node", "open-mode"}
+    options = {k: v or True for k, v in sbatch_options(spec).items() if k not in own}
+    return {
+        "job_name": spec.name,
+        "nodes": spec.nodes,
+        "ntasks_per_node": 1,
+        "time": None if limit_s is None else max(1, limit_s // 60),
+        "wckey": None,
+        "stderr_to_stdout": True,
+        "setup": [f"export {ENV_RENDEZVOUS}={ENDPOINT}"],
+        "srun_args": [
+            *srun_options(spec),
+            "--output",
+            str(folder / "%j.log"),
+            "--open-mode=append",
+        ],
+        "additional_parameters": options,
+    }
+
+
+def _last_words(error: Exception) -> str:
+    text = getattr(error, "stderr", None) or getattr(error, "output", None) or str(error)
+    text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return " ".join(text.split())[-400:]
+
+
+# Flag by field of what not every engine takes.
+_FLAGS = {
+    "gpu_type": "--gpu-type",
+    "cpus_per_node": "--cpus-per-node",
+    "time_limit_s": "--time-limit",
+    "requeue": "--requeue",
+    "partition": "--partition",
+    "account": "--account",
+    "directives": "--sbatch",
+    "image": "--image",
+    "claim": "--claim",
+}
+_SLURM = frozenset(
+    {"gpu_type", "cpus_per_node", "time_limit_s", "requeue", "partition", "account", "directives"}
+)
+_PODS = frozenset({"cpus_per_node", "time_limit_s", "requeue", "image", "claim"})
+ENGINES = {"local": frozenset[str](), "slurm": _SLURM}
+"""What `--on` takes, with the fields of `JobSpec` that each can use."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What `--emit` can print."""
+
+    text: Callable[[JobSpec], str]
+    takes: frozenset[str]
+    next: str
+    """The next command for the user."""
+
+
+FORMS = {
+    "slurm": Form(sbatch_script, _SLURM, "sbatch FILE"),
+    "kubernetes": Form(kubernetes_job, _PODS, "kubectl apply -f FILE"),
+    "jobset": Form(jobset, _PODS, "kubectl apply -f FILE"),
+    "trainjob": Form(trainjob, frozenset({"cpus_per_node", "image"}), "kubectl apply -f FILE"),
+    "ray": Form(
+        ray_driver, frozenset({"cpus_per_node"}), "ray job submit --working-dir . -- python FILE"
+    ),
+    "skypilot": Form(
+        skypilot, frozenset({"gpu_type", "cpus_per_node", "requeue", "image"}), "sky launch FILE"
+    ),
+}
+
+
+def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
+    """Checks that an engine supports all options of a job."""
+    for field, flag in _FLAGS.items():
+        if getattr(spec, field) and field not in takes:
+            able = [n for n, fields in ENGINES.items() if field in fields]
+            able += [n for n, form in FORMS.items() if field in form.takes and n not in able]
+            raise UsageError(
+                f"{flag}: nothing that {name} takes", hint=f"taken by {', '.join(able)}"
+            )
+
+
+def emit(spec: JobSpec, form: str) -> str:
+    """A job in an engine's own language."""
+    if form not in FORMS:
+        raise UsageError(f"--emit {form}: no such form", hint=f"one of {', '.join(FORMS)}")
+    check_torchrun(spec)
+    check_engine(spec, form, FORMS[form].takes)
+    return FORMS[form].text(spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +461,38 @@ def submit_job(
         status=job.status,
         poll_s=0.2,
     )
+
+
+_BLOCK_BYTES = 1 << 16
+
+
+def follow(
+    log: Path,
+    status: Callable[[], int | None],
+    out: BinaryIO | None,
+    *,
+    poll_s: float,
+) -> int:
+    """Copies a job's log while it grows."""
+    offset = 0
+    while True:
+        ended = status()  # before the log is read, so that the last lines are in it
+        offset = _copy(log, offset, out)
+        if ended is not None:
+            return ended
+        time.sleep(poll_s)
+
+
+def _copy(log: Path, offset: int, out: BinaryIO | None) -> int:
+    if out is None:
+        return offset
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            while block := file.read(_BLOCK_BYTES):
+                out.write(block)
+                offset += len(block)
+    except FileNotFoundError:
+        return offset
+    out.flush()
+    return offset

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.rank_grid import RankGrid
 from haiprof.show.figures.style import (

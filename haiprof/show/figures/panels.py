@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.show.figures.panel_table import OWNER, PANEL_ROWS, PanelSpec, by_reason, entity_label
 from haiprof.show.figures.style import AXIS, TIME_AXIS, figure_layout, series_color

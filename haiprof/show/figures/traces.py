@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US
 from haiprof.show.figures.panels import points_per_series, thin_points
 from haiprof.show.figures.style import (

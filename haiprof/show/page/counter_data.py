@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.rank_grid import RankGrid
 from haiprof.show.figures.panel_table import (

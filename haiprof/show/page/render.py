@@ -32,7 +32,7 @@ from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.files import fault_lines
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport
-from haiprof.trace_format.checks.finding import EVERYTHING
+from haiprof.trace_format.launch_checks import EVERYTHING
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.agent.samplers.sampler import CounterState
+from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.base.units import MISSING, duration_text
 from haiprof.show.text import count_text, value_text

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING, bytes_text, duration_text, ranks_text, ratio_text
-from haiprof.live.follow import JobNow, RankNow
-from haiprof.live.progress import JobProgress
+from haiprof.live.follow import JobNow, JobProgress, RankNow
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
 from haiprof.show.terminal import FILLINGS, filling, fit_width, sparkline
 from haiprof.show.text import printable

@@ -15,11 +15,9 @@ from haiprof.base.code_places import is_library
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.live.attach import RECORDED, Attached
 from haiprof.live.external_sampling import RATE_HZ, SampledStacks
-from haiprof.live.kineto.result import KinetoTraces, ProcessTrace
-from haiprof.live.native_stacks import SuspectDetails
-from haiprof.live.snapshot import Snapshot
-from haiprof.live.stacks import Node
-from haiprof.live.standstill import RankState, Suspect, doing
+from haiprof.live.kineto_processes import KinetoTraces, ProcessTrace
+from haiprof.live.snapshot import Snapshot, SuspectDetails
+from haiprof.live.standstill import Node, RankState, Suspect, doing
 from haiprof.live.trace_now import TraceNow, failures
 from haiprof.run_format.stack_frames import frame_text
 from haiprof.show.card import verdict_card

@@ -16,7 +16,7 @@ from haiprof.show.views.blocks import bullets, missing_block, notes_block, secti
 from haiprof.trace_analysis.collectives import WHOLE_JOB
 from haiprof.trace_analysis.files import fault_lines, fault_names
 from haiprof.trace_analysis.report import TraceReport
-from haiprof.trace_format.checks.finding import EVERYTHING
+from haiprof.trace_format.launch_checks import EVERYTHING
 
 Tables = Mapping[str, pl.DataFrame]
 

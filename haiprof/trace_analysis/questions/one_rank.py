@@ -58,7 +58,7 @@ from haiprof.trace_analysis.step_time import (
     annotation_kernels,
     step_time_breakdown,
 )
-from haiprof.trace_format.kineto.tables import OPS
+from haiprof.trace_format.kineto.events import OPS
 
 
 class TimeQuestions(RankTraces):

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.what_if.predict import Graph, Plan, plan_graph, times
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"

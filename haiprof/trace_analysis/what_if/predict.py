@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Floats, Ints
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
-from haiprof.base.statistics.bootstrap import resample, student_quantile
+from haiprof.base.intervals import Floats, Ints
+from haiprof.base.statistics import resample, student_quantile
 from haiprof.trace_analysis.what_if.replay import NEVER_CAUSED_NS, RankGraph
 from haiprof.trace_analysis.what_if.replay_parts import COLLECTIVE, KERNEL, NETWORK, RANK, Change
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
+from haiprof.base.intervals import Ints
 from haiprof.trace_analysis.collectives import CATEGORY, clock_base_ns, collective_waits
 from haiprof.trace_analysis.device_dependencies import (
     NEVER,

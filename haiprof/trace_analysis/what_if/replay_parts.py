@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.base.intervals import Intervals, covered_lengths, union
+from haiprof.base.intervals import Intervals, Ints, covered_lengths, union
 from haiprof.trace_analysis.collectives import CATEGORY, cpu_collectives
 from haiprof.trace_analysis.device_dependencies import (
     DEVICE,

@@ -1,24 +1,20 @@
-"""The columns of a trace on disk: one file per trace in the user's cache folder, or in memory.
-
-A cache file gets its name once it is complete: readers see all of it or nothing, and of two
-processes that build the same one the later one wins. Its name holds the format's version and a key
-of the file: size, times of change, and a hash of its beginning, its end and 64 places in between.
-Hashing all of a large file would take as long as reading it. Every part has a checksum; a damaged
-cache is built again. `user_cache` checks the owner and limits the size.
-"""
+"""The columns of a trace, and what was found of it, in the user's own cache folder."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
+import re
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -26,10 +22,87 @@ import msgspec
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.options import cache_limit_bytes
+from haiprof.base.safe_files import (
+    PRIVATE,
+    is_unfinished,
+    make_folder,
+    make_named_folder,
+    open_folder,
+    open_to_read,
+    remove_file,
+    whole_file,
+)
 from haiprof.trace_format.kineto.columns import by_start, finish_table, merge_parts
+from haiprof.trace_format.kineto.events import TABLES, TRACE_VERSION
 from haiprof.trace_format.kineto.load import LoadReport, read_trace
-from haiprof.trace_format.kineto.tables import TABLES, TRACE_VERSION
-from haiprof.trace_format.kineto.user_cache import new_entry, read_entry
+from haiprof.trace_format.launch_checks import Finding
+
+_ENTRY = re.compile(r"[0-9a-z-]{8,80}\.(columns|answers|findings)")
+_UNFINISHED_S = 24 * 3600.0
+"""After this time an unfinished file is taken for abandoned."""
+
+
+def user_folder() -> Path:
+    """The folder for caches that the user has: $XDG_CACHE_HOME, else ~/.cache."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, str(error)) from None
+
+
+def trace_folder() -> Path:
+    """Where entries about traces are."""
+    return user_folder() / "haiprof" / "traces"
+
+
+@contextlib.contextmanager
+def read_entry(name: str) -> Iterator[BinaryIO]:
+    """Opens an entry to read, and marks it as used now."""
+    with open(open_to_read(trace_folder() / name, below=user_folder(), own=True), "rb") as file:
+        with contextlib.suppress(OSError):
+            os.utime(file.fileno())
+        yield file
+
+
+@contextlib.contextmanager
+def new_entry(name: str) -> Iterator[BinaryIO]:
+    """An entry to write; the folder is made where it is missing."""
+    limit = cache_limit_bytes(os.environ)
+    if not limit:
+        raise OSError(errno.EDQUOT, "the user wants no cache", name)
+    folder, home = trace_folder(), user_folder()
+    make_named_folder(home, mode=PRIVATE)
+    make_folder(folder, below=home, mode=PRIVATE, own=True)
+    with whole_file(folder / name, below=home, mode=0o600, own=True) as file:
+        yield file
+        _make_room(folder, limit - file.tell(), home=home, but=name)
+
+
+def _make_room(folder: Path, size: int, *, home: Path, but: str) -> None:
+    """Removes entries beyond `size` bytes, and unfinished files of processes that have ended."""
+    entries, now_s = [], time.time()
+    with open_folder(folder, below=home, own=True) as fd, os.scandir(fd) as found:
+        for entry in found:
+            with contextlib.suppress(OSError):  # somebody else was faster
+                status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                if is_unfinished(entry.name) and now_s - status.st_mtime > _UNFINISHED_S:
+                    remove_file(folder / entry.name, below=home)
+                elif _ENTRY.fullmatch(entry.name) and entry.name != but:
+                    entries.append((status.st_mtime_ns, status.st_size, entry.name))
+    total = sum(size for _, size, _ in entries)
+    for _, freed, name in sorted(entries):
+        if total <= size:
+            return
+        with contextlib.suppress(OSError):
+            remove_file(folder / name, below=home)
+            total -= freed
+
 
 _PART_ROWS = 1 << 15
 _SAMPLE_BYTES, _SAMPLE_COUNT = 4096, 64
@@ -266,3 +339,42 @@ class _PartWriter:
         part = [zlib.crc32(data), frame.columns, self._file.tell(), len(data)]
         self.written.setdefault(name, []).append(part)
         self._file.write(data)
+
+
+_VERSION = 3  # of the checks: findings of another one are worked out anew
+_SIZE_LIMIT_BYTES = 1 << 20
+_UNFIT = (OSError, ValueError, RecursionError)
+"""What reading of a damaged entry raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFindings:
+    """What was found of one trace."""
+
+    findings: tuple[Finding, ...]
+    corrected: frozenset[str]
+    """Tables that hold something else than the file."""
+    window: tuple[int, int] | None
+    """First start and last end of calls and GPU events, or else of operators."""
+
+
+def recall_findings(key: str) -> KeptFindings | None:
+    """What was kept; None where nothing was, or something damaged."""
+    with contextlib.suppress(*_UNFIT), read_entry(_name(key)) as file:
+        data = file.read(_SIZE_LIMIT_BYTES)
+        if int(data[:8], 16) != zlib.crc32(data[8:]):
+            return None
+        return msgspec.json.decode(data[8:], type=KeptFindings)
+    return None
+
+
+def keep_findings(key: str, kept: KeptFindings) -> None:
+    """Keeps what was found, if anything can be kept."""
+    body = msgspec.json.encode(kept, order="deterministic")
+    if len(body) + 8 < _SIZE_LIMIT_BYTES:
+        with contextlib.suppress(OSError), new_entry(_name(key)) as file:
+            file.write(b"%08x" % zlib.crc32(body) + body)
+
+
+def _name(key: str) -> str:
+    return f"{key}-{_VERSION}.findings"

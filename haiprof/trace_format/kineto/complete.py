@@ -13,17 +13,17 @@ from typing import IO, Any, BinaryIO
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.added_ranges import (
+from haiprof.run_format.phase_ranges import (
     CHUNK_BYTES,
     HEAD_BYTES,
+    PhaseRange,
     events_start,
     phase_texts,
     range_text,
 )
-from haiprof.run_format.phase_ranges import PhaseRange
 from haiprof.trace_format.kineto.columns import finish_table, merge_parts
+from haiprof.trace_format.kineto.events import ANNOTATIONS, OPS
 from haiprof.trace_format.kineto.load import read_trace
-from haiprof.trace_format.kineto.tables import ANNOTATIONS, OPS
 
 _GZIP_BITS, _GZIP_LEVEL = 31, 3
 _TAIL_BYTES = 4 << 20  # what Kineto says of its own window stands behind the job's events

@@ -1,4 +1,4 @@
-"""Decodes a piece of text into events; damaged ones are repaired or dropped, and counted."""
+"""Decodes a piece of text into events; adds and replaces fields in the text of events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from haiprof.trace_format.kineto.events import (
     ARGUMENTS,
@@ -17,8 +19,7 @@ from haiprof.trace_format.kineto.events import (
     WHOLE,
     Decoder,
 )
-from haiprof.trace_format.kineto.scan import BOUNDARY, Element, Found, element, scrub
-from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.kineto.text import BOUNDARY, Element, Found, TraceText, element, scrub
 
 # A text of this length without the end of an event, in which further events seem to begin, has
 # lost a bracket or a quote.
@@ -201,3 +202,56 @@ def _is_json(event: bytes) -> bool:
     except _DecodeError:
         return False
     return True
+
+
+_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def with_number(event: bytes, field: str, number: int) -> bytes:
+    """An event with a whole number in one field."""
+    fields = _FIELDS.decode(event)
+    fields[field] = msgspec.Raw(b"%d" % number)
+    return msgspec.json.encode(fields)
+
+
+_ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw] | None
+)
+
+
+def add_marks(
+    text: TraceText, events: npt.NDArray[np.int64], mark: str, *, only_marked: bool = False
+) -> Iterator[bytes]:
+    """Yields the text of all events as written, some of them with one more argument."""
+    first = 0
+    for piece in event_texts(text):
+        texts = TEXTS.decode(b"[" + piece + b"]")
+        chosen = events[slice(*np.searchsorted(events, [first, first + len(texts)]))] - first
+        first += len(texts)
+        if not len(chosen) and not only_marked:
+            yield piece
+            continue
+        whole = [bytes(one) for one in texts]
+        marked = chosen.tolist()
+        for place in marked:
+            whole[place] = _mark_event(whole[place], mark)
+        if only_marked:
+            kept = set(marked)
+            whole = [one for at, one in enumerate(whole) if at in kept or _is_metadata(one)]
+        if whole:
+            yield b",\n".join(whole)
+
+
+def _is_metadata(event: bytes) -> bool:
+    return bool(_FIELDS.decode(event).get("ph") == msgspec.Raw(b'"M"'))
+
+
+def _mark_event(event: bytes, mark: str) -> bytes:
+    fields = _FIELDS.decode(event)
+    try:
+        args = _ARGS.decode(fields.get("args", msgspec.Raw(b"{}"))) or {}
+    except msgspec.ValidationError:
+        return event  # its arguments are no object: there is nowhere to put a mark
+    args[mark] = msgspec.Raw(b"1")
+    fields["args"] = msgspec.Raw(msgspec.json.encode(args))
+    return msgspec.json.encode(fields)

@@ -1,4 +1,4 @@
-"""Reads one trace file into frames, piece by piece, with a report of what was read and what not."""
+"""Reads one trace file into frames, by the compiled scanner where it was built."""
 
 from __future__ import annotations
 
@@ -6,33 +6,146 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.arrays import Ints
 from haiprof.base.errors import TraceFormatError
-from haiprof.trace_format.kineto.columns import BATCH_ROWS, Common, Names, TableBatch
+from haiprof.base.intervals import Ints
+from haiprof.trace_format.kineto.columns import (
+    BATCH_ROWS,
+    Common,
+    Flags,
+    Names,
+    TableBatch,
+    exact_times,
+    times,
+)
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
 from haiprof.trace_format.kineto.events import (
     CATEGORIES,
     CATEGORY_OF_TYPE,
     EXACT_HEADS,
+    HALVES,
     HEADS,
-    OTHER_CATEGORY,
-)
-from haiprof.trace_format.kineto.halves import HALVES, Half, OpenHalves
-from haiprof.trace_format.kineto.native import NATIVE_ROWS, NativeColumns
-from haiprof.trace_format.kineto.tables import (
+    LINKS,
     MEMORY,
+    OTHER_CATEGORY,
+    PHASES,
     REDUNDANT_CATEGORIES,
     TABLE_OF_CATEGORY,
     TABLES,
+    Half,
+    OpenHalves,
+    TraceColumn,
 )
 from haiprof.trace_format.kineto.text import TraceText
-from haiprof.trace_format.kineto.times import Flags, exact_times, times
+
+_VERSION = 2
+"""Version of native.c; a scanner that was built from an older one is not used."""
+
+_compiled: ModuleType | None
+try:
+    from haiprof.trace_format.kineto import _native
+
+    _compiled = _native if getattr(_native, "VERSION", 0) == _VERSION else None
+except ImportError:  # haiprof was installed without a compiler
+    _compiled = None
+
+NATIVE_ROWS = 1 << 15
+"""Rows of a table that are collected as arrays before they become a frame."""
+
+# As native.c counts them.
+_KINDS = {"i64": 0, "f64": 1, "str": 2}
+_JSON, _KNOWN = 3, 1
+_HEADS = (".name", ".pid", ".tid", ".id", ".ph")
+_OF_EVENTS = ("event", "category", "ts_ns", "dur_ns")
+
+_TABLE_NAMES = tuple(TABLES)
+_COLUMNS = {
+    table: [column for column in columns if column.name not in _OF_EVENTS]
+    for table, columns in TABLES.items()
+}
+
+
+def _column(column: TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
+    kind = _JSON if column.is_json else _KINDS[column.type]
+    if column.field in _HEADS:
+        return kind, _HEADS.index(column.field), ()
+    return kind, -1, tuple(key.encode() for key in column.field.split("|"))
+
+
+_SPEC = tuple(
+    (PHASES[table], table not in (MEMORY, LINKS), tuple(map(_column, columns)))
+    for table, columns in _COLUMNS.items()
+)
+_CATEGORIES = tuple(
+    (
+        name.encode(),
+        _TABLE_NAMES.index(TABLE_OF_CATEGORY[name]) if name in TABLE_OF_CATEGORY else -1,
+    )
+    for name in CATEGORIES
+)
+
+
+def is_compiled() -> bool:
+    """Whether the scanner was built where haiprof was installed."""
+    return _compiled is not None
+
+
+class NativeColumns:
+    """Rows that the compiled scanner has read, until they become frames."""
+
+    def __init__(self, names: Names, name_codes: npt.NDArray[np.uint32]) -> None:
+        self._name_codes = name_codes
+        self._scanner: Any = _compiled and _compiled.Scanner(_SPEC, _CATEGORIES, names)
+
+    def scan(self, piece: bytes, first: int) -> tuple[tuple[int, ...], bool] | None:
+        """Reads the events of a piece, all or none.
+
+        None where Python has to read them.
+        """
+        return self._scanner.scan(piece, first) if self._scanner else None
+
+    def row_count(self, number: int) -> int:
+        """Number of collected rows."""
+        return self._scanner.rows(number) if self._scanner else 0
+
+    def take(self, number: int) -> pl.DataFrame:
+        """Returns and clears the rows of a table, as `columns.TableBatch.take` does."""
+        event, category, ts_ns, dur_ns, cells = self._scanner.take(number)
+        found = [
+            pl.Series("event", np.frombuffer(event, np.int64)),
+            pl.Series("category", self._name_codes[np.frombuffer(category, np.int64)]),
+            pl.Series("ts_ns", np.frombuffer(ts_ns, np.int64)),
+            pl.Series("dur_ns", np.frombuffer(dur_ns, np.int64)),
+        ]
+        gaps = []
+        for column, (values, states) in zip(_COLUMNS[_TABLE_NAMES[number]], cells, strict=True):
+            known = np.frombuffer(states, np.uint8) == _KNOWN
+            if not known.any():
+                continue
+            series, finite = _series(column, values)
+            found.append(series)
+            known &= finite
+            if not known.all():
+                gaps.append(pl.when(pl.lit(pl.Series(known))).then(pl.col(column.name)))
+        return pl.DataFrame(found).with_columns(gaps)
+
+
+def _series(column: TraceColumn, values: bytes) -> tuple[pl.Series, npt.NDArray[np.bool_]]:
+    """A column, and which of its values are finite."""
+    if column.type == "f64":
+        with np.errstate(all="ignore"):
+            floats = np.frombuffer(values, np.float64) * column.scale
+        return pl.Series(column.name, floats), np.isfinite(floats)
+    whole = np.frombuffer(values, np.int64)
+    kept = whole.astype(np.uint32) if column.type == "str" else whole
+    return pl.Series(column.name, kept), np.ones(len(whole), dtype=bool)
+
 
 Sink = Callable[[str, pl.DataFrame], None]
 """Takes a part of a table, as from `TableBatch.take`."""
@@ -42,8 +155,6 @@ _HALF_PHASES = frozenset("BEben")
 """Halves of an event; Kineto writes none. Those of asynchronous ones (b, e, n) are not used."""
 _ENDS = "E, the ends of B"
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
-
-_TABLE_NAMES = tuple(TABLES)
 _MEMORY = _TABLE_NAMES.index(MEMORY)
 _TABLE_OF_CATEGORY = np.array(
     [_TABLE_NAMES.index(table) for table in TABLE_OF_CATEGORY.values()]

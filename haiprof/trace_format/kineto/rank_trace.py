@@ -1,4 +1,4 @@
-"""One rank's trace: its tables, its steps, and who recorded it."""
+"""One rank's trace: its tables, its steps, who recorded it, and values read where needed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
+from haiprof.base.intervals import Ints
 from haiprof.run_format.phase_ranges import NAMES
-from haiprof.trace_format.checks.checked_events import (
+from haiprof.trace_format.checks import (
     CheckedDevice,
     CheckedTable,
     all_findings,
     check_device,
     check_table,
 )
-from haiprof.trace_format.checks.finding import Finding
-from haiprof.trace_format.file_ranks import rank_of
-from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX
-from haiprof.trace_format.kineto.cache import TraceColumns, open_columns
-from haiprof.trace_format.kineto.kept_findings import (
+from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX, rank_of
+from haiprof.trace_format.kineto.cache import (
     KeptFindings,
+    TraceColumns,
     keep_findings,
+    open_columns,
     recall_findings,
 )
-from haiprof.trace_format.kineto.load import LoadReport
-from haiprof.trace_format.kineto.tables import (
+from haiprof.trace_format.kineto.decode import event_texts
+from haiprof.trace_format.kineto.events import (
     ANNOTATIONS,
     GPU,
     LINKS,
@@ -38,7 +40,11 @@ from haiprof.trace_format.kineto.tables import (
     PYTHON,
     RUNTIME,
     SYNC,
+    TEXTS,
 )
+from haiprof.trace_format.kineto.load import LoadReport
+from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.launch_checks import Finding
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
 # torch numbers its own ranges (External id); what haiprof adds to a finished trace has no number.
@@ -234,3 +240,51 @@ class Trace:
 
     def _table(self, name: str) -> pl.DataFrame:
         return self.columns.table(name)
+
+
+class _Args(msgspec.Struct):
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b"[]"))
+
+
+class _Event(msgspec.Struct):
+    name: str = ""
+    args: _Args = msgspec.field(default_factory=_Args)
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
+    """`Concrete Inputs` of some operators: no table has them, since few questions need them.
+
+    `event` and `values`, a JSON text; no row for an operator without them, as before torch
+    2.1 and in damaged parts of a file.
+    """
+    wanted = operators.sort("event")
+    events: Ints = wanted["event"].to_numpy()
+    names = wanted["name"].cast(pl.String).to_list()
+    found: list[tuple[int, str]] = []
+    first = 0
+    for piece in event_texts(TraceText(path)) if len(events) else ():
+        texts = TEXTS.decode(b"[" + piece + b"]")
+        low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
+        found += _of_piece(texts, events[low:high] - first, names[low:high], first)
+        first += len(texts)
+        if high == len(events):
+            break
+    schema = {"event": pl.Int64, "values": pl.String}
+    return pl.DataFrame(found, schema=schema, orient="row")
+
+
+def _of_piece(
+    texts: list[msgspec.Raw], places: Ints, names: list[str], first: int
+) -> list[tuple[int, str]]:
+    found = []
+    for place, name in zip(places.tolist(), names, strict=True):
+        try:
+            event = _EVENT.decode(texts[place])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if event.name == name:
+            found.append((first + place, bytes(event.args.values).decode("utf-8", "replace")))
+    return found

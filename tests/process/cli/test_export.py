@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import HOST
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,

@@ -15,7 +15,7 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
-from haiprof.cli.trace_arguments import parse_ranks
+from haiprof.cli.arguments import parse_ranks
 from tests.browser import Page, open_browser
 from tests.process.live import plain_ranks
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces

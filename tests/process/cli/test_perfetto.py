@@ -17,7 +17,7 @@ from haiprof.cli.app import run_command
 from haiprof.show import servers as perfetto
 from haiprof.show.servers import trace_to_show
 from haiprof.trace_analysis.step_time import with_range_lanes
-from haiprof.trace_format.merge.overlaps import LANE
+from haiprof.trace_format.merge_inputs import LANE
 from tests.browser import Page, browser
 from tests.served import Served, served
 from tests.unit.analysis.trace.shared import event, rank_file, step, traces, write_trace

@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from haiprof.cli.app import run_command
-from haiprof.compat import tensorboard_server
-from haiprof.compat.tensorboard_folder import open_layout
+from haiprof.compat import tensorboard as tensorboard_server
+from haiprof.compat.tensorboard import open_layout
 from haiprof.show.servers import free_port
 from tests.served import served
 from tests.unit.analysis.trace.shared import rank_file, step

@@ -21,8 +21,7 @@ from rich.console import Console
 
 from haiprof import Analyzer
 from haiprof.live.find import RunningJob
-from haiprof.live.follow import JobNow, LiveJob, LiveRank
-from haiprof.live.watch import Watch
+from haiprof.live.follow import JobNow, LiveJob, LiveRank, Watch
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest

@@ -7,8 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from haiprof.agent.reach.messages import seal
-from haiprof.agent.reach.proof import (
+from haiprof.agent.reach_uplink import (
     AGENT,
     ANSWER_BYTES,
     CONTROLLER,
@@ -19,6 +18,7 @@ from haiprof.agent.reach.proof import (
     Handshake,
     Signer,
     new_nonce,
+    seal,
 )
 
 

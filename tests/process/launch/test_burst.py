@@ -15,9 +15,17 @@ from typing import Any
 
 import pytest
 
-from haiprof.agent.burst import Burst, has_trained, limit_bytes, prepare_burst
+from haiprof.agent.burst import (
+    Burst,
+    Nsys,
+    Refusal,
+    find_nsys,
+    has_trained,
+    limit_bytes,
+    prepare_burst,
+    probe_nsys,
+)
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.nsys import Nsys, Refusal, find_nsys, probe_nsys
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.cli.own_command import own_command

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from haiprof.linux.process_exit import WatchedProcess
+from haiprof.linux.processes import WatchedProcess
 from tests.process.live import within
 
 ENDS = {

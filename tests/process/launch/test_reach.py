@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.reach.controller import Controller
-from haiprof.agent.reach.join import join
-from haiprof.agent.reach.token_file import make_token, read_token
-from haiprof.agent.reach.uplink import Uplink
+from haiprof.agent.reach_controller import Controller, join
+from haiprof.agent.reach_uplink import Uplink, make_token, read_token
 from haiprof.agent.relay import Relay
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options

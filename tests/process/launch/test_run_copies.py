@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.launch.run_copies import PUT_EVERY_S, PUT_LIMIT_S, RunCopies
+from haiprof.launch.run_directories import PUT_EVERY_S, PUT_LIMIT_S, RunCopies
 from haiprof.run_format.layout import RunPaths
 
 ADDRESS = "s3://me:hunter2@bucket/runs"

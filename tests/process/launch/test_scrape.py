@@ -21,16 +21,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof.agent.prometheus_endpoint import Latest
-from haiprof.agent.samplers.sampler import CounterState, Missing
-from haiprof.agent.samplers.stream import Stream
+from haiprof.agent.samplers.loop import Stream
+from haiprof.agent.samplers.table import CounterState, Missing
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run import _check_extras
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64, Table
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, PROCESS
 from tests.unit.analysis.recorded import row_of
 
 HAIPROF = [sys.executable, "-m", "haiprof"]

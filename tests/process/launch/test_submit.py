@@ -19,18 +19,17 @@ from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.cli import main
-from haiprof.launch.submit.emit import FORMS, emit
-from haiprof.launch.submit.follow import follow
-from haiprof.launch.submit.node import node_words, script_words
-from haiprof.launch.submit.options import resolve_options
-from haiprof.launch.submit.slurm import SlurmJob, submit_slurm
+from haiprof.launch.submit.engines import yaml_text
 from haiprof.launch.submit.spec import (
     JobSpec,
+    node_words,
     parse_directives,
     parse_environment,
     parse_time_limit,
+    resolve_options,
+    script_words,
 )
-from haiprof.launch.submit.yaml_text import yaml_text
+from haiprof.launch.submit.submission import FORMS, SlurmJob, emit, follow, submit_slurm
 from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
@@ -236,7 +235,7 @@ def test_variables_are_given_or_taken_from_here() -> None:
 
 _NODE_TASK = """
 import sys
-from haiprof.launch.submit.slurm import NodeTask
+from haiprof.launch.submit.submission import NodeTask
 from haiprof.launch.submit.spec import JobSpec
 spec = JobSpec(program="train.py", name="train", nodes=2, environment={"A": "x y"})
 NodeTask(spec, haiprof=(sys.argv[1],), torchrun="torchrun")()

@@ -19,7 +19,7 @@ V1_CPU = Path("/sys/fs/cgroup/cpu")
 _BURN = """
 import json, os, sys, time
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.run_format.tables.cgroup import CGROUP
+from haiprof.run_format.tables import CGROUP
 from tests.unit.samplers.records import rows
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from haiprof.linux.pages import PageSample
+from haiprof.linux.memory import PageSample
 from tests.unit.samplers.test_placement import needs_move_pages
 
 CHILD = """

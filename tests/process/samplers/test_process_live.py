@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.ranks import ProcessSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import PROCESS
 from tests.unit.samplers.records import Row, rows
 
 HOST = "node1"
@@ -234,8 +234,8 @@ import encodings.ascii, json, os, sys
 from dataclasses import asdict
 from pathlib import Path
 from haiprof.run_format.layout import RunPaths
-from haiprof.agent.samplers.placement import PlacementSampler
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.ranks import PlacementSampler
+from haiprof.agent.samplers.ranks import ProcessSampler
 os.setgid(65534)
 os.setuid(65534)
 found = []

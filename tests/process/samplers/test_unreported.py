@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from haiprof.agent.samplers.unreported_processes import (
+from haiprof.agent.node_agent import (
     find_unreported,
 )
 

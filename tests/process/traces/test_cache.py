@@ -15,11 +15,12 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import TraceFormatError, UsageError
-from haiprof.trace_format.kineto import cache, user_cache
+from haiprof.trace_format.kineto import cache
+from haiprof.trace_format.kineto import cache as user_cache
 from haiprof.trace_format.kineto.cache import TraceColumns, content_key, open_columns
+from haiprof.trace_format.kineto.events import TABLES
 from haiprof.trace_format.kineto.load import read_trace
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import TABLES
 from tests.unit.traces.texts import compact, kernel, op, pretty
 
 

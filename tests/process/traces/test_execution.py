@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from haiprof.trace_format.execution.trace import load_execution_trace
+from haiprof.trace_format.execution import load_execution_trace
 from tests.conftest import Once
 from tests.unit.traces.execution import record
 

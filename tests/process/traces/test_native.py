@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.trace_format.kineto import native
+from haiprof.trace_format.kineto import load as native
 
 pytestmark = pytest.mark.skipif(not native.is_compiled(), reason="the scanner was not built")
 

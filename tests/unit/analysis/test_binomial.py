@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from haiprof.base.statistics.binomial import at_least_p_value
+from haiprof.base.statistics import at_least_p_value
 
 
 @pytest.mark.parametrize("chance", [Fraction(1, 10), Fraction(2, 5), Fraction(9, 10)])

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from haiprof.base.arrays import Floats
-from haiprof.base.statistics.bootstrap import (
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import (
     Uncertain,
     block_length,
     resample,

@@ -15,7 +15,7 @@ from haiprof import Analyzer
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_format.layout import NodePaths
-from haiprof.run_format.tables.gpu import GPU
+from haiprof.run_format.tables import GPU
 from tests.fake_nsys import GPUS, Sample, write_export
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_records, write_run
 

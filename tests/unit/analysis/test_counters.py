@@ -15,9 +15,7 @@ from haiprof.base.units import NS_PER_S
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import Column, Table
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, HOST, PROCESS
 from haiprof.run_format.writer import LineWriter
 from tests.unit.analysis.recorded import (
     WALL_OFFSET_NS,

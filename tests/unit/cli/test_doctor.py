@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from haiprof.agent.samplers.sampler import CounterState
+from haiprof.agent.samplers.table import CounterState
 from haiprof.agent.samplers.tools import Permission, Software, Tool
 from haiprof.cli import main
 from haiprof.show.views.doctor import doctor_view, now_text, short_name

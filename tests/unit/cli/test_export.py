@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import haiprof
 from haiprof.cli import main
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import HOST
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,

@@ -12,7 +12,7 @@ from haiprof.__main__ import is_mistyped
 from haiprof.__main__ import main as haiprof
 from haiprof.cli import main
 from haiprof.cli.app import command_function
-from haiprof.cli.completion import SHELLS, completion_script
+from haiprof.cli.launch_help import SHELLS, completion_script
 from haiprof.cli.names import COMMANDS, GROUPS, OTHER_NAMES
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from haiprof.base.errors import UsageError
 from haiprof.cli import main
-from haiprof.cli.trace_arguments import parse_steps
+from haiprof.cli.arguments import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
@@ -147,8 +147,8 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
 def test_long_work_says_so_on_stderr(
     ranks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.cli.trace_arguments._QUIET_S", 0.05)
-    monkeypatch.setattr("haiprof.cli.trace_arguments._EVERY_S", 0.0)
+    monkeypatch.setattr("haiprof.cli.arguments._QUIET_S", 0.05)
+    monkeypatch.setattr("haiprof.cli.arguments._EVERY_S", 0.0)
     original: Callable[..., object] = report_module._visit
 
     def slow(trace: object, **options: object) -> object:

@@ -17,9 +17,7 @@ from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, HOST, PROCESS
 from haiprof.run_format.writer import LineWriter
 from tests.unit.analysis.recorded import row_of, spans_from, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks

@@ -11,8 +11,7 @@ from haiprof import Analyzer
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.cgroup import CGROUP
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import CGROUP, HOST
 from tests.unit.analysis.recorded import row_of, write_records
 from tests.unit.diagnosis.stories import START_NS, write_story
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from haiprof.base.arrays import Floats
+from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits

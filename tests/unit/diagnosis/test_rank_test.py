@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from haiprof.base.statistics.rank_sum import larger_p_value
+from haiprof.base.statistics import larger_p_value
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5, 1.5])

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from haiprof.base.statistics.change_point import rise
-from haiprof.base.statistics.trend import growth_p_value
+from haiprof.base.statistics import growth_p_value, rise
 from tests.sampling import examples
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.live.kineto import dynolog
-from haiprof.live.kineto.dynolog import DynologError, parse_endpoint, trigger
-from haiprof.live.kineto.processes import KinetoProcess
-from haiprof.live.kineto.trace import TraceRequest, trace_processes
+from haiprof.live import kineto_processes as dynolog
+from haiprof.live.kineto_processes import DynologError, KinetoProcess, parse_endpoint, trigger
+from haiprof.live.kineto_trace import TraceRequest, trace_processes
 
 TRACE = {
     "schemaVersion": 1,

@@ -10,7 +10,7 @@ import pytest
 
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
-from haiprof.live.missing_ranks import MissingRanks, find_missing_ranks
+from haiprof.live.ask import MissingRanks, find_missing_ranks
 
 HERE = socket.gethostname()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.base.errors import RunNotFoundError, UsageError
-from haiprof.live.external_sampling import judge, phase_of
-from haiprof.live.processes import training_processes, why_not_enter
+from haiprof.live.external_sampling import judge, phase_of, training_processes, why_not_enter
 
 MAPS = "7f00 r-xp /usr/lib/libpython3.11.so.1.0\n7f10 r-xp /x/torch/lib/libtorch_python.so\n"
 

@@ -12,13 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.kineto.ask import NoAgentError, ask_agent
-from haiprof.agent.kineto.daemon import KinetoAgent
-from haiprof.agent.kineto.messages import Ask, Message, decode, decode_ask, encode, encode_ask
-from haiprof.agent.kineto.pending_requests import SILENT_NS, PendingRequests
-from haiprof.agent.kineto.socket_address import NAME, PrivateFolder, is_alive
-from haiprof.agent.kineto.standalone import own_address
-from haiprof.agent.kineto.trace_config import KinetoWindow
+from haiprof.agent.kineto_daemon import SILENT_NS, KinetoAgent, PendingRequests, own_address
+from haiprof.agent.kineto_protocol import (
+    NAME,
+    Ask,
+    KinetoWindow,
+    Message,
+    NoAgentError,
+    PrivateFolder,
+    ask_agent,
+    decode,
+    decode_ask,
+    encode,
+    encode_ask,
+    is_alive,
+)
 from haiprof.base.errors import UsageError
 
 

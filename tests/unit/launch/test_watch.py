@@ -11,9 +11,9 @@ import pytest
 
 from haiprof.agent.relay import LiveRank
 from haiprof.agent.step_watch import EARLY_HANG_NS, HANG_FLOOR_NS, Alarm, Watch
-from haiprof.base.reaction_options import HangLimit
+from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.linux.training_processes import Process
+from haiprof.linux.processes import Process
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import (

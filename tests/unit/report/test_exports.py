@@ -18,15 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof import Analyzer
 from haiprof.base.errors import UsageError
-from haiprof.compat.exports.run_export import Export, write_export
+from haiprof.compat.exports import Export, write_export
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.otel_names import SCHEMA_URL, instruments
 from haiprof.run_format.schema import NULL_I64, Table
-from haiprof.run_format.tables import COUNTER_TABLES
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.infiniband import INFINIBAND
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import COUNTER_TABLES, GPU, HOST, INFINIBAND, PROCESS
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,
@@ -335,7 +331,7 @@ def test_failed_export_leaves_no_file_behind(
         file.write(b"time_ns,")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("haiprof.compat.exports.run_export.write_csv", full)
+    monkeypatch.setattr("haiprof.compat.exports.write_csv", full)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match="No space left"):
         write(run, path)

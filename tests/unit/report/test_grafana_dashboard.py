@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.run_format.otel_names import Instrument, instruments
-from haiprof.run_format.prometheus_names import label
+from haiprof.run_format.otel_names import Instrument, instruments, label
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8")

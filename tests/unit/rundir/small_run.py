@@ -12,9 +12,7 @@ from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import GPU, HOST, PROCESS
 from haiprof.run_format.writer import LineWriter
 from tests.unit.analysis.recorded import spans_of, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import write_stacks

@@ -8,10 +8,10 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.cgroup import CgroupSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS
-from haiprof.linux.cgroup_tree import CgroupTree
+from haiprof.agent.samplers.table import ALL_METRICS
+from haiprof.linux.cgroups import CgroupTree
 from haiprof.run_format.schema import Table
-from haiprof.run_format.tables.cgroup import CGROUP
+from haiprof.run_format.tables import CGROUP
 from tests.fake_cgroup import FakeCgroups, FakeGroup
 from tests.fakes import FakeTree, fail_reads_of_removed_files
 from tests.unit.analysis.recorded import row_of, write_records, write_run

@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from haiprof.agent.samplers.dcgm import DEFAULT_URL, DcgmSampler, fetch
-from haiprof.agent.samplers.sampler import ALL_METRICS, Missing
+from haiprof.agent.samplers.gpu_activity import DEFAULT_URL, DcgmSampler, fetch
+from haiprof.agent.samplers.table import ALL_METRICS, Missing
 from haiprof.linux.readings import Unavailable
-from haiprof.run_format.tables.dcgm import DCGM
+from haiprof.run_format.tables import DCGM
 from tests.fake_nvml import FakeGpu, FakeNvml, NVMLError_FunctionNotFound
 from tests.unit.samplers.records import rows
 
@@ -168,7 +168,7 @@ def test_address_that_is_none_is_said(url: str) -> None:
 def test_gpm_makes_the_exporter_needless_unless_it_is_asked_for(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("haiprof.agent.samplers.dcgm.DEFAULT_URL", exporter.url)
+    monkeypatch.setattr("haiprof.agent.samplers.gpu_activity.DEFAULT_URL", exporter.url)
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
     (missing,) = DcgmSampler(nvml=nvml).open()
     assert "not needed" in missing.reason

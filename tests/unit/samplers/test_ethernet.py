@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.ethernet import COLUMNS, EthernetSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS
 from haiprof.linux.ethtool import GSSET_INFO, GSTATS, GSTRINGS, SIOCETHTOOL, Ethtool
-from haiprof.run_format.tables.ethernet import ETHERNET
+from haiprof.run_format.tables import ETHERNET
 from tests.unit.samplers.records import Row, rows
 
 MLX5 = {

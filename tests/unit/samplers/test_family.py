@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from haiprof.linux.process_family import Family, FamilyTotals
-from haiprof.linux.process_tree import ProcessTree
+from haiprof.linux.processes import Family, FamilyTotals, ProcessTree
 from haiprof.linux.procfs import TICK_NS, ProcessReading, read_process
 from tests.fakes import FakeProcess, FakeTree
 from tests.sampling import examples

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.filesystem import FilesystemSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS
 from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.filesystem import FILESYSTEM
+from haiprof.run_format.tables import FILESYSTEM
 from haiprof.run_format.writer import RecordWriter
 from tests.fake_mounts import FakeLustre, FakeMounts, FakeNfs
 from tests.unit.analysis.recorded import CLOCK, write_run

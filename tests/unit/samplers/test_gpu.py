@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers import nvml as nvml_module
-from haiprof.agent.samplers.gpm import RATIOS, Gpm
 from haiprof.agent.samplers.gpu import GpuSampler
+from haiprof.agent.samplers.gpu_activity import RATIOS, Gpm
 from haiprof.agent.samplers.loop import SamplingLoop
 from haiprof.agent.samplers.nvml import Device, Nvml, numa_node, sysfs_bus_id
-from haiprof.agent.samplers.sampler import ALL_METRICS, Missing
+from haiprof.agent.samplers.table import ALL_METRICS, Missing
 from haiprof.base.options import Options
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_lines, read_records
-from haiprof.run_format.tables.gpu import GPU
+from haiprof.run_format.tables import GPU
 from tests.fake_nvml import (
     ALL_LINKS,
     UINT,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from haiprof.agent.samplers.gpu_health import GpuHealthSampler
-from haiprof.run_format.tables.gpu_health import GPU_HEALTH
+from haiprof.agent.samplers.gpu import GpuHealthSampler
+from haiprof.run_format.tables import GPU_HEALTH
 from tests.fake_nvml import (
     UINT,
     FakeGpu,

@@ -11,7 +11,7 @@ import pytest
 
 from haiprof.agent.samplers.host import HostSampler
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import HOST
 from tests.fakes import FakeTree, fail_reads_of_removed_files
 from tests.unit.samplers.records import Row, rows
 

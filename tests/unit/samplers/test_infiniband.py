@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from haiprof import Analyzer
 from haiprof.agent.samplers.infiniband import InfinibandHealthSampler, InfinibandSampler
-from haiprof.agent.samplers.sampler import ALL_METRICS
+from haiprof.agent.samplers.table import ALL_METRICS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_format.tables.infiniband import INFINIBAND, INFINIBAND_HEALTH
+from haiprof.run_format.tables import INFINIBAND, INFINIBAND_HEALTH
 from haiprof.run_format.writer import LineWriter, RecordWriter
 from tests.fake_rdma import FakePort, FakeRdma, efa, hfi1, mana, mlx5_roce, rxe
 from tests.sampling import examples

@@ -11,29 +11,26 @@ from typing import Any
 import pytest
 
 from haiprof import Analyzer
-from haiprof.agent.samplers.loop import SamplingLoop
-from haiprof.agent.samplers.placement import PlacementSampler
-from haiprof.agent.samplers.process import ProcessSampler
-from haiprof.agent.samplers.rank_reports import RankReports
+from haiprof.agent.samplers.loop import MAX_FACTOR, Pace, SamplingLoop
+from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.registry import SAMPLERS
-from haiprof.agent.samplers.sampler import (
+from haiprof.agent.samplers.table import (
     ALL_METRICS,
     REASONS_PER_METRIC,
     CounterState,
     Missing,
     MissingLog,
     Node,
+    RankReports,
     Sampler,
 )
-from haiprof.agent.samplers.schedule import MAX_FACTOR, Pace
 from haiprof.base.options import RECORDERS, Options
 from haiprof.base.units import NS_PER_S
-from haiprof.linux.suspend import SuspendWatch, boot_ns
+from haiprof.linux.procfs import SuspendWatch, boot_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json, read_lines, read_records
 from haiprof.run_format.schema import Table
-from haiprof.run_format.tables import COUNTER_TABLES
-from haiprof.run_format.tables.host import HOST
+from haiprof.run_format.tables import COUNTER_TABLES, HOST
 from tests.fake_nvml import FakeGpu, FakeNvml
 from tests.unit.analysis.recorded import row_of, write_run
 
@@ -357,7 +354,7 @@ def test_samplers_of_ranks_list_the_folder_together_and_read_each_report_once(
         return read(path)
 
     monkeypatch.setattr(os, "listdir", counted_listdir)
-    monkeypatch.setattr("haiprof.agent.samplers.rank_reports.read_json", counted_read)
+    monkeypatch.setattr("haiprof.agent.samplers.table.read_json", counted_read)
     reports = RankReports(run.ranks, clock=lambda: now[0], fresh_ns=100)
     node = Node(run=run, host=NODE, reports=reports, clock=lambda: now[0])
     samplers = [kind.for_node(node) for kind in (ProcessSampler, PlacementSampler)]

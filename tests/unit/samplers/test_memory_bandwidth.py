@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.samplers.memory_bandwidth import MemoryBandwidthSampler
-from haiprof.agent.samplers.sampler import Missing
-from haiprof.linux.cpu_sockets import no_core_pmu, read_cpu
-from haiprof.run_format.tables.memory_bandwidth import MEMORY_BANDWIDTH
+from haiprof.agent.samplers.table import Missing
+from haiprof.linux.topology import no_core_pmu, read_cpu
+from haiprof.run_format.tables import MEMORY_BANDWIDTH
 from tests.fake_pmu import FakePerf, cpu, pmu, sockets
 from tests.fakes import FakeTree
 from tests.unit.samplers.records import Row, rows

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.numa import NumaSampler
-from haiprof.run_format.tables.numa import NUMA
+from haiprof.agent.samplers.host import NumaSampler
+from haiprof.run_format.tables import NUMA
 from tests.fakes import FakeTree
 from tests.unit.samplers.records import Row, rows
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.linux.cpu_sockets import no_core_pmu, parse_cpu_list, read_cpu
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -26,6 +25,7 @@ from haiprof.linux.perf_events import (
     refusal,
 )
 from haiprof.linux.readings import Unavailable
+from haiprof.linux.topology import no_core_pmu, parse_cpu_list, read_cpu
 from tests.fake_pmu import FakePerf, cpu, threads
 from tests.fakes import FakeTree
 

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from haiprof.agent.samplers.placement import PlacementSampler, is_other_placement
-from haiprof.linux.pages import draw_pages, move_pages
+from haiprof.agent.samplers.ranks import PlacementSampler, is_other_placement
+from haiprof.linux.memory import draw_pages, move_pages
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.placement import PLACEMENT
+from haiprof.run_format.tables import PLACEMENT
 from tests.fake_topology import GPU_UUIDS, FakePages, FakeTopology, anonymous
 from tests.fakes import FakeProcess, FakeTree
 from tests.unit.samplers.records import Row, rows

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.agent.samplers.process import ProcessSampler
+from haiprof.agent.samplers.ranks import ProcessSampler
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import PAGE_BYTES, TICK_NS
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import PROCESS
 from haiprof.run_format.writer import RecordWriter
 from tests.fakes import FakeProcess, FakeTree
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run

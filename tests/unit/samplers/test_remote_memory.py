@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.core_events import core_events
-from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, spare_files
-from haiprof.linux.cpu_sockets import no_core_pmu, read_cpu
+from haiprof.agent.samplers.remote_memory import RemoteMemorySampler, core_events, spare_files
 from haiprof.linux.perf_events import (
     EXCLUDE_KERNEL,
     INHERIT,
@@ -19,8 +17,9 @@ from haiprof.linux.perf_events import (
     Event,
 )
 from haiprof.linux.readings import Unavailable
+from haiprof.linux.topology import no_core_pmu, read_cpu
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.remote_memory import REMOTE_MEMORY
+from haiprof.run_format.tables import REMOTE_MEMORY
 from tests.fake_pmu import FakePerf, cpu, threads
 from tests.fakes import FakeProcess, FakeTree
 from tests.unit.samplers.records import Row, rows

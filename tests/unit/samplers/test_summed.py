@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.agent.samplers.growing_counters import SummedCounters
+from haiprof.agent.samplers.host import SummedCounters
 from haiprof.linux.readings import Unavailable
 
 NAMES = (b"sda", b"sdb", b"nvme0n1")

@@ -8,10 +8,8 @@ import pytest
 
 from haiprof.agent.samplers.gpu import GpuSampler
 from haiprof.agent.samplers.host import HostSampler
-from haiprof.agent.samplers.registry import SAMPLERS
-from haiprof.agent.samplers.sampler import CounterState, Missing, Node
-from haiprof.agent.samplers.survey import counter_row, survey
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.registry import SAMPLERS, counter_row, survey
+from haiprof.agent.samplers.table import CounterState, Missing, Node, TableSampler
 from haiprof.linux.readings import Entity, Reading, Unavailable
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import Column, Table

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.samplers.unreported_processes import (
+from haiprof.agent.node_agent import (
     Unreported,
     find_unreported,
     interpreter_flags,

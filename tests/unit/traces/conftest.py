@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.trace_format.kineto import native
+from haiprof.trace_format.kineto import load as native
 
 
 @pytest.fixture(autouse=True)

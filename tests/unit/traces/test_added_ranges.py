@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.run_format.added_ranges import add_phases
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.phase_ranges import KEY, LIMIT, PhaseRange, pack_ranges, parse_ranges
+from haiprof.run_format.phase_ranges import (
+    KEY,
+    LIMIT,
+    PhaseRange,
+    add_phases,
+    pack_ranges,
+    parse_ranges,
+)
 from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, FORWARD_EVAL
 
 WALL_NS = 1_790_857_000_123_456_789

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.trace_format.execution.trace import load_execution_trace
-from haiprof.trace_format.execution.write import write_linked
+from haiprof.trace_format.execution import load_execution_trace, write_linked
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.traces.execution import node, write_execution
 

@@ -16,12 +16,18 @@ from hypothesis import strategies as st
 
 from haiprof.base.errors import TraceFormatError, UsageError
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.merge.ids import ID_STRIDE, ranked_id
-from haiprof.trace_format.merge.inputs import merge_files, merge_inputs
-from haiprof.trace_format.merge.packed_file import check_target
-from haiprof.trace_format.merge.timestamps import shift_time, us_text
-from haiprof.trace_format.merge.tracks import Track
-from haiprof.trace_format.merge.write import MergedTrace, RankPlan, write_merged
+from haiprof.trace_format.merge import (
+    ID_STRIDE,
+    MergedTrace,
+    RankPlan,
+    Track,
+    check_target,
+    ranked_id,
+    shift_time,
+    us_text,
+    write_merged,
+)
+from haiprof.trace_format.merge_inputs import merge_files, merge_inputs
 from tests.sampling import examples
 from tests.unit.traces.texts import LAYOUTS, Event, kernel, op
 

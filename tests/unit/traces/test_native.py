@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.trace_format.kineto import native
-from haiprof.trace_format.kineto.load import LoadReport
-from haiprof.trace_format.kineto.native import NativeColumns
-from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES
+from haiprof.trace_format.kineto import load as native
+from haiprof.trace_format.kineto.events import TABLE_OF_CATEGORY, TABLES
+from haiprof.trace_format.kineto.load import LoadReport, NativeColumns
 from tests.sampling import examples
 from tests.unit.analysis.trace.shared import FEW_TRACES, traces
 from tests.unit.traces.texts import LAYOUTS, Event, Read, compact, kernel, op, read

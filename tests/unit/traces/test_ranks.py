@@ -10,8 +10,7 @@ import pytest
 from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
-from haiprof.trace_format.file_ranks import rank_in_name
-from haiprof.trace_format.find import by_rank, trace_files
+from haiprof.trace_format.find import by_rank, rank_in_name, trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.traces.texts import compact, op
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import polars as pl
 import pytest
 
-from haiprof.trace_format.kineto import native
+from haiprof.trace_format.kineto import load as native
+from haiprof.trace_format.kineto.events import TABLE_OF_CATEGORY, TABLES, TraceColumn
 from haiprof.trace_format.kineto.rank_trace import Trace
-from haiprof.trace_format.kineto.tables import TABLE_OF_CATEGORY, TABLES, TraceColumn
 from tests.unit.analysis.trace.shared import FEW_TRACES, traces
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from haiprof.trace_format.kineto.times import EXACT_ABOVE_US, exact_ns
+from haiprof.trace_format.kineto.columns import EXACT_ABOVE_US, exact_ns
 from tests.unit.traces.texts import LAYOUTS, compact, kernel, op, read
 
 pytestmark = pytest.mark.usefixtures("way")

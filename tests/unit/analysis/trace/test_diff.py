@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.base.statistics.rank_sum import adjust_p_values, compare_samples
+from haiprof.base.statistics import adjust_p_values, compare_samples
 from haiprof.trace_analysis.diff import EVERYTHING, TraceDiff, compare_traces, step_samples, verdict
 from haiprof.trace_analysis.kernel_names import (
     generic_kernel_name,

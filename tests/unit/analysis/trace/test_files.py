@@ -7,7 +7,7 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import TraceFormatError
 from haiprof.trace_analysis.files import load_notes
-from haiprof.trace_format.kineto.tables import TABLES
+from haiprof.trace_format.kineto.events import TABLES
 from tests.unit.analysis.trace.shared import event, kernel, rank_file, step, traces
 
 PARTS = (*TABLES, "redundant", "not_used", "bad_time", "lost")

@@ -23,8 +23,7 @@ from haiprof.trace_analysis.matching import (
     rank_clocks,
 )
 from haiprof.trace_analysis.merge import MergeOptions, MergeReport, default_output, merge_traces
-from haiprof.trace_format.merge.inputs import merge_files, merge_inputs
-from haiprof.trace_format.merge.overlaps import LANE
+from haiprof.trace_format.merge_inputs import LANE, merge_files, merge_inputs
 from tests.unit.analysis.trace.shared import Event, kernel, launch, step, traces, write_trace
 
 BASE_NS = 1_790_857_026_000_000_000

@@ -15,7 +15,7 @@ from haiprof.trace_analysis.what_if.replay_parts import (
     rank_as_others,
     together,
 )
-from haiprof.trace_format.blocking_calls import BLOCKING
+from haiprof.trace_format.launch_checks import BLOCKING
 from tests.unit.analysis.trace.shared import Event, event, step
 from tests.unit.analysis.whatif.test_predict import (
     SYNC,

@@ -1,1 +1,0 @@
-"""Kineto's daemon protocol: traces of jobs that run with KINETO_USE_DAEMON, without dynolog."""

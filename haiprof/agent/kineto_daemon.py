@@ -1,0 +1,428 @@
+"""Kineto's daemon for KINETO_USE_DAEMON in place of dynolog's: of one job, or standalone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from haiprof.agent.kineto_protocol import (
+    ABSTRACT,
+    CONTEXT,
+    DATAGRAM_LIMIT_BYTES,
+    NAME,
+    OURS,
+    REQUEST,
+    Ask,
+    PrivateFolder,
+    address_for,
+    decode,
+    decode_ask,
+    decode_ours,
+    encode,
+    encode_count,
+    encode_ours,
+    is_alive,
+    is_context,
+    shown_address,
+)
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_KINETO_DAEMON, ENV_KINETO_FOLDER
+from haiprof.base.safe_files import remove_file
+from haiprof.run_format.layout import RunPaths
+
+SILENT_NS = 60_000_000_000
+"""A process asks every 5 s; after so long without, it is gone. Source: dynolog's own limit."""
+CLIENT_LIMIT = 512
+REQUEST_LIMIT = 64
+_ID_LIMIT = 64
+_TEXT_LIMIT = 8192
+
+
+@dataclass(slots=True)
+class Client:
+    """A process that speaks Kineto's protocol."""
+
+    pid: int
+    """Its process id in this namespace."""
+    ask: Ask
+    seen_ns: int
+
+
+@dataclass(slots=True)
+class Pending:
+    """A configuration for some processes."""
+
+    text: str
+    expires_wall_ns: int
+    states: dict[int, str]
+    """By process: `waiting`, `busy` (its own profiler runs), `delivered`, `over` (it has asked
+    again since: its trace is written, or it dropped the request)."""
+    delivered_wall_ns: dict[int, int] = field(default_factory=dict)
+
+
+class PendingRequests:
+    """Clients and requests, by process id and by request id."""
+
+    def __init__(
+        self,
+        mono_ns: Callable[[], int] = time.monotonic_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.clients: dict[int, Client] = {}
+        self.requests: dict[str, Pending] = {}
+        self._mono_ns, self._wall_ns = mono_ns, wall_ns
+
+    def note_client(self, pid: int, ask: Ask) -> tuple[str, str]:
+        """Notes that a process asks; returns its answer, and the id of the request behind it.
+
+        Call `delivered` once it is sent.
+        """
+        self._forget()
+        if pid in self.clients or len(self.clients) < CLIENT_LIMIT:
+            self.clients[pid] = Client(pid, ask, self._mono_ns())
+        for name, pending in self.requests.items():
+            if pending.states.get(pid) == "delivered" and ask.free:
+                pending.states[pid] = "over"
+            if pending.states.get(pid) in ("waiting", "busy"):
+                if not ask.free:  # it would drop a configuration now
+                    pending.states[pid] = "busy"
+                    return "", ""
+                return pending.text, name
+        return "", ""
+
+    def note_delivery(self, pid: int, name: str) -> None:
+        """Notes that a process has received its configuration."""
+        pending = self.requests[name]
+        pending.states[pid] = "delivered"
+        pending.delivered_wall_ns[pid] = self._wall_ns()
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers a question to the agent itself."""
+        self._forget()
+        what = question.get("do")
+        if what == "clients":
+            return {"clients": [self._describe(client) for client in self.clients.values()]}
+        name = question.get("id")
+        if not isinstance(name, str) or not 0 < len(name) <= _ID_LIMIT:
+            return {"error": "no such question"}
+        if what == "trace":
+            return self._take(name, question)
+        if what == "cancel":
+            return {"cancelled": self.requests.pop(name, None) is not None}
+        pending = self.requests.get(name)
+        if what != "state" or pending is None:
+            return {"error": "no such request"}
+        return {
+            "states": {str(pid): state for pid, state in pending.states.items()},
+            "delivered_wall_ns": {str(p): ns for p, ns in pending.delivered_wall_ns.items()},
+        }
+
+    def _take(self, name: str, question: Mapping[str, Any]) -> dict[str, Any]:
+        text, pids = question.get("text"), question.get("pids")
+        expires = question.get("expires_wall_ns")
+        fits = (
+            isinstance(text, str)
+            and 0 < len(text) <= _TEXT_LIMIT
+            and _is_path_text(text)
+            and isinstance(pids, list)
+            and 0 < len(pids) <= CLIENT_LIMIT
+            and all(type(pid) is int for pid in pids)
+            and type(expires) is int
+        )
+        if not fits or name in self.requests:
+            return {"error": "not a request"}
+        if len(self.requests) >= REQUEST_LIMIT:
+            return {"error": "too many requests wait already"}
+        states = dict.fromkeys(pids or [], "waiting")
+        self.requests[name] = Pending(str(text), int(expires or 0), states)
+        return {"taken": sorted(states)}
+
+    def _describe(self, client: Client) -> dict[str, Any]:
+        return {
+            "pid": client.pid,
+            "pids": list(client.ask.pids),
+            "job": client.ask.job,
+            "free": client.ask.free,
+            "silent_ns": self._mono_ns() - client.seen_ns,
+        }
+
+    def _forget(self) -> None:
+        """Removes silent processes and expired requests."""
+        oldest, now = self._mono_ns() - SILENT_NS, self._wall_ns()
+        self.clients = {p: c for p, c in self.clients.items() if c.seen_ns >= oldest}
+        self.requests = {n: r for n, r in self.requests.items() if r.expires_wall_ns > now}
+
+
+def _is_path_text(text: str) -> bool:
+    """Whether it can be sent: not a path with undecodable bytes (surrogates in Python)."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_UCRED = struct.Struct("3i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_UCRED.size) + socket.CMSG_SPACE(256)
+_STOP_S = 2.0
+
+Address = str | bytes
+
+
+class KinetoAgent:
+    """Answers processes that run with KINETO_USE_DAEMON.
+
+    A process waits 0.1 s for an answer, so this thread does nothing else. libkineto terminates its
+    process on an answer from a path that does not begin with its configured folder: such a process
+    gets no answer.
+    """
+
+    def __init__(self, address: str, failed: Callable[[str], None] = lambda _: None) -> None:
+        self.address = address
+        self.pending = PendingRequests()
+        self.ignored_count = 0
+        """Datagrams that were malformed, or another user's."""
+        self._failed = failed
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def bind(self) -> None:
+        """Takes the address; messages wait until `start`."""
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            bound.bind(self.address)
+        except OSError:
+            bound.close()
+            raise
+        self._socket = bound
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread = threading.Thread(target=self._run, name="haiprof-kineto", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and removes the socket."""
+        bound = self._socket
+        if bound is None:
+            return
+        self._ending.set()
+        with contextlib.suppress(OSError):
+            bound.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread is None:
+            self._close()
+        else:
+            self._thread.join(_STOP_S)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it has ended; whether it has."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._answer_one()
+        except OSError as error:
+            self._failed(str(error.strerror or error))
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Closes the socket, also after an error: a socket without a reader is worse than none."""
+        bound, self._socket = self._socket, None
+        if bound is not None:
+            bound.close()
+            remove_socket(self.address)
+
+    def _answer_one(self) -> None:
+        assert self._socket is not None, "bind() comes first"
+        datagram, ancillary, flags, sender = self._socket.recvmsg(
+            DATAGRAM_LIMIT_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        pid, answered = _sender_pid(ancillary), False
+        if pid is not None and sender and not flags & socket.MSG_TRUNC:
+            answered = self._answer(pid, datagram, sender)
+        self.ignored_count += not answered
+
+    def _answer(self, pid: int, datagram: bytes, sender: Address) -> bool:
+        """Answers one message; False for a malformed one."""
+        message = decode(datagram)
+        if message is None:
+            return False
+        if message.type == OURS:
+            question = decode_ours(message.payload)
+            if question is None:
+                return False
+            self._send(encode_ours(self.pending.answer(question)), sender)
+            return True
+        if not self._is_below_us(sender):
+            return False
+        ask = decode_ask(message.payload) if message.type == REQUEST else None
+        if ask is not None:
+            text, request = self.pending.note_client(pid, ask)
+            if self._send(encode(REQUEST, os.fsencode(text)), sender) and request:
+                self.pending.note_delivery(pid, request)
+            return True
+        if message.type == CONTEXT and is_context(message.payload):
+            self._send(encode_count(max(len(self.pending.clients), 1)), sender)
+            return True
+        return False
+
+    def _send(self, answer: bytes, receiver: Address) -> bool:
+        """Sends an answer without waiting; whether the receiver took it."""
+        assert self._socket is not None, "bind() comes first"
+        try:
+            self._socket.sendto(answer, socket.MSG_DONTWAIT, receiver)
+        except OSError:
+            return False
+        return True
+
+    def _is_below_us(self, sender: Address) -> bool:
+        """Whether a process uses the same path for the folder as this agent."""
+        name = os.fsdecode(sender)
+        if self.address.startswith("\0"):
+            return name.startswith("\0")
+        return name.startswith(os.path.dirname(self.address) + "/")
+
+
+def _sender_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    """The sender's process id from the kernel; None for another user, or if not known.
+
+    Descriptors that were sent along are closed.
+    """
+    sender: int | None = None
+    for level, kind, data in ancillary:
+        if level != socket.SOL_SOCKET:
+            continue
+        if kind == socket.SCM_RIGHTS:
+            for (fd,) in struct.iter_unpack("=i", data[: len(data) // 4 * 4]):
+                os.close(fd)
+        elif kind == socket.SCM_CREDENTIALS and len(data) == _UCRED.size:
+            pid, uid, _ = _UCRED.unpack(data)
+            sender = pid if uid == os.getuid() and pid > 0 else None
+    return sender
+
+
+def remove_socket(address: str) -> None:
+    """Removes a socket from its folder; an abstract one vanishes by itself."""
+    if address.startswith("\0"):
+        return
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.lstat(address).st_mode):
+            remove_file(Path(address), below=Path(address).parent)
+
+
+_PATH_LIMIT_BYTES = 107 - len("dynoconfigclient") - 36 + len("dynolog")
+"""Of the daemon's socket: a Unix address has 108 bytes, and the processes' own names are longer."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def own_address(environ: Mapping[str, str], folder: Path | None) -> str:
+    """Where to listen: the folder, else KINETO_IPC_SOCKET_DIR, else Kineto's abstract address."""
+    own = {ENV_KINETO_FOLDER: str(folder.absolute())} if folder else {}
+    address = address_for({**environ, **own, ENV_KINETO_DAEMON: "1"}) or ABSTRACT
+    if address.startswith("\0"):
+        return address
+    place = Path(os.path.dirname(address))
+    if not place.is_absolute() or not place.is_dir():
+        raise UsageError(f"{place}: no such folder", hint=f"mkdir -m 700 {place}")
+    if place.stat().st_uid != os.getuid() or place.stat().st_mode & 0o077:
+        raise UsageError(
+            f"{place}: other users may enter it: they could pose as the agent, or end your jobs",
+            hint=f"chmod 700 {place}",
+        )
+    if len(os.fsencode(address)) > _PATH_LIMIT_BYTES:
+        raise UsageError(f"{place}: too long for a socket's address", hint="a shorter path in /tmp")
+    return address
+
+
+def listen(address: str, ready: Callable[[str], None]) -> int:
+    """Answers until it is asked to end."""
+    if is_alive(address):
+        raise UsageError(
+            f"{shown_address(address)}: another process listens there already",
+            hint="a dynolog daemon is driven with haiprof trace-now PID --backend dynolog",
+        )
+    remove_socket(address)  # of a killed agent: nobody listens
+    agent = KinetoAgent(address, failed=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    ending = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    try:
+        agent.bind()
+    except OSError as error:
+        raise UsageError(f"{shown_address(address)}: {error.strerror or error}") from None
+    agent.start()
+    ready(shown_address(address))
+    try:
+        signal.sigwait(ending)
+    finally:
+        agent.stop()
+        _remove_dead(address)
+    return agent.ignored_count
+
+
+def _remove_dead(address: str) -> None:
+    """Removes sockets that ended processes left in the folder."""
+    if address.startswith("\0"):
+        return
+    for left in Path(address).parent.glob("dynoconfigclient*"):
+        if not is_alive(str(left)):
+            remove_socket(str(left))
+
+
+@dataclass(slots=True)
+class JobKinetoAgent:
+    """The agent of one launcher, and its folder."""
+
+    agent: KinetoAgent
+    folder: PrivateFolder
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the job needs in its environment."""
+        return {ENV_KINETO_DAEMON: "1", ENV_KINETO_FOLDER: self.folder.as_seen}
+
+    def stop(self) -> None:
+        """Removes socket and folder."""
+        self.agent.stop()
+        self.folder.remove()
+
+
+def prepare_kineto(
+    run: RunPaths, environ: Mapping[str, str], *, asked: bool
+) -> JobKinetoAgent | None:
+    """Binds the socket if the job is to use Kineto's protocol; None if it uses another daemon."""
+    if not asked and ENV_KINETO_DAEMON not in environ:
+        return None
+    if not asked and (environ.get(ENV_KINETO_FOLDER) or is_alive(ABSTRACT)):
+        return None  # a daemon of the site's own: the job is left to it
+    name = f"kineto-{socket.gethostname()[:60]}-{os.getpid()}"
+    folder = PrivateFolder.create(run.control / name)
+    agent = KinetoAgent(f"{folder.as_seen}/{NAME}", failed=_report_failure)
+    try:
+        agent.bind()
+    except OSError:
+        folder.remove()
+        raise
+    return JobKinetoAgent(agent, folder)
+
+
+def _report_failure(reason: str) -> None:
+    print_message(
+        f"the Kineto agent has ended ({reason}): the job goes on, and cannot be traced that way"
+    )

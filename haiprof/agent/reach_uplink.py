@@ -1,0 +1,321 @@
+"""Requests without a shared file system: proof of the token, messages, an agent's connection."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import UsageError
+from haiprof.base.messages import print_message
+from haiprof.base.safe_files import create_file
+from haiprof.run_format.control import MESSAGE_LIMIT_BYTES
+
+MAGIC = b"haiprof-reach-1\n"
+"""Names this protocol; another version would have another one."""
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
+AGENT, CONTROLLER = b"agent", b"controller"
+_NUMBER = struct.Struct("!Q")
+
+
+class Signer:
+    """Signs the messages of one direction of one connection, or checks them, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def sign(self, data: bytes) -> bytes:
+        """The signature of the next message."""
+        self._count += 1
+        return hmac.digest(self._key, _NUMBER.pack(self._count) + data, "sha256")
+
+    def is_next(self, data: bytes, signature: bytes) -> bool:
+        """Whether it is the next message of the holder of the key."""
+        return hmac.compare_digest(self.sign(data), signature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handshake:
+    """The shared state of a connection once the nonces are exchanged."""
+
+    key: bytes
+    """Of the token."""
+    agent_nonce: bytes
+    controller_nonce: bytes
+
+    def proof(self, role: bytes) -> bytes:
+        """The proof that the end in that role holds the token."""
+        return self._digest(role + b" proof ")
+
+    def is_proof(self, role: bytes, shown: bytes) -> bool:
+        """Checks the proof of a role in constant time."""
+        return hmac.compare_digest(self.proof(role), shown)
+
+    def signer(self, role: bytes) -> Signer:
+        """The signer for everything that the end in that role sends afterwards."""
+        return Signer(self._digest(role + b" messages "))
+
+    def _digest(self, label: bytes) -> bytes:
+        nonces = self.agent_nonce + self.controller_nonce
+        return hmac.digest(self.key, MAGIC + label + nonces, "sha256")
+
+
+def new_nonce() -> bytes:
+    """A random number that no other connection uses."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+LENGTH = struct.Struct("!I")
+SIGNATURE_BYTES = 32
+FRAME_LIMIT_BYTES = 2 * MESSAGE_LIMIT_BYTES
+"""Longest message: a rank's reply and its sender. A longer one is not read."""
+
+
+class Budget:
+    """A token bucket: so many per second, and as many at once after a quiet second."""
+
+    def __init__(self, per_s: int) -> None:
+        self._per_s = per_s
+        self._left = float(per_s)
+        self._since_s: float | None = None
+
+    def spend(self, now_s: float) -> bool:
+        """Takes one, at a time of a monotonic clock; False where there are none left."""
+        since_s = now_s if self._since_s is None else self._since_s
+        self._since_s = now_s
+        self._left = min(self._per_s, self._left + (now_s - since_s) * self._per_s)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def seal(data: bytes, signer: Signer) -> bytes:
+    """A message as it is sent: its length, itself, and the signature of both."""
+    framed = LENGTH.pack(len(data)) + data
+    return framed + signer.sign(framed)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, `[V6]:PORT`, or `PORT` on the loopback interface; else ValueError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not port.isdigit() or not 0 < int(port) < 65_536 or any(c.isspace() for c in host):
+        raise ValueError("expected HOST:PORT")
+    return host, int(port)
+
+
+KEY_BYTES = 32
+PREFIX = "haiprof-reach-1:"
+_TOKEN = re.compile(rf"{PREFIX}([0-9a-f]{{{2 * KEY_BYTES}}})\s*\Z", re.ASCII)
+_LIMIT_BYTES = 256
+# Not blocking: a pipe in the file's place must not block the launcher.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def make_token(path: Path) -> bytes:
+    """The key in a token file; the file is written where there is none."""
+    try:
+        descriptor = create_file(path, below=path.parent, mode=0o600)
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write the token: {error.strerror}") from None
+    key = secrets.token_bytes(KEY_BYTES)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(f"{PREFIX}{key.hex()}\n")
+    return key
+
+
+def read_token(path: Path) -> bytes:
+    """The key in a token file of this user's (or root's) that nobody else may read or write."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise UsageError(f"{path}: cannot read the token: {reason}") from None
+    try:
+        _check_owner(path, os.fstat(descriptor))
+        text = os.read(descriptor, _LIMIT_BYTES + 1).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+    token = _TOKEN.match(text)
+    if token is None or len(text) > _LIMIT_BYTES:
+        raise UsageError(
+            f"{path}: holds no token of haiprof's ({PREFIX} and {2 * KEY_BYTES} hex digits)",
+            hint="remove it or name another file: the node that listens writes a new one",
+        )
+    return bytes.fromhex(token[1])
+
+
+def _check_owner(path: Path, state: os.stat_result) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        raise UsageError(f"{path}: cannot read the token: not a regular file")
+    if state.st_uid not in (0, os.geteuid()):
+        raise UsageError(
+            f"{path}: this token belongs to another user (uid {state.st_uid})",
+            hint="name a file of your own: --reach-token FILE",
+        )
+    if state.st_mode & 0o077:
+        raise UsageError(f"{path}: others may read or write this token", hint=f"chmod 600 {path}")
+
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+SEND_S = 5.0
+PROOF_S = 20.0
+"""A controller may take some seconds when thousands of agents connect at once."""
+REQUESTS_PER_S = 50
+"""A controller sends no more requests per second than this: people make them."""
+KEPT_REQUESTS = 200
+_FULL = struct.pack("ll", 1, 0)  # a timeval: send timeout
+
+
+class NotProvenError(OSError):
+    """The peer at the controller's address does not hold the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An authenticated connection."""
+
+    connection: socket.socket
+    outgoing: Signer
+    incoming: Signer
+
+
+class Uplink:
+    """Connects, and reconnects when the controller comes back."""
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        self.requests: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
+        """Requests of the controller that were not taken yet, oldest first."""
+        self.error: str | None = "not connected yet"
+        """Why there is no connection; None while there is one."""
+        self._address = address
+        self._key = key
+        self._line: _Line | None = None
+        self._warned = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="haiprof-uplink", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the connection."""
+        self._stop.set()
+        line = self._line
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.connection.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join(SEND_S)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Sends a reply; False without a connection, or where the controller does not read."""
+        line = self._line
+        if line is None:
+            return False
+        try:
+            line.connection.sendall(seal(json.dumps(message).encode(), line.outgoing))
+        except OSError:
+            with contextlib.suppress(OSError):  # a frame was sent in part
+                line.connection.shutdown(socket.SHUT_RDWR)
+            return False
+        return True
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stop.is_set():
+            try:
+                with socket.create_connection(self._address, timeout=SEND_S) as connection:
+                    self._line = _prove(connection, self._key)
+                    self.error = None
+                    if self._listen(self._line):
+                        pause_s = FIRST_PAUSE_S
+                self.error = "the controller has closed the connection"
+            except NotProvenError as error:
+                self.error = str(error)
+                self._warn()
+            except (OSError, ValueError) as error:  # ValueError: no host can have that name
+                self.error = str(error)
+            finally:
+                self._line = None
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _warn(self) -> None:
+        """Warns once: it may be another user's process, or the token of another job."""
+        if not self._warned:
+            self._warned = True
+            host, port = self._address
+            print_message(
+                f"--reach: {self.error} ({host}, port {port}); nothing was told to it; trying "
+                "again: until then requests do not reach this node"
+            )
+
+    def _listen(self, line: _Line) -> bool:
+        """Receives requests until the connection ends; whether there were any."""
+        heard = False
+        budget = Budget(REQUESTS_PER_S)
+        while True:
+            framed = _read(line.connection, LENGTH.size)
+            length = LENGTH.unpack(framed)[0] if framed else 0
+            if not framed or length > FRAME_LIMIT_BYTES:
+                return heard
+            framed += _read(line.connection, length)
+            signature = _read(line.connection, SIGNATURE_BYTES)
+            if not line.incoming.is_next(framed, signature) or not budget.spend(time.monotonic()):
+                return heard
+            heard = True
+            self.requests.append(framed[LENGTH.size :])
+
+
+def _prove(connection: socket.socket, key: bytes) -> _Line:
+    """Checks the controller's proof, then sends this end's."""
+    nonce = new_nonce()
+    connection.sendall(MAGIC + nonce)
+    answer = _read(connection, ANSWER_BYTES, until_s=time.monotonic() + PROOF_S)
+    if not answer:
+        raise ConnectionError("the controller has closed the connection")
+    handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
+    if not handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:]):
+        raise NotProvenError("what listens there does not have the same token")
+    connection.sendall(handshake.proof(AGENT))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _FULL)
+    return _Line(connection, handshake.signer(AGENT), handshake.signer(CONTROLLER))
+
+
+def _read(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytes:
+    """Reads exactly so many bytes."""
+    data = bytearray()
+    while len(data) < count:
+        if until_s is not None:
+            connection.settimeout(max(until_s - time.monotonic(), 0.001))
+        piece = connection.recv(count - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return bytes(data)

@@ -1,0 +1,496 @@
+"""SM, tensor and DRAM activity of GPUs: by NVML GPM, or from the site's DCGM exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from haiprof.agent.samplers.nvml import NO_PERMISSION, Device, Nvml, Refusal, refusal, text
+from haiprof.agent.samplers.table import Missing, Node, TableSampler
+from haiprof.base.options import ENV_DCGM_URL
+from haiprof.base.units import NS_PER_S
+from haiprof.linux.readings import Clock, Entity, EntityGone, Reading, Unavailable, Value
+from haiprof.run_format.entities import plain_uuid
+from haiprof.run_format.schema import NULL_I64
+from haiprof.run_format.secrets import mask_text
+from haiprof.run_format.tables import DCGM
+
+# nvmlGpmMetricId_t, nvml.h
+RATIOS = {
+    "sm_active_ratio": 2,
+    "sm_occupancy_ratio": 3,
+    "tensor_active_ratio": 5,
+    "dram_active_ratio": 10,
+    "fp64_active_ratio": 11,
+    "fp32_active_ratio": 12,
+    "fp16_active_ratio": 13,
+}
+TRAFFIC = {
+    "pcie_transmit_bytes": 20,
+    "pcie_receive_bytes": 21,
+    "nvlink_receive_bytes": 60,
+    "nvlink_transmit_bytes": 61,
+}
+PCIE = ("pcie_transmit_bytes", "pcie_receive_bytes")
+_BYTES_PER_MIB = 1 << 20
+_VERSION = 1
+
+MIN_APART_NS = 100_000_000
+"""Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
+
+_HIGHEST_PERCENT = 105.0  # a share is of two samples, a little apart
+_WAIT_NS = 2_000_000  # at 10 Hz every other read is some us too early
+
+GPM_ORIGIN = "nvmlGpmMetricsGet"
+_ADMIN_PARAMETER = "RmProfilingAdminOnly"
+_REMEDY = "option NVreg_RestrictProfilingToAdminUsers=0 of the nvidia module, or CAP_SYS_ADMIN"
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (
+        ("short_name", ctypes.c_char_p),
+        ("long_name", ctypes.c_char_p),
+        ("unit", ctypes.c_char_p),
+    )
+
+
+class _Metric(ctypes.Structure):
+    """As nvmlGpmMetric_t."""
+
+    _fields_ = (
+        ("metricId", ctypes.c_uint),
+        ("nvmlReturn", ctypes.c_int),
+        ("value", ctypes.c_double),
+        ("metricInfo", _Info),
+    )
+
+
+class Gpm:
+    """Metrics of one GPU over the time since the sample before.
+
+    Traffic is reported as a rate; it is summed up from 0 at the first sample and after every gap,
+    so that a gap reads as a counter reset.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        columns: Sequence[str],
+        *,
+        clock: Clock,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.columns = tuple(columns)
+        self._device = device
+        self._clock = clock
+        self._pause = pause
+        self._samples: list[Any] = []  # the later one first
+        self._request: Any = None
+        self._taken_ns: int | None = None
+        self._has_interval = False
+        self._totals = dict.fromkeys(columns, 0.0)
+
+    def open(self) -> None:
+        """Allocates the buffers of all reads, and takes a sample."""
+        for _ in range(2):
+            self._samples.append(self._device.nvml.call("nvmlGpmSampleAlloc"))
+        self._request = _request([(RATIOS | TRAFFIC)[name] for name in self.columns])
+        self._take(self._clock())
+
+    def read(self) -> list[Value | Unavailable]:
+        """One value per column; one that is not known yet is missing, without a reason."""
+        now, before = self._soon_enough(), self._taken_ns
+        if before is None or (not self._has_interval and now - before < MIN_APART_NS):
+            self._has_interval = False
+            self._totals = dict.fromkeys(self.columns, 0.0)
+            self._take(now)
+            return self._nothing_yet(0)
+        if now - before < MIN_APART_NS:
+            return self._nothing_yet(NULL_I64)
+        self._take(now)
+        self._has_interval = True
+        return self._metrics(now - before)
+
+    def close(self) -> None:
+        """Frees the samples."""
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            with contextlib.suppress(Unavailable):  # it cannot be handled
+                self._device.nvml.call("nvmlGpmSampleFree", sample)
+
+    def _soon_enough(self) -> int:
+        """Waits for a moment where the previous sample is not quite old enough."""
+        now = self._clock()
+        left_ns = 0 if self._taken_ns is None else self._taken_ns + MIN_APART_NS - now
+        if not 0 < left_ns <= _WAIT_NS:
+            return now
+        self._pause(left_ns / NS_PER_S)
+        return self._clock()
+
+    def _nothing_yet(self, traffic: int) -> list[Value | Unavailable]:
+        return [math.nan if name in RATIOS else traffic for name in self.columns]
+
+    def _take(self, now_ns: int) -> None:
+        """Puts a new sample in place of the older one; after a failure there is none to compare."""
+        self._taken_ns = None
+        self._samples.reverse()
+        self._device.call("nvmlGpmSampleGet", self._samples[0])
+        self._taken_ns = now_ns
+
+    def _metrics(self, elapsed_ns: int) -> list[Value | Unavailable]:
+        request = self._request
+        request.sample1, request.sample2 = (
+            ctypes.cast(sample, ctypes.c_void_p) for sample in reversed(self._samples)
+        )
+        try:
+            self._device.nvml.call(GPM_ORIGIN, request)
+        except Refusal as why:
+            self._taken_ns = None
+            self._device.check(why.code, why.reason)
+            raise
+        pairs = zip(self.columns, request.metrics, strict=True)
+        return [self._answer(name, metric, elapsed_ns) for name, metric in pairs]
+
+    def _answer(self, name: str, metric: _Metric, elapsed_ns: int) -> Value | Unavailable:
+        what = f"GPM metric {metric.metricId}"
+        if metric.nvmlReturn:
+            self._totals[name] = 0.0
+            return refusal(metric.nvmlReturn, what)
+        value = float(metric.value)
+        if not math.isfinite(value):
+            self._totals[name] = 0.0
+            return Unavailable(f"{what}: not a number")
+        if value < 0 or (name in RATIOS and value > _HIGHEST_PERCENT):
+            self._totals[name] = 0.0
+            return Unavailable(f"{what}: a value that it cannot have")
+        if name in RATIOS:
+            return value / 100
+        self._totals[name] += value * _BYTES_PER_MIB * elapsed_ns / NS_PER_S
+        return int(self._totals[name])
+
+
+def open_gpm(device: Device, columns: Sequence[str], *, root: Path, clock: Clock) -> Gpm:
+    """Metrics of one GPU, ready to be read."""
+    if device.has_mig:
+        reason = "MIG is on: GPM measures each GPU instance, and haiprof reads whole GPUs only"
+        raise Unavailable(reason, status="unsupported", lasting=True)
+    support = device.call("nvmlGpmQueryDeviceSupport")
+    if not support.isSupportedDevice:
+        reason = "nvmlGpmQueryDeviceSupport: not this GPU; GPM came with Hopper"
+        remedy = "nv-hostengine (DCGM) has the same metrics of older GPUs"
+        raise Unavailable(reason, status="unsupported", remedy=remedy, lasting=True)
+    gpm = Gpm(device, columns, clock=clock)
+    try:
+        gpm.open()
+    except (Unavailable, EntityGone) as why:
+        gpm.close()
+        raise _with_permission(why, root) from None
+    return gpm
+
+
+def _with_permission(why: Unavailable | EntityGone, root: Path) -> Unavailable | EntityGone:
+    """A refusal for lack of permission, with the driver's own setting and what to change."""
+    if not isinstance(why, Refusal) or why.code != NO_PERMISSION:
+        return why
+    setting = profiling_setting(root)
+    reason = f"{why.reason} ({setting})" if setting else why.reason
+    return Unavailable(reason, status="denied", remedy=_REMEDY, lasting=True)
+
+
+def profiling_setting(root: Path) -> str:
+    """The line of /proc/driver/nvidia/params on who may profile; empty without one."""
+    try:
+        lines = (root / "proc/driver/nvidia/params").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(_ADMIN_PARAMETER)), "")
+
+
+def _request(metric_ids: Sequence[int]) -> Any:  # noqa: ANN401  a struct as long as it has to be
+    """As nvmlGpmMetricsGet_t, whose own array grew from 98 to 477 metrics without a new version."""
+    count = len(metric_ids)
+    fields = (
+        ("version", ctypes.c_uint),
+        ("numMetrics", ctypes.c_uint),
+        ("sample1", ctypes.c_void_p),
+        ("sample2", ctypes.c_void_p),
+        ("metrics", _Metric * count),
+    )
+    request: Any = type("MetricsGet", (ctypes.Structure,), {"_fields_": fields})()
+    request.version, request.numMetrics = _VERSION, count
+    for metric, metric_id in zip(request.metrics, metric_ids, strict=True):
+        metric.metricId = metric_id
+    return request
+
+
+DEFAULT_URL = "http://127.0.0.1:9400/metrics"
+_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#]+)(?::(\d{1,5}))?(/\S*)?\Z", re.ASCII)
+_HTTP_PORT = 80
+CONNECT_S = 0.05
+READ_S = 0.5
+_PAGE_LIMIT_BYTES = 8 << 20
+_RATE_LIMIT = 1e13  # bytes/s; a larger value is DCGM's blank
+_DCGM_REMEDY = f"run dcgm-exporter with its profiling fields on this node, or set {ENV_DCGM_URL}"
+_FIELDS_REMEDY = "add the field to the exporter's configuration (dcp-metrics-included.csv has all)"
+
+FIELDS = {
+    "engine_active_ratio": "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+    "sm_active_ratio": "DCGM_FI_PROF_SM_ACTIVE",
+    "sm_occupancy_ratio": "DCGM_FI_PROF_SM_OCCUPANCY",
+    "tensor_active_ratio": "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+    "dram_active_ratio": "DCGM_FI_PROF_DRAM_ACTIVE",
+    "fp64_active_ratio": "DCGM_FI_PROF_PIPE_FP64_ACTIVE",
+    "fp32_active_ratio": "DCGM_FI_PROF_PIPE_FP32_ACTIVE",
+    "fp16_active_ratio": "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
+    "pcie_transmit_bytes_per_s": "DCGM_FI_PROF_PCIE_TX_BYTES",
+    "pcie_receive_bytes_per_s": "DCGM_FI_PROF_PCIE_RX_BYTES",
+    "nvlink_transmit_bytes_per_s": "DCGM_FI_PROF_NVLINK_TX_BYTES",
+    "nvlink_receive_bytes_per_s": "DCGM_FI_PROF_NVLINK_RX_BYTES",
+    "last_xid": "DCGM_FI_DEV_XID_ERRORS",
+}
+
+# NAME{label="value",...} value [timestamp]: Prometheus text format 0.0.4
+_LINE = re.compile(r"^(DCGM_FI_\w+)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?\s*$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Page = Mapping[str, Mapping[str, float | None]]
+"""Values by UUID and field; None where the page contradicts itself."""
+
+
+class DcgmSampler(TableSampler):
+    """One record per GPU and collection of the exporter."""
+
+    name = "dcgm"
+    recorder = "gpu"
+    every = 10
+    table = DCGM
+    read_limit_ns = 100_000_000
+
+    def __init__(
+        self,
+        *,
+        url: str | None = None,
+        nvml: ModuleType | None = None,
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        super().__init__(clock=clock)
+        self.url = url or DEFAULT_URL
+        self._asked_for = bool(url)
+        self._nvml = nvml
+        self._text: str | None = None
+        self._page: Page = {}
+        self._failure: Unavailable | None = None
+        self._recorded = ""
+
+    @classmethod
+    def for_node(cls, node: Node) -> DcgmSampler:
+        """The sampler of a node; HAIPROF_DCGM_URL asks for it."""
+        return cls(url=os.environ.get(ENV_DCGM_URL), nvml=node.nvml, clock=node.clock)
+
+    def open(self) -> list[Missing]:
+        """Looks for the exporter; without one the cost is a refused connection."""
+        missing = super().open()
+        self._recorded = ""  # the page that `find` read has not been recorded
+        return missing
+
+    def find(self) -> list[Entity]:
+        """The GPUs of the exporter's page that the driver shows here, too."""
+        reach(self.url)
+        indices, has_gpm = _gpus_of_driver(self._nvml)
+        if has_gpm and not self._asked_for:
+            asks = f"{ENV_DCGM_URL}={mask_text(self.url)} asks for it"
+            reason = f"not needed: NVML GPM measures the same; {asks}"
+            raise Unavailable(reason)
+        page = parse_page(fetch(self.url))
+        numbered = [
+            (index, uuid)
+            for at, uuid in enumerate(page)
+            if (index := indices.get(plain_uuid(uuid)) if indices else at) is not None
+        ]
+        if not numbered:
+            reason = (
+                f"{mask_text(self.url)}: no DCGM figures of a whole GPU that the driver shows here"
+            )
+            raise Unavailable(reason, remedy=_FIELDS_REMEDY)
+        return [self._entity(index, uuid) for index, uuid in sorted(numbered)]
+
+    def refresh(self) -> None:
+        """Discards the page: the next read fetches it for all GPUs."""
+        self._text = None
+
+    def sample(self) -> bytes:
+        """One record per GPU where the exporter has collected since the last; otherwise none."""
+        records = super().sample()
+        figures = "\n".join(match[0] for match in _LINE.finditer(self._text or ""))
+        if not figures or figures == self._recorded:
+            return b""
+        self._recorded = figures
+        return records
+
+    def _entity(self, index: int, uuid: str) -> Entity:
+        reading = Reading(
+            columns=tuple(FIELDS),
+            origin=mask_text(self.url),
+            read=lambda: self._figures(uuid),
+            remedy=_FIELDS_REMEDY,
+        )
+        name = f"gpu {index}"
+        return Entity(key=(index,), name=name, readings=(reading,), details={"uuid": uuid})
+
+    def _figures(self, uuid: str) -> Sequence[Value | Unavailable]:
+        if self._text is None:  # one attempt per sample
+            self._text, self._page, self._failure = "", {}, None
+            try:
+                self._text = fetch(self.url)
+            except Unavailable as why:
+                self._failure = why
+            self._page = parse_page(self._text)
+        if self._failure is not None:
+            raise self._failure
+        if uuid not in self._page:
+            raise Unavailable(f"{mask_text(self.url)}: no such GPU in it this time")
+        figures = self._page[uuid]
+        return [self._figure(column, figures) for column in FIELDS]
+
+    def _figure(self, column: str, figures: Mapping[str, float | None]) -> Value | Unavailable:
+        field = FIELDS[column]
+        if field not in figures:
+            return Unavailable(
+                f"{mask_text(self.url)}: {field} is not exported",
+                status="absent",
+                remedy=_FIELDS_REMEDY,
+            )
+        value = figures[field]
+        if value is None:
+            return Unavailable(f"{mask_text(self.url)}: {field} has several values for one GPU")
+        if column == "last_xid":
+            return int(value) if 0 <= value < 1 << 31 else Unavailable(f"{field} is {value:g}")
+        limit = 1.0 if column.endswith("_ratio") else _RATE_LIMIT
+        if not 0 <= value <= limit:
+            return Unavailable(f"{mask_text(self.url)}: {field} is {value:g}, which it cannot be")
+        if value == 0 and column.startswith("pcie_"):
+            return Unavailable(
+                f"{mask_text(self.url)}: {field} is 0, which PCIe of a GPU in use never is",
+                status="unsupported",
+                remedy="dcgm-exporter issue 721: another version of DCGM or of the driver",
+            )
+        return value
+
+
+def reach(url: str) -> None:
+    """Tries a connection, for a moment only."""
+    host, port, _ = _address(url)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        reason = f"no DCGM exporter answers at {mask_text(url)}: {words}"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+
+
+def fetch(url: str) -> str:
+    """The exporter's page.
+
+    Requested in HTTP 1.0 without Python's own client: no proxy and no redirect is followed, nothing
+    is imported into the launcher, and the time limit covers the whole answer.
+    """
+    host, port, path = _address(url)
+    request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
+    try:
+        with socket.create_connection((host, port), READ_S) as connection:
+            connection.sendall(request.encode())
+            answer = _receive(connection, url)
+    except TimeoutError:
+        raise _too_much(url) from None
+    except OSError as error:
+        reason = f"{mask_text(url)}: {error.strerror or error or type(error).__name__}"
+        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    version, _, status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise Unavailable(f"{mask_text(url)}: no HTTP server", remedy=_DCGM_REMEDY)
+    if status.split(" ")[0] != "200":
+        raise Unavailable(f"{mask_text(url)}: HTTP {status.split(' ')[0]}", remedy=_DCGM_REMEDY)
+    return body.decode("utf-8", errors="replace")
+
+
+def _receive(connection: socket.socket, url: str) -> bytes:
+    """Everything until the other side closes, within the limits."""
+    deadline = time.monotonic() + READ_S
+    content = bytearray()
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or len(content) > _PAGE_LIMIT_BYTES:
+            raise _too_much(url)
+        connection.settimeout(left_s)
+        block = connection.recv(1 << 16)
+        if not block:
+            return bytes(content)
+        content += block
+
+
+def _too_much(url: str) -> Unavailable:
+    reason = f"{mask_text(url)}: too slow or too large to be an exporter's page"
+    return Unavailable(reason, remedy=_DCGM_REMEDY)
+
+
+def _address(url: str) -> tuple[str, int, str]:
+    """Host, port and path."""
+    match = _ADDRESS.match(url)
+    if match is None:
+        raise Unavailable(
+            f"{ENV_DCGM_URL}={mask_text(url)}: not an http address", remedy=f"e.g. {DEFAULT_URL}"
+        )
+    host, port, path = match.groups()
+    return host.strip("[]"), int(port or _HTTP_PORT), path or "/"
+
+
+def parse_page(page: str) -> Page:
+    """Figures of whole GPUs by UUID, in the exporter's order; MIG instances are left out."""
+    found: dict[str, dict[str, float | None]] = {}
+    for match in _LINE.finditer(page):
+        labels = dict(_LABEL.findall(match[2]))
+        uuid = labels.get("UUID", "")
+        if not uuid or labels.get("GPU_I_ID"):
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        figures = found.setdefault(uuid, {})
+        known = figures.setdefault(match[1], value)
+        if str(known) != str(value):  # the same GPU twice, and they differ (NaN is NaN)
+            figures[match[1]] = None
+    return found
+
+
+def _gpus_of_driver(nvml: ModuleType | None) -> tuple[dict[str, int], bool]:
+    """NVML index by UUID, and whether every GPU has GPM; empty where there is no NVML."""
+    library = Nvml(nvml)
+    try:
+        library.open()
+        count = library.call("nvmlDeviceGetCount")
+        handles = [library.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        uuids = [plain_uuid(text(library.call("nvmlDeviceGetUUID", handle))) for handle in handles]
+        has_gpm = bool(handles) and all(_has_gpm(library, handle) for handle in handles)
+    except (Unavailable, EntityGone):
+        return {}, False
+    finally:
+        library.close()
+    return {uuid: index for index, uuid in enumerate(uuids)}, has_gpm
+
+
+def _has_gpm(library: Nvml, handle: object) -> bool:
+    try:
+        return bool(library.call("nvmlGpmQueryDeviceSupport", handle).isSupportedDevice)
+    except Unavailable:
+        return False

@@ -1,0 +1,462 @@
+"""Statistics of the analyses: tests, intervals, trends; each from a named source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, lgamma, log
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from haiprof.base.intervals import Floats, Ints
+
+
+def at_least_p_value(hits: int, trials: int, chance: float) -> float:
+    """How likely so many hits or more are, where each trial hits with that chance."""
+    if hits <= 0 or chance >= 1.0:
+        return 1.0
+    if chance <= 0.0:
+        return 0.0
+    whole = lgamma(trials + 1)
+    terms = (
+        whole - lgamma(k + 1) - lgamma(trials - k + 1)
+        + k * log(chance) + (trials - k) * log(1.0 - chance)
+        for k in range(hits, trials + 1)
+    )  # fmt: skip
+    return min(sum(map(exp, terms)), 1.0)
+
+
+CONFIDENCE = 0.99
+REPLICATES = 1000
+LEAST_REPLICATES = 200
+_WORK = 40_000_000  # values drawn in all; longer series need, and get, fewer replicates
+_CHUNK = 2_000_000  # values drawn at once
+_WINSOR = 0.05  # outliers do not show how far a median's errors are correlated
+_SEED = 20061
+SEGMENTS = 8
+_SEGMENT_VALUES = 10  # at least so many in each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resampled:
+    """One series drawn again and again, by blocks."""
+
+    median: float
+    """Of the series itself."""
+    means: Floats
+    """Of each column over all values."""
+    middles: Floats
+    """Of each column over the middle half of the values, by the series."""
+    median_sd: float
+    """Standard error of the median."""
+    mean_sds: Floats
+    middle_sds: Floats
+    effective_count: float
+    """How many independent values tell as much: no more than there are blocks."""
+    block: int
+    """Length of a block."""
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the standard errors."""
+        return max(self.effective_count - 1, 1.0)
+
+
+def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -> Resampled:
+    """Circular block bootstrap of a median, and of means and middle means beside it.
+
+    Source: Politis and Romano 1992 (circular blocks); the length by `block_length`. A middle mean
+    is over the middle half of the values by the series: columns that add up to the series have
+    middle means that add up to its own, which medians do not.
+    """
+    count = len(series)
+    block = block_length(series)
+    order = np.argsort(series, kind="stable")
+    ordered, placed = columns[order], series[order]
+    draws = int(np.clip(_WORK // count, LEAST_REPLICATES, replicates))
+    own = _statistics(np.ones((1, count)), placed, ordered)
+    memory = _memory(series)
+    parts = [_statistics(c[:, order], placed, ordered) for c in _counts(count, block, draws)]
+    medians, means, middles = (np.concatenate(kind) for kind in zip(*parts, strict=True))
+    drawn_sd = float(medians.std(ddof=1))
+    least_sd = _independent_sd(placed) * math.sqrt(memory)
+    # Blocks of a short series are too short to hold all of its memory: they see too little spread.
+    more = max(1.0, least_sd / drawn_sd) if drawn_sd > 0 else 1.0
+    return Resampled(
+        median=float(np.median(series)),
+        means=own[1][0],
+        middles=own[2][0],
+        median_sd=drawn_sd * more,
+        mean_sds=means.std(axis=0, ddof=1) * more,
+        middle_sds=middles.std(axis=0, ddof=1) * more,
+        effective_count=min(count / block, count / memory),
+        block=block,
+    )
+
+
+def segment_spread(series: Floats) -> tuple[float, int]:
+    """Variance of what does not average out, and its degrees of freedom.
+
+    A machine is faster in some seconds than in others, and between two runs as between two parts of
+    one: the medians of eight segments differ by more than the straying of single values gives, and
+    by as much or more do the medians of whole runs.
+
+    Source: the variance component between groups of a one-way random-effects model (Searle, Casella
+    and McCulloch, Variance Components, 1992, section 3.5), which Kalibera and Jones 2013 use for
+    the levels of a benchmark; here with medians and their errors in place of means.
+    """
+    count = int(np.clip(len(series) // _SEGMENT_VALUES, 2, SEGMENTS))
+    parts = np.array_split(series, count)
+    between = float(np.var([np.median(part) for part in parts], ddof=1))
+    within = float(np.mean([_independent_sd(np.sort(part)) ** 2 for part in parts]))
+    return max(between - within, 0.0), count - 1
+
+
+def _memory(series: Floats) -> float:
+    """How many values tell as much as an independent one, by the lag-1 autocorrelation.
+
+    Source: (1 + r) / (1 - r) of an autoregressive process; r corrected for its bias in short
+    series by Marriott and Pope 1954.
+    """
+    low, high = np.quantile(series, [_WINSOR, 1 - _WINSOR])
+    values = np.clip(series, low, high)
+    centred = values - values.mean()
+    power = float(centred @ centred)
+    if power == 0:
+        return 1.0
+    own = float(centred[1:] @ centred[:-1]) / power
+    corrected = min(own + (1 + 4 * own) / len(series), 0.99)
+    return max((1 + corrected) / (1 - corrected), 1.0)
+
+
+def _independent_sd(placed: Floats) -> float:
+    """Standard error of the median of independent values, in order of size.
+
+    Source: Price and Bonett, Estimating the Variance of the Sample Median, 2001: from the order
+    statistics around it.
+    """
+    count = len(placed)
+    off = max(round((count + 1) / 2 - math.sqrt(count)), 1)
+    below = sum(math.comb(count, k) for k in range(off)) / 2**count if count < 200 else 0.0228
+    z = NormalDist().inv_cdf(1 - max(below, 1e-6))
+    return float(placed[count - off] - placed[off - 1]) / (2 * z)
+
+
+def _counts(count: int, block: int, draws: int) -> Iterator[Floats]:
+    """How often each place is drawn, by replicate; some replicates at a time."""
+    random = np.random.default_rng(_SEED)
+    whole, rest = divmod(count, block)
+    step = max(1, _CHUNK // count)
+    for first in range(0, draws, step):
+        rows = min(step, draws - first)
+        width = count + block + 1
+        row = np.arange(rows)[:, None] * width
+        change = np.zeros(rows * width)
+        for length, blocks in ((block, whole), (rest, 1 if rest else 0)):
+            starts = (random.integers(0, count, (rows, blocks)) + row).ravel()
+            change += np.bincount(starts, minlength=change.size)
+            change -= np.bincount(starts + length, minlength=change.size)
+        ordered = np.cumsum(change.reshape(rows, width), axis=1)[:, : count + block]
+        drawn = ordered[:, :count]
+        drawn[:, :block] += ordered[:, count:]
+        yield drawn
+
+
+def _statistics(counts: Floats, placed: Floats, ordered: Floats) -> tuple[Floats, Floats, Floats]:
+    """Medians, means and middle means; counts and values are in order of size."""
+    total = placed.size
+    until = np.cumsum(counts, axis=1)
+    low, high = (
+        placed[np.argmax(until > place, axis=1)] for place in ((total - 1) // 2, total // 2)
+    )
+    begin, end = total / 4, 3 * total / 4
+    weights = np.minimum(until, end) - np.maximum(until - counts, begin)
+    np.clip(weights, 0, None, out=weights)
+    return (low + high) / 2, counts @ ordered / total, weights @ ordered / (end - begin)
+
+
+def block_length(values: Floats) -> int:
+    """The length of blocks that loses least, from how long the series remembers.
+
+    The longer one of two questions: how long values stay above the median (which is what the
+    median's error depends on), and how long values without their outliers resemble each other.
+
+    Source: Politis and White, Automatic Block-Length Selection for the Dependent Bootstrap, 2004,
+    with the correction of Patton, Politis and White 2009, for circular blocks.
+    """
+    low, high = np.quantile(values, [_WINSOR, 1 - _WINSOR])
+    sides = np.sign(values - np.median(values))
+    return max(_optimal(sides), _optimal(np.clip(values, low, high)))
+
+
+def _optimal(values: Floats) -> int:
+    count = len(values)
+    centred = values - values.mean()
+    if count < 10 or not np.any(centred):
+        return 1
+    around = max(5, math.ceil(math.sqrt(math.log10(count))))
+    most = min(math.ceil(math.sqrt(count)) + around, count - 1)
+    covariance = _autocovariance(centred, most)
+    band = 2 * math.sqrt(math.log10(count) / count)
+    small = np.abs(covariance[1:] / covariance[0]) < band
+    runs = np.convolve(small, np.ones(around), "valid") == around
+    last = int(np.argmax(runs)) if runs.any() else most
+    width = min(2 * max(last, 1), most)
+    lags = np.arange(1, width + 1)
+    taper = np.clip(2 * (1 - lags / width), 0, 1)
+    weighed = taper * covariance[1 : width + 1]
+    slope = 2 * float((lags * weighed).sum())
+    spectrum = float(covariance[0] + 2 * weighed.sum())
+    longest = math.ceil(min(3 * math.sqrt(count), count / 3))
+    if spectrum <= 0:
+        return 1
+    length = (2 * slope**2 / (4 / 3 * spectrum**2)) ** (1 / 3) * count ** (1 / 3)
+    return int(np.clip(round(length), 1, longest))
+
+
+def _autocovariance(centred: Floats, most: int) -> Floats:
+    size = 1 << (2 * len(centred) - 1).bit_length()
+    power = np.abs(np.fft.rfft(centred, size)) ** 2
+    found: Floats = np.fft.irfft(power, size)[: most + 1] / len(centred)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncertain:
+    """Variance of an estimate, in parts that are known more or less well."""
+
+    parts: tuple[tuple[float, float], ...]
+    """(variance, degrees of freedom); infinite freedom where the variance is taken as known."""
+
+    @property
+    def sd(self) -> float:
+        """Standard error."""
+        return math.sqrt(sum(variance for variance, _ in self.parts))
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom in all. Source: Welch 1947, Satterthwaite 1946."""
+        bottom = sum(variance**2 / freedom for variance, freedom in self.parts)
+        return self.sd**4 / bottom if bottom > 0 else math.inf
+
+    def half_width(self, confidence: float = CONFIDENCE) -> float:
+        """Of the two-sided interval, by Student's t."""
+        return self.sd * student_quantile((1 + confidence) / 2, self.freedom)
+
+    def p_value(self, estimate: float) -> float:
+        """Two-sided p of the true value being 0."""
+        if self.sd == 0:
+            return 1.0 if estimate == 0 else 0.0
+        return student_p_value(estimate / self.sd, self.freedom)
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """Of Student's t, within 2 % from 3 degrees of freedom on. Source: Wallace 1959."""
+    z = NormalDist().inv_cdf(probability)
+    if math.isinf(freedom):
+        return z
+    scaled = z * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.copysign(math.sqrt(freedom * math.expm1(scaled**2 / freedom)), z)
+
+
+def student_p_value(t: float, freedom: float) -> float:
+    """Two-sided. Source: Wallace 1959."""
+    z = abs(t)
+    if not math.isinf(freedom):
+        z = math.sqrt(freedom * math.log1p(t * t / freedom))
+        z *= (8 * freedom + 1) / (8 * freedom + 3)
+    return math.erfc(z / math.sqrt(2))
+
+
+LEAST = 4
+"""Measurements on each side; with three and three no p-value is below 0.1."""
+_EXACT_LIMIT = 40  # measurements on both sides together; beyond, the normal approximation
+
+
+class Comparison(NamedTuple):
+    """One against the other."""
+
+    p_value: float | None
+    """Two-sided; None with fewer than `LEAST` measurements on a side."""
+    greater_probability: float
+    """That one of the second side is greater than one of the first; a tie counts half."""
+
+
+def compare_samples(first: Floats, second: Floats) -> Comparison:
+    """Tests two samples for a difference, by the two-sided Mann-Whitney U test.
+
+    Source: Mann and Whitney 1947; ties: Lehmann, Nonparametrics, 1975, section 1.4; the
+    probability is Vargha and Delaney's A, 2000.
+    """
+    ranks = _double_ranks(np.concatenate([first, second]))
+    count, both = len(second), len(ranks)
+    observed = int(ranks[len(first) :].sum())
+    pairs = len(first) * count
+    greater = (observed / 2 - count * (count + 1) / 2) / pairs
+    if min(len(first), count) < LEAST:
+        return Comparison(None, greater)
+    off = abs(observed - count * (both + 1))  # of doubled ranks the expected sum
+    if both > _EXACT_LIMIT:
+        return Comparison(_normal_p(ranks, count, off), greater)
+    sums, ways = _distribution(tuple(np.sort(ranks).tolist()), count)
+    extreme = ways[np.abs(sums - count * (both + 1)) >= off].sum()
+    return Comparison(float(extreme / ways.sum()), greater)
+
+
+def larger_p_value(first: Floats, second: Floats) -> float:
+    """Returns the one-sided p of the second sample not being larger than the first.
+
+    Source: as for `compare_samples`.
+    """
+    ranks = _double_ranks(np.concatenate([first, second]))
+    count, both = len(second), len(ranks)
+    variance = _rank_sum_variance(ranks, count)
+    if variance <= 0:
+        return 1.0
+    excess = (int(ranks[len(first) :].sum()) - count * (both + 1)) / 2
+    return 0.5 * math.erfc((excess - 0.5) / math.sqrt(2 * variance))
+
+
+def adjust_p_values(p_values: list[float | None]) -> list[float | None]:
+    """p-values of many questions asked at once, so that a share of false finds is bounded."""
+    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    found: list[float | None] = [None] * len(p_values)
+    least = 1.0
+    for rank in range(len(known), 0, -1):
+        p, place = known[rank - 1]
+        least = min(least, p * len(known) / rank)
+        found[place] = least
+    return found
+
+
+def _double_ranks(values: Floats) -> Ints:
+    """Twice the rank of each, ties in the middle: whole numbers."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    before = np.cumsum(counts) - counts
+    found: Ints = (2 * before + counts + 1)[place]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _distribution(ranks: tuple[int, ...], count: int) -> tuple[Floats, Floats]:
+    """How many choices of so many of the ranks have each sum."""
+    ways = np.zeros((count + 1, sum(ranks) + 1))
+    ways[0, 0] = 1
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank].copy()
+    return np.arange(ways.shape[1], dtype=np.float64), ways[count]
+
+
+def _normal_p(ranks: Ints, count: int, off: int) -> float:
+    """By the normal approximation; `off` is the doubled rank sum's distance from its mean."""
+    variance = _rank_sum_variance(ranks, count)
+    if variance <= 0:
+        return 1.0
+    return math.erfc(max(off / 2 - 0.5, 0.0) / math.sqrt(2 * variance))
+
+
+def _rank_sum_variance(ranks: Ints, count: int) -> float:
+    """The variance of the sum of `count` of the ranks, given their ties."""
+    both = len(ranks)
+    _, ties = np.unique(ranks, return_counts=True)
+    spread = both + 1 - ((ties**3 - ties).sum() / (both * (both - 1)))
+    return float(count * (both - count) * spread / 12)
+
+
+BLOCK_COUNT = 60
+"""Twenty medians in each third: neighbouring steps are alike, more medians add little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """From the first third of a series to the last."""
+
+    before: float
+    after: float
+    p_value: float
+    """Of the last third not being larger (Mann-Whitney U on medians of blocks)."""
+    is_sudden: bool
+    """Whether one step between two levels fits better than a straight line."""
+    since: int
+    """Index in the series: of the first slow step where it is sudden, else of half the rise."""
+
+    @property
+    def growth(self) -> float:
+        """Of the median."""
+        return (self.after - self.before) / max(self.before, 1.0)
+
+
+def rise(values: Floats) -> Rise:
+    """Measures a rise.
+
+    Source:
+        Two levels against a line by their sums of squares, the change point at the least one: Page,
+        1957; robust to single outliers because blocks are medians.
+    """
+    blocks = _block_medians(values)
+    third = len(blocks) // 3
+    p_value = larger_p_value(blocks[:third], blocks[-third:])
+    third = len(values) // 3
+    before, after = float(np.median(values[:third])), float(np.median(values[-third:]))
+    place, of_levels = _two_levels(blocks)
+    of_line = float(np.polyfit(np.arange(len(blocks)), blocks, 1, full=True)[1].sum())
+    sudden = of_levels < of_line
+    since = place * len(values) // len(blocks) if sudden else _half_way(values, before, after)
+    if sudden:
+        since = _refine(values, since, len(values) // len(blocks) + 1)
+    return Rise(before=before, after=after, p_value=p_value, is_sudden=sudden, since=since)
+
+
+def _block_medians(values: Floats) -> Floats:
+    count = min(BLOCK_COUNT, len(values))
+    parts = np.array_split(values, count)
+    return np.array([float(np.median(part)) for part in parts])
+
+
+def _two_levels(values: Floats) -> tuple[int, float]:
+    """First index of the second level, and the sum of squares around both levels."""
+    sums, squares = np.cumsum(values), np.cumsum(values**2)
+    count = np.arange(1, len(values))
+    left = squares[:-1] - sums[:-1] ** 2 / count
+    rest = len(values) - count
+    right = (squares[-1] - squares[:-1]) - (sums[-1] - sums[:-1]) ** 2 / rest
+    place = int((left + right).argmin())
+    return place + 1, float((left + right)[place])
+
+
+def _refine(values: Floats, around: int, width: int) -> int:
+    """The index at which the two sides differ most, within a block of a first guess."""
+    first, last = max(around - width, 1), min(around + width, len(values) - 1)
+    window = values[max(first - 2 * width, 0) : last + 2 * width]
+    place, _ = _two_levels(window)
+    return min(max(first - 2 * width, 0) + place, len(values) - 1)
+
+
+def _half_way(values: Floats, before: float, after: float) -> int:
+    """First index from which a moving median stays above the middle."""
+    width = max(5, len(values) // 20)
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)
+    below = np.flatnonzero(np.median(windows, axis=1) < (before + after) / 2)
+    return min(int(below[-1]) + 1 + width // 2, len(values) - 1) if len(below) else 0
+
+
+def growth_p_value(values: Floats) -> float:
+    """One-sided p of a series not growing.
+
+    Source:
+        Mann, Nonparametric Tests Against Trend, 1945; Kendall, Rank Correlation Methods, 1975.
+    """
+    n = len(values)
+    signs = np.sign(values[None, :] - values[:, None])
+    score = float(np.triu(signs, 1).sum())
+    _, ties = np.unique(values, return_counts=True)
+    tied = float((ties * (ties - 1) * (2 * ties + 5)).sum())
+    variance = (n * (n - 1) * (2 * n + 5) - tied) / 18
+    if variance <= 0:
+        return 1.0
+    z = (score - 1) / math.sqrt(variance)
+    return 0.5 * math.erfc(z / math.sqrt(2))

@@ -1,1 +1,0 @@
-"""Statistics of the analyses: tests, intervals, trends; each from a named source."""

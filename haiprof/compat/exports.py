@@ -1,0 +1,316 @@
+"""A run for other tools: tables as CSV and Parquet, counters for Prometheus and OpenTelemetry."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import polars as pl
+
+from haiprof.base.errors import UsageError
+from haiprof.base.output_file import output_file
+from haiprof.base.safe_files import make_named_folder
+from haiprof.base.units import NS_PER_MS, SPACES, visible
+from haiprof.run_analysis.raw_counters import RawSeries, raw_counters
+from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.entities import PROCESS_KEYS, Key, process_key
+from haiprof.run_format.otel_names import (
+    SCHEMA_URL,
+    Family,
+    Instrument,
+    Sample,
+    entity_attributes,
+    families,
+    instrument,
+    series_labels,
+)
+
+_LIST_SEPARATOR = "; "
+_ROWS_AT_ONCE = 100_000
+
+
+def write_csv(frame: pl.DataFrame, file: BinaryIO) -> None:
+    """Writes a header line and one line per row; lists of words are joined by semicolons."""
+    lists = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.List)]
+    joined = [pl.col(name).list.join(_LIST_SEPARATOR) for name in lists]
+    table = frame.with_columns(joined)
+    file.write(table.clear().write_csv().encode())
+    for part in table.iter_slices(_ROWS_AT_ONCE):
+        file.write(part.write_csv(include_header=False).encode())
+
+
+def print_text(write: Callable[[BinaryIO], None], stdout: BinaryIO) -> None:
+    """Writes text to a pipe or file byte for byte, to a terminal without what would steer that."""
+    if stdout.isatty():
+        shown = io.BytesIO()
+        write(shown)
+        text = shown.getvalue().decode("utf-8", "replace")
+        stdout.write(visible(text, keep=SPACES).encode())
+    else:
+        write(stdout)
+    stdout.flush()
+
+
+def write_parquet(frame: pl.DataFrame, file: BinaryIO) -> None:
+    """Writes the frame with its types; times are integers in ns of Unix time."""
+    frame.write_parquet(file)
+
+
+def write_tables(tables: Mapping[str, pl.DataFrame], folder: Path, *, force: bool) -> list[Path]:
+    """Writes one file per table, named after it."""
+    try:
+        make_named_folder(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}") from None
+    paths = {name: folder / f"{name}.csv" for name in tables}
+    for path in paths.values():  # before anything is written
+        if path.exists() and not force:
+            raise UsageError(f"{path}: already exists", hint="--force replaces it")
+    for name, path in paths.items():
+        with output_file(path, force=force, below=folder) as file:
+            write_csv(tables[name], file)
+    return list(paths.values())
+
+
+_CUMULATIVE = 2  # AggregationTemporality
+
+Attributes = Mapping[str, "str | int"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """Attributes of a run's OpenTelemetry resources."""
+
+    name: str
+    """Name of the run directory."""
+    version: str = ""
+    """The haiprof that recorded it."""
+    reports: Mapping[tuple[str, Key], Mapping[str, Any]] = field(default_factory=dict)
+    """rank.json by host and process."""
+
+
+def otlp_requests(series: Iterable[RawSeries], run: RunIdentity, *, lines: bool) -> Iterator[str]:
+    """One ExportMetricsServiceRequest, or one per line and resource, in pieces.
+
+    Resources are the nodes, and the rank processes on them. A counter that went back begins anew:
+    its points from there on have a later `startTimeUnixNano`.
+    """
+    between = "]}\n" + '{"resourceMetrics":[' if lines else ","
+    yield '{"resourceMetrics":['
+    for at, ((host, process), own) in enumerate(_by_resource(series).items()):
+        yield between if at else ""
+        yield from _resource_metrics(_resource(run, host, process, own), own, run.version)
+    yield "]}\n"
+
+
+def _by_resource(series: Iterable[RawSeries]) -> dict[tuple[str, Key], list[RawSeries]]:
+    """By host and process; an empty key is the node itself."""
+    found: dict[tuple[str, Key], list[RawSeries]] = {}
+    for each in series:
+        process = each.key if each.keys == PROCESS_KEYS else ()
+        found.setdefault((each.host, process), []).append(each)
+    return found
+
+
+def _resource(
+    run: RunIdentity, host: str, process: Key, series: Sequence[RawSeries]
+) -> dict[str, str | int]:
+    found: dict[str, str | int | None] = {
+        "service.name": "haiprof",
+        "service.version": run.version,
+        "host.name": host,
+        "haiprof.run": run.name,
+    }
+    if process:
+        report = run.reports.get((host, process), {})
+        found["process.pid"] = process[0]
+        found["process.runtime.version"] = report.get("python")
+        found["haiprof.rank"] = series[0].rank
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _resource_metrics(
+    resource: Attributes, series: Sequence[RawSeries], version: str
+) -> Iterator[str]:
+    by_name: dict[str, list[tuple[Instrument, RawSeries]]] = {}
+    for each in series:
+        meaning = instrument(each.source, each.column.name)
+        by_name.setdefault(meaning.name, []).append((meaning, each))
+    scope = {"name": "haiprof", "version": version}
+    yield f'{{"resource":{_json({"attributes": _attributes(resource)})},"scopeMetrics":['
+    yield f'{{"scope":{_json(scope)},"metrics":['
+    for at, parts in enumerate(by_name.values()):
+        yield ("," if at else "") + _json(_metric(parts))
+    yield f'],"schemaUrl":"{SCHEMA_URL}"}}],"schemaUrl":"{SCHEMA_URL}"}}'
+
+
+def _metric(parts: Sequence[tuple[Instrument, RawSeries]]) -> dict[str, Any]:
+    meaning = parts[0][0]
+    points = [point for own, series in parts for point in _points(own, series)]
+    metric = {"name": meaning.name, "description": meaning.description, "unit": meaning.unit}
+    if meaning.kind == "gauge":
+        return {**metric, "gauge": {"dataPoints": points}}
+    grows = meaning.kind == "counter"
+    kind = {"aggregationTemporality": _CUMULATIVE, "isMonotonic": grows, "dataPoints": points}
+    return {**metric, "sum": kind}
+
+
+def _points(meaning: Instrument, series: RawSeries) -> Iterator[dict[str, Any]]:
+    of_process = series.keys == PROCESS_KEYS
+    own: dict[str, str | int] = {**meaning.attributes}
+    if series.key and not of_process:
+        own |= entity_attributes(series.source, series.keys, series.key, series.entity)
+    if series.rank is not None and not of_process:
+        own["haiprof.rank"] = series.rank
+    attributes = _attributes(own)
+    whole = series.values.dtype.kind == "i" and meaning.divisor == 1
+    rows = zip(
+        series.time_ns.tolist(), series.start_ns.tolist(), series.values.tolist(), strict=True
+    )
+    for time_ns, start_ns, value in rows:
+        point = {"attributes": attributes, "timeUnixNano": str(time_ns)}
+        if meaning.kind != "gauge":
+            point["startTimeUnixNano"] = str(start_ns)
+        if whole:
+            yield {**point, "asInt": str(value)}
+        else:
+            yield {**point, "asDouble": value / meaning.divisor}
+
+
+def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": name,
+            "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)},
+        }
+        for name, value in attributes.items()
+    ]
+
+
+def _json(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def last_values(series: Iterable[RawSeries], *, run: str) -> list[Family]:
+    """The samples that Prometheus would have scraped last."""
+    samples = []
+    for each in series:
+        meaning = instrument(each.source, each.column.name)
+        labels = series_labels(
+            meaning,
+            run=run,
+            host=each.host,
+            keys=each.keys,
+            key=each.key,
+            entity=each.entity,
+            rank=each.rank,
+        )
+        value = each.values[-1].item() / meaning.divisor
+        time_ns = int(each.time_ns[-1])
+        samples.append(Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns))
+    return families(samples)
+
+
+def exposition(found: Iterable[Family]) -> Iterator[str]:
+    """The text format, family by family."""
+    for family in found:
+        name = family.instrument.prometheus_sample_name
+        kind = "counter" if family.instrument.kind == "counter" else "gauge"
+        yield f"# HELP {name} {_escape(family.instrument.description)}\n# TYPE {name} {kind}\n"
+        for sample in family.samples:
+            labels = ",".join(f'{k}="{_quote(v)}"' for k, v in sample.labels.items())
+            yield f"{name}{{{labels}}} {sample.value!r} {sample.time_ns // NS_PER_MS}\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _quote(text: str) -> str:
+    return _escape(text).replace('"', r"\"")
+
+
+_Write = Callable[[BinaryIO], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """The options of an export."""
+
+    format: str
+    """`csv`, `parquet`, `prometheus` or `otlp-json`."""
+    what: str = "counters"
+    """`counters`, `steps`, `phases` or `ranks`; the last two formats hold counters only."""
+    lines: bool = False
+    """OTLP: one request per line, node and process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """How much was written."""
+
+    count: int
+    unit: str
+    """`rows` or `series`."""
+    notes: tuple[str, ...]
+    """Notes on what was cut, damaged or missing in the run."""
+
+
+def write_export(
+    analyzer: RunFrames, export: Export, path: Path | None, *, force: bool, stdout: BinaryIO
+) -> Exported:
+    """Writes one export."""
+    write, exported = _prepare(analyzer, export)
+    if path is None:
+        print_text(write, stdout)
+        return exported
+    with output_file(path, force=force) as file:
+        write(file)
+    return exported
+
+
+def _prepare(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
+    if export.format in ("csv", "parquet"):
+        return _table(analyzer, export)
+    series, notes = raw_counters(analyzer.files)
+    exported = Exported(count=len(series), unit="series", notes=notes)
+    if export.format == "prometheus":
+        text = exposition(last_values(series, run=_run_name(analyzer.files)))
+    else:
+        text = otlp_requests(series, _identity(analyzer.files), lines=export.lines)
+    return lambda file: _write_text(text, file), exported
+
+
+def _table(analyzer: RunFrames, export: Export) -> tuple[_Write, Exported]:
+    frames: dict[str, Callable[[], pl.DataFrame]] = {
+        "counters": analyzer.counters,
+        "steps": analyzer.steps,
+        "phases": analyzer.phases,
+        "ranks": analyzer.ranks,
+    }
+    frame = frames[export.what]()
+    write = write_csv if export.format == "csv" else write_parquet
+    notes = tuple(analyzer.notes())
+    return lambda file: write(frame, file), Exported(count=frame.height, unit="rows", notes=notes)
+
+
+def _write_text(pieces: Iterable[str], file: BinaryIO) -> None:
+    for piece in pieces:
+        file.write(piece.encode("utf-8", "replace"))
+
+
+def _run_name(run: RunFiles) -> str:
+    return run.paths.root.resolve().name.encode("utf-8", "replace").decode()
+
+
+def _identity(run: RunFiles) -> RunIdentity:
+    version = run.manifest.haiprof_version if run.manifest is not None else ""
+    reports = {
+        (str(rank.report.get("host")), process_key(rank.report)): rank.report for rank in run.ranks
+    }
+    return RunIdentity(name=_run_name(run), version=version, reports=reports)

@@ -1,0 +1,311 @@
+"""TensorBoard on a run, until Ctrl-C: the folder that it reads, scalars, traces by window."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError
+from haiprof.base.local_http import GuardedHandler, GuardedServer, own_readers
+from haiprof.base.safe_files import (
+    MadeFolder,
+    list_folder,
+    make_folder,
+    make_link,
+    remove_file,
+    remove_folder,
+)
+from haiprof.base.stop_signal import stop_event
+from haiprof.compat.torch_profiler.loading import patch_loading, stop_loading
+from haiprof.compat.torch_profiler.pages import Pages
+from haiprof.compat.torch_profiler.patches import patch_pages
+from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
+from haiprof.show.run_header import RUNNING, manifest_or_none, run_header
+from haiprof.show.scalars import write_scalars
+from haiprof.show.servers import Access, free_port, new_access, url_of
+from haiprof.trace_analysis.files import Worker, files_by_window
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
+_FOLDER = "window"
+_WINDOW = re.compile(_FOLDER + r"\d+")
+_LINK = re.compile(r"rank\d+_[A-Za-z0-9-]+" + re.escape(PLAIN_TRACE_SUFFIX) + r"(\.gz)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What TensorBoard reads."""
+
+    folder: Path
+    below: Path
+    """The run, or the temporary folder: within it no link is followed."""
+    source: Path
+    """Where the traces themselves are."""
+    is_temporary: bool = False
+    """Whether it is removed at the end, as the run is not the user's own."""
+
+    @property
+    def traces(self) -> Path:
+        """Below it one folder per window, with a link to each rank's trace."""
+        return self.folder / "traces"
+
+    def link_windows(self, *, whole_only: bool) -> int:
+        """Links the windows that are not yet linked."""
+        try:
+            found = files_by_window(self.source)
+        except TraceFormatError:
+            return 0
+        linked = 0
+        for number, members in enumerate(found):
+            folder = self.traces / f"{_FOLDER}{number}"
+            if folder.is_dir() or not whole_only or _is_whole(members):
+                linked += 1
+                if not folder.is_dir():
+                    self._link(folder, members)
+        return linked
+
+    def _link(self, folder: Path, members: Sequence[Worker]) -> None:
+        # Made elsewhere first: TensorBoard must not find it incomplete.
+        fresh = MadeFolder.temporary(".haiprof-", self.below)
+        try:
+            for name, worker in link_names(members).items():
+                make_link(fresh.path / name, worker.path.resolve(), below=self.below)
+            fresh.move(folder)
+        except OSError:
+            fresh.remove()
+            raise
+
+    def unlink_windows(self) -> None:
+        """Removes the links, and the folders that held nothing else."""
+        for window in _names(self.traces, self.below):
+            folder = self.traces / window
+            if not _WINDOW.fullmatch(window) or folder.is_symlink():
+                continue
+            for name in _names(folder, self.below):
+                if _LINK.fullmatch(name) and (folder / name).is_symlink():
+                    remove_file(folder / name, below=self.below)
+            _remove_empty(folder, self.below)
+        _remove_empty(self.traces, self.below)
+
+
+def _names(folder: Path, below: Path) -> list[str]:
+    try:
+        return list_folder(folder, below=below)
+    except FileNotFoundError:
+        return []
+
+
+def _remove_empty(folder: Path, below: Path) -> None:
+    """Removes a folder unless it holds files of others."""
+    with contextlib.suppress(OSError):
+        remove_folder(folder, below=below)
+
+
+def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
+    """The traces of one window by the names that torch-tb-profiler takes its workers from."""
+    digits = len(str(max(member.rank for member in members)))
+    found: dict[str, Worker] = {}
+    for member in members:
+        host = _UNSAFE.sub("-", member.host or "").strip("-")[:64] or "host"
+        stem, number = f"rank{member.rank:0{digits}}_{host}", 1
+        ending = TRACE_SUFFIX if member.is_packed else PLAIN_TRACE_SUFFIX
+        name = stem + ending
+        while name in found:
+            number += 1
+            name = f"{stem}-{number}{ending}"
+        found[name] = member
+    return found
+
+
+@contextlib.contextmanager
+def open_layout(run: RunPaths | None, source: Path) -> Iterator[Layout]:
+    """The folder, while TensorBoard runs."""
+    with contextlib.ExitStack() as stack:
+        if run is not None and _is_ours(run):
+            layout = Layout(folder=run.tensorboard, below=run.root, source=source)
+        else:
+            base = stack.enter_context(MadeFolder.temporary("haiprof-tensorboard-"))
+            layout = Layout(folder=base / "log", below=base, source=source, is_temporary=True)
+        try:
+            layout.unlink_windows()  # of an earlier server that was killed
+            make_folder(layout.traces, below=layout.below)
+            yield layout
+        except OSError as error:
+            raise HaiprofError(
+                f"{layout.folder}: cannot be written: {error.strerror or error}"
+            ) from None
+        finally:
+            with contextlib.suppress(OSError):
+                layout.unlink_windows()
+
+
+def _is_ours(run: RunPaths) -> bool:
+    """Whether only this user can write event files and links there."""
+    try:
+        make_folder(run.tensorboard / "traces", below=run.root, own=True)
+    except OSError:
+        return False
+    return os.access(run.root, os.W_OK) and os.access(run.tensorboard, os.W_OK)
+
+
+def _is_whole(members: Sequence[Worker]) -> bool:
+    size = max((member.world_size or 1 for member in members), default=1)
+    return len({member.rank for member in members}) >= size
+
+
+_SCALARS_EVERY_S = 5.0
+_PLUGIN = "torch_tb_profiler"
+_INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof perfetto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What is being served."""
+
+    url: str
+    port: int
+    folder: Path
+    is_temporary: bool
+    window_count: int
+    has_plugin: bool
+    """Whether torch-tb-profiler shows the traces."""
+    readers: str
+    """Who may open the address."""
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Notes for people, one line each."""
+        if not self.has_plugin:
+            yield f"traces are not shown without torch-tb-profiler: {_INSTALL_PLUGIN}"
+        elif not self.window_count:
+            yield "no traces yet"
+        if self.is_temporary:
+            yield f"{self.folder} is temporary and goes away"
+
+
+def serve_tensorboard(
+    run: RunPaths | None,
+    source: Path,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[Serving], None],
+) -> None:
+    """Runs TensorBoard until SIGINT or SIGTERM."""
+    has_plugin = _check_extras(run)
+    if run is None:
+        files_by_window(source)  # or there is nothing that could ever be shown
+    with open_layout(run, source) as layout, stop_event() as stop:
+        count = layout.link_windows(whole_only=_is_running(run)) if has_plugin else 0
+        if run is not None:
+            _follow(run, layout, stop)
+        number = free_port(host, port)
+        # TensorBoard has no access control: this server asks the kernel, or wants a token.
+        access = new_access(host, number) if own_readers(host) is None else None
+        server = _server(layout, host=host, port=number, has_plugin=has_plugin, access=access)
+        threading.Thread(
+            target=server.serve_forever, name="haiprof-tensorboard", daemon=True
+        ).start()
+        try:
+            ready(Serving(
+                url=url_of(host, number, access), port=number, folder=layout.folder,
+                is_temporary=layout.is_temporary, window_count=count, has_plugin=has_plugin,
+                readers="who has the address" if access else "you and root on this machine",
+            ))  # fmt: skip
+            while not stop.wait(_SCALARS_EVERY_S):
+                if has_plugin:
+                    layout.link_windows(whole_only=_is_running(run))
+        finally:
+            server.shutdown()
+            stop_loading()
+
+
+def _check_extras(run: RunPaths | None) -> bool:
+    if find_spec("tensorboard") is None:
+        raise MissingExtraError(
+            "TensorBoard is not installed", hint="pip install 'haiprof[tensorboard]'"
+        )
+    has_plugin = find_spec(_PLUGIN) is not None
+    if run is None and not has_plugin:
+        raise MissingExtraError(
+            "TensorBoard shows no traces without torch-tb-profiler",
+            hint=_INSTALL_PLUGIN,
+        )
+    return has_plugin
+
+
+def _keep_temporary_files_together() -> None:
+    """Gives torch-tb-profiler a folder for temporary files that is gone when this process ends.
+
+    It removes its own at exit, but not where closing its cache fails first (a trace was loading).
+    What is registered first runs last: ours comes after its own.
+    """
+    folder = MadeFolder.temporary("haiprof-tensorboard-")
+    atexit.register(folder.remove)
+    vars(sys.modules["tempfile"])["tempdir"] = str(folder.path)
+
+
+def _server(
+    layout: Layout, *, host: str, port: int, has_plugin: bool, access: Access | None
+) -> Any:  # noqa: ANN401
+    """TensorBoard's own server, ready to serve; tensorboard has no types."""
+    from tensorboard import default, program
+
+    for noisy in ("tensorboard", "werkzeug", "pytorch_profiler"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    static = None
+    if has_plugin:
+        _keep_temporary_files_together()
+        patch_loading()
+        patch_pages()
+        spec = find_spec(_PLUGIN)
+        static = Path(str(spec.origin)).parent / "static" if spec else None
+
+    class Server(GuardedServer, program.WerkzeugServer):  # type: ignore[misc]
+        """werkzeug's server, with limits."""
+
+        readers = own_readers(host)
+
+    def make(app: Any, flags: Any) -> Any:  # noqa: ANN401 - tensorboard has no types
+        server = Server(Pages(app, host=host, static=static, access=access), flags)
+        theirs = server.RequestHandlerClass
+        server.RequestHandlerClass = type("Handler", (GuardedHandler, theirs), {})
+        return server
+
+    board = program.TensorBoard(plugins=default.get_plugins(), server_class=make)
+    board.configure(
+        argv=[None, "--load_fast=false"], logdir=str(layout.folder), host=host, port=port
+    )
+    try:
+        return board._make_server()
+    except program.TensorBoardServerException as error:
+        raise HaiprofError(f"TensorBoard: {error.msg}") from None
+
+
+def _follow(run: RunPaths, layout: Layout, stop: threading.Event) -> None:
+    """Writes the run's scalars continuously while the job runs, unless its launcher does."""
+    manifest = manifest_or_none(run)
+    by_launcher = manifest is not None and bool(manifest.options.get("tensorboard"))
+    if by_launcher and _is_running(run):
+        return
+
+    def write() -> None:
+        with contextlib.suppress(HaiprofError):  # no step yet, or a damaged rank: no scalars
+            write_scalars(
+                run, follow=True, every_s=_SCALARS_EVERY_S, folder=layout.folder, stop=stop
+            )
+
+    threading.Thread(target=write, name="haiprof-scalars", daemon=True).start()
+
+
+def _is_running(run: RunPaths | None) -> bool:
+    return run is not None and run_header(run, manifest_or_none(run)).state == RUNNING

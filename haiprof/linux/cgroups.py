@@ -1,0 +1,445 @@
+"""Control groups of a process: where they are mounted, their limits, counters and kills."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from haiprof.base.control_group_limits import (
+    V1_UNLIMITED_BYTES,
+    parse_cpu_limit,
+    parse_memory_limit,
+)
+from haiprof.base.units import NS_PER_US
+from haiprof.linux.memory import NamedNumbers, parse_pressure
+from haiprof.linux.procfs import ProcFile, file_reading, unescape
+from haiprof.linux.readings import Reading, Unavailable, Value, refused_reading
+
+V2 = ""  # in place of a controller's name: the unified tree of version 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cgroup:
+    """One cgroup in one tree."""
+
+    version: int
+    mount: Path
+    """The tree's top, as far as this process may see it."""
+    path: PurePosixPath
+    """The cgroup below the mount; `/` is its top."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the cgroup's files are."""
+        return self.mount / self.path.relative_to("/")
+
+    def above(self) -> list[Cgroup]:
+        """The visible ancestors, nearest first."""
+        return [
+            Cgroup(version=self.version, mount=self.mount, path=path) for path in self.path.parents
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mount:
+    point: str
+    root: str
+    """Which cgroup of the tree is seen at the mount point."""
+    controllers: tuple[str, ...] | None
+    """Of version 1; None for version 2."""
+
+
+class CgroupTree:
+    """The cgroups of one process.
+
+    Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
+    """
+
+    def __init__(self, memberships: str, mountinfo: str, root: Path) -> None:
+        self._paths = dict(_memberships(memberships))
+        self._mounts = [mount for mount in map(_mount, mountinfo.splitlines()) if mount]
+        self._root = root
+
+    def cgroup(self, controller: str) -> Cgroup:
+        """The cgroup of a controller: in its own tree (version 1), or in that of version 2."""
+        version = 1 if controller in self._paths and controller != V2 else 2
+        path = self._paths.get(controller if version == 1 else V2)
+        name = f"cgroup controller {controller}" if controller else "cgroup version 2"
+        if path is None:
+            raise Unavailable(f"/proc/self/cgroup: no {name}")
+        mounts = [mount for mount in self._mounts if self._holds(mount, controller, version)]
+        if not mounts:
+            raise Unavailable(f"/proc/self/mountinfo: {name} is not mounted")
+        for mount in sorted(mounts, key=lambda mount: len(mount.root)):  # most ancestors first
+            below = _below(path, mount.root)
+            if below is not None:
+                top = self._root / mount.point.lstrip("/")
+                cgroup = Cgroup(version=version, mount=top, path=PurePosixPath(below))
+                if os.path.isdir(cgroup.folder):  # a name too long is none
+                    return cgroup
+        raise Unavailable(f"{name}: {path} is not visible below {mounts[0].point}")
+
+    @staticmethod
+    def _holds(mount: _Mount, controller: str, version: int) -> bool:
+        if mount.controllers is None:
+            return version == 2
+        return version == 1 and controller in mount.controllers
+
+
+def _memberships(text: str) -> Iterator[tuple[str, str]]:
+    """Paths by controller; version 2 has the empty name."""
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _mount(line: str) -> _Mount | None:
+    """One line of mountinfo, if it is a cgroup's."""
+    left, _, right = line.partition(" - ")
+    before, after = left.split(" "), right.split(" ")
+    if len(before) < 6 or len(after) < 3 or after[0] not in ("cgroup", "cgroup2"):
+        return None
+    controllers = tuple(after[2].split(",")) if after[0] == "cgroup" else None
+    return _Mount(point=unescape(before[4]), root=unescape(before[3]), controllers=controllers)
+
+
+def _below(path: str, root: str) -> str | None:
+    """The path as seen from a mount's root; None where it does not lie below."""
+    if root != "/":
+        if path != root and not path.startswith(f"{root}/"):
+            return None
+        path = path[len(root) :] or "/"
+    return None if ".." in path.split("/") or not path.startswith("/") else path
+
+
+class OwnLimit:
+    """One limit that is set on one cgroup."""
+
+    def __init__(
+        self, cgroup: Cgroup, files: Sequence[str], parse: Callable[[Sequence[bytes]], float | None]
+    ) -> None:
+        self._files = [ProcFile(cgroup.folder / name) for name in files]
+        self._parse = parse
+
+    def read(self) -> float | None:
+        """The limit; None without one, or without its files.
+
+        The top of a tree has no such files, nor has a cgroup that the controller is not enabled
+        for.
+        """
+        try:
+            return self._parse([file.read() for file in self._files])
+        except FileNotFoundError:
+            return None
+
+    def close(self) -> None:
+        """Closes its files."""
+        for file in self._files:
+            file.close()
+
+
+def cpu_limit(cgroup: Cgroup) -> OwnLimit:
+    """The cgroup's own CPU quota in cores."""
+    if cgroup.version == 1:
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        return OwnLimit(cgroup, files, parse_cpu_limit)
+    return OwnLimit(cgroup, ("cpu.max",), lambda contents: parse_cpu_limit(contents[0].split()))
+
+
+def memory_limit(cgroup: Cgroup) -> OwnLimit:
+    """The cgroup's own memory limit in bytes."""
+    name = "memory.limit_in_bytes" if cgroup.version == 1 else "memory.max"
+    return OwnLimit(cgroup, (name,), lambda contents: parse_memory_limit(contents[0].strip()))
+
+
+class TightestLimit:
+    """The least limit of a cgroup and its visible ancestors."""
+
+    def __init__(self, cgroup: Cgroup, limit: Callable[[Cgroup], OwnLimit], name: str) -> None:
+        self._limits = [limit(each) for each in (cgroup, *cgroup.above())]
+        self._reason = f"no {name} is set in {cgroup.folder}, nor visible above it"
+
+    def read(self) -> Sequence[float]:
+        """The limit."""
+        found = [value for limit in self._limits if (value := limit.read()) is not None]
+        if not found:
+            raise Unavailable(self._reason)
+        return (min(found),)
+
+    def close(self) -> None:
+        """Closes all their files."""
+        for limit in self._limits:
+            limit.close()
+
+
+Places = Mapping[str, Cgroup | Unavailable]
+"""Where each controller is; `V2` is the tree of version 2."""
+
+_MEMBERSHIPS = "/proc/self/cgroup"
+_THROTTLING = ("cpu_period_count", "cpu_throttled_period_count", "cpu_throttled_ns")
+_STAT_V1 = ("memory_anonymous_bytes", "memory_file_bytes", "memory_swap_bytes")
+_CPU_MISSING = "counted only where the cpu controller is enabled, and not at the top of the tree"
+_MEMORY_MISSING = "not at the top of the tree, nor without the memory controller"
+_OLD_KERNEL = "this kernel does not count it"
+
+
+def cgroup_readings(cgroups: Places) -> tuple[Reading, ...]:
+    """Every column of the CGROUP table."""
+    return (*_cpu(cgroups), *_memory(cgroups["memory"]), *_pressures(cgroups[V2]))
+
+
+def _cpu(cgroups: Places) -> tuple[Reading, ...]:
+    cgroup = cgroups["cpu"]
+    if isinstance(cgroup, Unavailable):
+        return (refused_reading(("cpu_ns", *_THROTTLING, "cpu_limit_cores"), _MEMBERSHIPS, cgroup),)
+    stat, quota = cgroup.folder / "cpu.stat", TightestLimit(cgroup, cpu_limit, "CPU quota")
+    limit = Reading(
+        columns=("cpu_limit_cores",),
+        origin=str(cgroup.folder / ("cpu.cfs_quota_us" if cgroup.version == 1 else "cpu.max")),
+        read=quota.read,
+        close=quota.close,
+    )
+    if cgroup.version == 2:
+        heads = ("usage_usec ", "nr_periods ", "nr_throttled ", "throttled_usec ")
+        parse = _numbers(heads, (NS_PER_US, 1, 1, NS_PER_US))
+        columns = ("cpu_ns", *_THROTTLING)
+        return (file_reading(stat, columns, parse, lacking=_CPU_MISSING), limit)
+    parse = NamedNumbers(("nr_periods ", "nr_throttled ", "throttled_time "))  # here in ns
+    usage = cgroups["cpuacct"]
+    return (
+        file_reading(stat, _THROTTLING, parse, lacking="a kernel without CONFIG_CFS_BANDWIDTH"),
+        limit,
+        refused_reading(("cpu_ns",), _MEMBERSHIPS, usage)
+        if isinstance(usage, Unavailable)
+        else file_reading(usage.folder / "cpuacct.usage", ("cpu_ns",), _number),
+    )
+
+
+def _memory(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
+    if isinstance(cgroup, Unavailable):
+        columns = (
+            "memory_used_bytes",
+            "memory_peak_bytes",
+            *_STAT_V1,
+            "memory_limit_bytes",
+            "memory_limit_hit_count",
+            "memory_oom_count",
+        )
+        return (refused_reading(columns, _MEMBERSHIPS, cgroup),)
+    return _memory_v1(cgroup) if cgroup.version == 1 else _memory_v2(cgroup)
+
+
+def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
+    limit = TightestLimit(cgroup, memory_limit, "memory limit")
+    folder = cgroup.folder
+
+    def of(name: str, columns: Sequence[str], parse: _Parse, lacking: str) -> Reading:
+        return file_reading(folder / name, columns, parse, lacking=lacking)
+
+    return (
+        of("memory.current", ("memory_used_bytes",), _number, _MEMORY_MISSING),
+        of("memory.peak", ("memory_peak_bytes",), _number, f"before Linux 5.19; {_MEMORY_MISSING}"),
+        of("memory.stat", _STAT_V1[:2], NamedNumbers(("anon ", "file ")), _MEMORY_MISSING),
+        of("memory.swap.current", _STAT_V1[2:], _number, "no swap accounting in this cgroup"),
+        of(
+            "memory.events",
+            ("memory_limit_hit_count", "memory_oom_count"),
+            NamedNumbers(("max ", "oom_kill ")),
+            _MEMORY_MISSING,
+        ),
+        Reading(
+            columns=("memory_limit_bytes",),
+            origin=str(folder / "memory.max"),
+            read=limit.read,
+            close=limit.close,
+        ),
+    )
+
+
+def _memory_v1(cgroup: Cgroup) -> tuple[Reading, ...]:
+    folder, stat = cgroup.folder, _MemoryStatV1(str(cgroup.folder))
+
+    def of(name: str, columns: Sequence[str], parse: _Parse) -> Reading:
+        return file_reading(folder / name, columns, parse, lacking=_OLD_KERNEL)
+
+    return (
+        of("memory.usage_in_bytes", ("memory_used_bytes",), _number),
+        of("memory.max_usage_in_bytes", ("memory_peak_bytes",), _number),
+        of("memory.stat", _STAT_V1, stat),
+        Reading(
+            columns=("memory_limit_bytes",), origin=str(folder / "memory.stat"), read=stat.limit
+        ),
+        of("memory.failcnt", ("memory_limit_hit_count",), _number),
+        of("memory.oom_control", ("memory_oom_count",), NamedNumbers(("oom_kill ",))),
+    )
+
+
+class _MemoryStatV1:
+    """Parses memory.stat of version 1, and remembers the limit in it.
+
+    `hierarchical_memory_limit` is the kernel's own minimum over all ancestors, including those
+    that a container does not see.
+
+    Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, section 5.2.
+    """
+
+    def __init__(self, folder: str) -> None:
+        heads = ("total_rss ", "total_cache ", "total_swap ", "hierarchical_memory_limit ")
+        self._numbers = NamedNumbers(heads)
+        self._folder = folder
+        self._limit: int | None = None
+
+    def __call__(self, content: bytes) -> Sequence[Value]:
+        self._limit = None
+        *sizes, self._limit = self._numbers(content)
+        return sizes
+
+    def limit(self) -> Sequence[Value]:
+        """The limit of the content parsed last."""
+        if self._limit is None:
+            raise Unavailable(f"{self._folder}: memory.stat has no limit in it")
+        if self._limit >= V1_UNLIMITED_BYTES:
+            raise Unavailable(f"no memory limit is set in {self._folder}, nor above it")
+        return (self._limit,)
+
+
+def _pressures(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
+    """Only version 2 counts it by cgroup; that of its top is the node's."""
+    if not isinstance(cgroup, Unavailable) and not (cgroup.folder / "cgroup.type").exists():
+        cgroup = Unavailable(f"{cgroup.folder} is the top of the tree: pressure as in source host")
+    return tuple(_pressure(resource, cgroup) for resource in ("cpu", "memory", "io"))
+
+
+def _pressure(resource: str, cgroup: Cgroup | Unavailable) -> Reading:
+    columns = (f"pressure_{resource}_some_ns", f"pressure_{resource}_full_ns")
+    if isinstance(cgroup, Unavailable):
+        return refused_reading(columns, _MEMBERSHIPS, cgroup)
+    return file_reading(
+        cgroup.folder / f"{resource}.pressure",
+        columns,
+        parse_pressure,
+        lacking="no pressure stall information in this kernel or cgroup, or not yet `full`",
+        remedy="a kernel with CONFIG_PSI, booted with psi=1",
+    )
+
+
+_Parse = Callable[[bytes], Sequence[Value]]
+
+
+def _number(content: bytes) -> Sequence[Value]:
+    return (int(content),)
+
+
+def _numbers(heads: Sequence[str], scales: Sequence[int]) -> _Parse:
+    numbers = NamedNumbers(heads)
+
+    def parse(content: bytes) -> Sequence[Value]:
+        found = zip(numbers(content), scales, strict=True)
+        return [None if value is None else value * scale for value, scale in found]
+
+    return parse
+
+
+_KIB = 1024
+_RECORD_BYTES = 8192
+_RECORD_LIMIT = 20_000
+_KILLED = re.compile(
+    rb"Killed process (\d+) \((.*)\).*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomKill:
+    """One process that the kernel killed, as its log has it."""
+
+    pid: int
+    """In the machine's own numbering: in a container a process has another one too."""
+    command: str
+    anonymous_bytes: int
+    file_bytes: int
+    shared_bytes: int
+    in_cgroup: bool
+    """Whether a control group's limit was reached, and not the machine's memory."""
+
+
+def memory_cgroup(pid: int, *, root: Path = Path("/")) -> Cgroup | None:
+    """The control group that a process's memory is counted in; None where that is not visible."""
+    try:
+        memberships = (root / f"proc/{pid}/cgroup").read_text(errors="replace")
+        mountinfo = (root / "proc/self/mountinfo").read_text(errors="replace")
+        return CgroupTree(memberships, mountinfo, root).cgroup("memory")
+    except (OSError, Unavailable):
+        return None
+
+
+def oom_kill_count(cgroup: Cgroup) -> int | None:
+    """How many processes of a control group the kernel has killed for want of memory.
+
+    Source: Linux Documentation/admin-guide/cgroup-v2.rst (memory.events), memcontrol-v1.c.
+    """
+    name = "memory.oom_control" if cgroup.version == 1 else "memory.events"
+    with contextlib.suppress(OSError, ValueError):
+        for line in (cgroup.folder / name).read_text().splitlines():
+            word, _, value = line.partition(" ")
+            if word == "oom_kill":
+                return int(value)
+    return None
+
+
+class KernelLog:
+    """What the kernel writes into its log from now on; nothing where this user may not read it."""
+
+    def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def new_oom_kills(self) -> list[OomKill]:
+        """Those since the last call."""
+        found = []
+        for _ in range(_RECORD_LIMIT if self._fd >= 0 else 0):
+            try:
+                record = os.read(self._fd, _RECORD_BYTES)
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # the ring has gone on: what is left follows
+                    continue
+                break
+            kill = parse_oom_kill(record)
+            if kill is not None:
+                found.append(kill)
+            if not record:
+                break
+        return found
+
+    def close(self) -> None:
+        """Lets go of it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def parse_oom_kill(record: bytes) -> OomKill | None:
+    """A record of the kernel's log as a kill; None for any other.
+
+    Source: mm/oom_kill.c, __oom_kill_process().
+    """
+    match = _KILLED.search(record)
+    if match is None or b"out of memory" not in record.lower():
+        return None
+    pid, command, anonymous, file, shared = match.groups()
+    return OomKill(
+        pid=int(pid),
+        command=command.decode(errors="replace"),
+        anonymous_bytes=int(anonymous) * _KIB,
+        file_bytes=int(file) * _KIB,
+        shared_bytes=int(shared or 0) * _KIB,
+        in_cgroup=b"Memory cgroup" in record,
+    )

@@ -1,1 +1,0 @@
-"""Traces on demand through Kineto's daemon protocol: of jobs with KINETO_USE_DAEMON."""

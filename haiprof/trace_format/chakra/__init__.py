@@ -1,1 +1,0 @@
-"""Chakra's file format (MLCommons, et_def.proto): protobuf messages by hand, one file per rank."""

@@ -1,0 +1,353 @@
+"""What a trace can support: faults of the recording, found and corrected when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Ints
+from haiprof.trace_format.kineto.columns import Flags
+from haiprof.trace_format.launch_checks import (
+    EVERYTHING,
+    GPU_TIME,
+    Finding,
+    check_launches,
+    count_text,
+    milliseconds,
+)
+
+_EVENTS_LEAST = 20  # fewer do not tell where the middle of a trace is
+_FAR_SPANS = 50
+_SPAN_LEAST_NS = 1_000_000_000
+_FAR_SHARE = 0.01
+_IDLE_LEAST_NS = 100_000_000
+_LAUNCH = "LaunchKernel"
+# The shortest tenth of launch calls takes 2 to 10 us on every machine seen, of kernels 1 to 20 us.
+_LAUNCH_LEAST_NS, _LAUNCH_MOST_NS = 200, 800_000
+_KERNEL_LEAST_NS, _KERNEL_MOST_NS = 1_000, 400_000
+
+
+def without_far(events: pl.DataFrame) -> pl.DataFrame:
+    """Events by start without the few that begin far from all others."""
+    count = len(events)
+    if count < _EVENTS_LEAST:
+        return events
+    starts = events["ts_ns"]
+    low, high = int(starts[count // 10]), int(starts[count - 1 - count // 10])
+    far = _FAR_SPANS * max(high - low, _SPAN_LEAST_NS)
+    if int(starts[0]) >= low - far and int(starts[-1]) <= high + far:
+        return events
+    near = events.filter(pl.col("ts_ns").is_between(low - far, high + far))
+    return near if count - len(near) <= max(1, _FAR_SHARE * count) else events
+
+
+def without_far_from_host(gpu: pl.DataFrame, host: tuple[int, int] | None) -> pl.DataFrame:
+    """GPU events without the few that no call of the host explains.
+
+    A GPU works on after the host's last call, and may have begun before its first, but then without
+    a pause: nothing that it runs was launched outside of that window.
+    """
+    count = len(gpu)
+    if host is None or count < _EVENTS_LEAST:
+        return gpu
+    limit = max(host[1] - host[0], _IDLE_LEAST_NS)
+    early, late = host[0] - limit, host[1] + limit
+    starts = gpu["ts_ns"].to_numpy()
+    if starts[0] >= early and starts[-1] <= late:
+        return gpu
+    reached = np.maximum.accumulate(starts + gpu["dur_ns"].to_numpy())[:-1]
+    pauses = np.flatnonzero(starts[1:] - reached > limit)
+    before, after = pauses[reached[pauses] < early], pauses[starts[pauses + 1] > late]
+    first = int(before[-1]) + 1 if len(before) else 0
+    last = int(after[0]) + 1 if len(after) else count
+    far = count - (last - first)
+    return gpu[first:last] if 0 < far <= max(1, _FAR_SHARE * count) else gpu
+
+
+def far_finding(counts: Mapping[str, int]) -> Finding | None:
+    """What is said of events that `without_far` and `without_far_from_host` left out."""
+    what, effect = "far in time from all others", "left out of all answers"
+    return _event_finding(counts, "far_timestamps", what=what, effect=effect)
+
+
+def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Events by start, each once."""
+    starts, durations = events["ts_ns"].to_numpy(), events["dur_ns"].to_numpy()
+    same = (starts[1:] == starts[:-1]) & (durations[1:] == durations[:-1])
+    if not same.any():
+        return events
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    rows = events[tied].filter(pl.col(key) > 0)
+    again = rows.filter(~rows.select(pl.exclude("event")).is_unique())
+    later = again.filter(~pl.struct(pl.exclude("event")).is_first_distinct())
+    return events.join(later.select("event"), on="event", how="anti") if len(later) else events
+
+
+def duplicate_finding(counts: Mapping[str, int]) -> Finding | None:
+    """What is said of events that `without_duplicates` left out."""
+    return _event_finding(counts, "duplicate_events", what="recorded twice", effect="counted once")
+
+
+def _event_finding(
+    counts: Mapping[str, int], check: str, *, what: str, effect: str
+) -> Finding | None:
+    found = {table: count for table, count in counts.items() if count}
+    if not found:
+        return None
+    total, names = sum(found.values()), ", ".join(f"{n} of {table}" for table, n in found.items())
+    return Finding(
+        check=check,
+        count=total,
+        text=f"{count_text(total, 'event')} {what} ({names})",
+        effect=effect,
+        answers=EVERYTHING,
+    )
+
+
+def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
+    """Times a thousand times too long or too short, by launch calls and kernels together."""
+    names = runtime["name"].unique()
+    launches = names.filter(names.cast(pl.String).str.contains(_LAUNCH))
+    calls = runtime.filter(pl.col("name").is_in(launches.implode()))["dur_ns"]
+    if len(calls) < _EVENTS_LEAST or len(gpu) < _EVENTS_LEAST:
+        return None
+    call, kernel = (float(np.quantile(each.to_numpy(), 0.1)) for each in (calls, gpu["dur_ns"]))
+    median = float(np.median(calls.to_numpy()))
+    longest = float(np.quantile(gpu["dur_ns"].to_numpy(), 0.9))
+    if call > _LAUNCH_MOST_NS and kernel > _KERNEL_MOST_NS:
+        said, advice = "1000 times too long: nanoseconds written as us", "divide by 1000"
+    elif median < _LAUNCH_LEAST_NS and longest < _KERNEL_LEAST_NS:
+        said, advice = "1000 times too short: milliseconds written as us", "multiply by 1000"
+    else:
+        return None
+    return Finding(
+        check="wrong_unit",
+        count=len(gpu) + len(runtime),
+        text=f"all times seem {said} (the median launch call takes {median / 1e3:,.3f} µs)",
+        effect=f"shares hold, durations do not: {advice}",
+        answers=EVERYTHING,
+    )
+
+
+_COVERED_LEAST = 3
+_ALONE_COVERED_LEAST = 8
+_PEER_FACTOR = 5
+_HUGE_FACTOR, _HUGE_NS = 100, 1_000_000
+_FLOOR_NS = 50_000
+"""Stamps of one stream contradict each other by some us in sound traces."""
+_WINDOW_FACTOR = 2
+_DEVICE = 1_000_003  # tells the streams of devices apart in one number
+_RESULT_ANSWERS = (*GPU_TIME, "critical-path", "what-if", "process_groups", "efficiency")
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """GPU events stream by stream, each by start."""
+
+    row: Ints
+    """Of the frame."""
+    start: Ints
+    end: Ints
+    next_start: Ints
+    """Of the next event on the stream; of the last one its own end."""
+    begun: Ints
+    """How many later ones of the stream begin before it ends."""
+    in_graph: Flags
+    """Whether these are all of one launch: branches of a CUDA graph may run side by side."""
+
+
+def check_streams(
+    gpu: pl.DataFrame, host: tuple[int, int] | None
+) -> tuple[pl.DataFrame, list[Finding]]:
+    """GPU events with ends that can be true, and what was found.
+
+    Source: Hyperloom PR 1116 (7 of 55,423 events hid 62 % of the GPU's time), TraceLens issue
+    669; programmatic dependent launch lets a kernel begin before the one before it has ended.
+    """
+    if len(gpu) < 2:
+        return gpu, []
+    order = _by_stream(gpu)
+    if not (order.begun > 0).any() and not _longer(order, host).any():
+        return gpu, []
+    wrong = _wrong(order, gpu, host)
+    findings = [_overlap_finding(order, wrong)]
+    if wrong.any():
+        gpu, found = _cut(gpu, order, wrong, host)
+        findings.append(found)
+    return gpu, [each for each in findings if each is not None]
+
+
+def _by_stream(gpu: pl.DataFrame) -> _Streams:
+    device: Ints = gpu.select(pl.coalesce("device", "pid").fill_null(-1)).to_series().to_numpy()
+    stream: Ints = gpu.select(pl.coalesce("stream", "tid").fill_null(-1)).to_series().to_numpy()
+    group = device * _DEVICE + stream
+    row: Ints = np.argsort(group, kind="stable")
+    group = group[row]
+    start: Ints = gpu["ts_ns"].to_numpy()[row]
+    end: Ints = start + gpu["dur_ns"].to_numpy()[row]
+    last = np.append(group[1:] != group[:-1], True)
+    next_start = np.where(last, end, np.append(start[1:], 0))
+    begun = np.zeros(len(row), dtype=np.int64)
+    over = np.flatnonzero(~last & (next_start < end) & (next_start > start))
+    bounds = np.flatnonzero(last) + 1
+    for at in np.unique(np.searchsorted(bounds, over, side="right")).tolist():
+        first, after = (bounds[at - 1] if at else 0), bounds[at]
+        own = over[(over >= first) & (over < after)]
+        begun[own] = first + np.searchsorted(start[first:after], end[own]) - own - 1
+    launch: Ints = gpu["correlation"].fill_null(0).to_numpy()[row]
+    latest = np.arange(len(row)) + begun
+    return _Streams(row, start, end, next_start, begun, (launch == launch[latest]) & (begun > 0))
+
+
+def _longer(order: _Streams, host: tuple[int, int] | None) -> Flags:
+    """Which events are longer than the window in which the host recorded calls."""
+    length = order.end - order.start
+    if host is None:
+        return np.zeros(len(length), dtype=np.bool_)
+    window = host[1] - host[0]
+    found: Flags = length > max(_WINDOW_FACTOR * window, window + _HUGE_NS)
+    return found
+
+
+def _wrong(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Flags:
+    """Which ends cannot be true."""
+    length, excess = order.end - order.start, order.end - order.next_start
+    odd = (order.begun > 0) & (excess > _FLOOR_NS) & ~order.in_graph
+    if not odd.any():
+        return _longer(order, host)
+    names = gpu["name"].to_physical().to_numpy()[order.row]
+    usual = _usual(names, length, odd)
+    alone = usual < 0
+    far = length > _PEER_FACTOR * usual
+    covers = (order.begun >= _COVERED_LEAST) & far & ~alone
+    covers |= (order.begun >= _ALONE_COVERED_LEAST) & alone
+    huge = (length > _HUGE_FACTOR * usual) & (excess > _HUGE_NS) & ~alone
+    return (odd & (covers | huge)) | _longer(order, host)
+
+
+def _usual(names: Ints, length: Ints, odd: Flags) -> Ints:
+    """The median duration of the sound events of the same name, for odd ones; -1 without any."""
+    usual = np.full(len(names), -1, dtype=np.int64)
+    wanted = np.unique(names[odd])
+    rows = np.flatnonzero(np.isin(names, wanted) & ~odd)
+    for name in np.unique(names[rows]).tolist():
+        usual[names == name] = int(np.median(length[rows[names[rows] == name]]))
+    return usual
+
+
+def _cut(
+    gpu: pl.DataFrame, order: _Streams, wrong: Flags, host: tuple[int, int] | None
+) -> tuple[pl.DataFrame, Finding]:
+    at = np.flatnonzero(wrong)
+    sound_end = int(order.end[~wrong].max()) if not wrong.all() else int(order.start.max())
+    close = max(sound_end, host[1] if host else sound_end)
+    ends = np.where(order.begun[at] > 0, order.next_start[at], close)
+    ends = np.clip(ends, order.start[at], order.end[at])
+    durations = gpu["dur_ns"].to_numpy().copy()
+    durations[order.row[at]] = ends - order.start[at]
+    lost = int((order.end[at] - ends).sum())
+    recorded = int((order.end - order.start).sum())
+    text = (
+        f"{count_text(len(at), 'kernel')} recorded with an end that cannot be true: longer than "
+        "the window, or over later kernels of the same stream"
+    )
+    found = Finding(
+        check="covering_kernels",
+        count=len(at),
+        text=f"{text} ({lost / max(recorded, 1):.0%} of the recorded kernel time)",
+        effect=f"taken to end where the next one begins, {milliseconds(lost)} less; "
+        f"at most {milliseconds(int((ends - order.start[at]).sum()))} is theirs",
+        answers=_RESULT_ANSWERS,
+    )
+    return gpu.with_columns(dur_ns=pl.Series(durations, dtype=pl.Int64)), found
+
+
+def _overlap_finding(order: _Streams, wrong: Flags) -> Finding | None:
+    sound = (order.begun > 0) & ~wrong
+    if not sound.any():
+        return None
+    overlap = int((order.end - order.next_start)[sound].max())
+    graph = int((sound & order.in_graph).sum())
+    of_graphs = f", {graph:,} of them inside one CUDA graph" if graph else ""
+    return Finding(
+        check="overlap_by_design",
+        count=int(sound.sum()),
+        text=f"{count_text(int(sound.sum()), 'kernel')} still running when the next one of the "
+        f"stream begins{of_graphs}, by at most {milliseconds(overlap)}",
+        effect="by design (programmatic dependent launch, branches of graphs): busy time counts "
+        "it once, sums of kernel times twice",
+        answers=("kernels",),
+        is_fault=False,
+    )
+
+
+_IDS = {"gpu": "correlation", "runtime": "correlation", "ops": "external_id"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedTable:
+    """A table without events that are far from all others or recorded twice."""
+
+    name: str
+    events: pl.DataFrame
+    far_count: int
+    duplicate_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedDevice:
+    """GPU events that were corrected, and what was found of them and their launches."""
+
+    gpu: pl.DataFrame
+    findings: tuple[Finding, ...]
+    far_count: int
+    """GPU events that were left out as far from all calls of the host."""
+
+
+def check_table(name: str, events: pl.DataFrame) -> CheckedTable:
+    """A table without events that are far from all others or recorded twice."""
+    near = without_far(events)
+    once = without_duplicates(near, _IDS[name]) if name in _IDS and len(near) else near
+    return CheckedTable(
+        name=name,
+        events=once,
+        far_count=len(events) - len(near),
+        duplicate_count=len(near) - len(once),
+    )
+
+
+def check_device(gpu: pl.DataFrame, runtime: pl.DataFrame) -> CheckedDevice:
+    """GPU events as they can be believed."""
+    host = None
+    if len(runtime):
+        ends = runtime.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
+        host = int(runtime["ts_ns"][0]), int(ends)
+    near = without_far_from_host(gpu, host)
+    cut, of_streams = check_streams(near, host)
+    moved, of_launches = check_launches(cut, runtime)
+    unit = unit_finding(near, runtime)
+    found = (*of_streams, *of_launches, *([unit] if unit else []))
+    return CheckedDevice(gpu=moved, findings=found, far_count=len(gpu) - len(near))
+
+
+def all_findings(
+    tables: Sequence[CheckedTable], device: CheckedDevice, notes: Sequence[str]
+) -> tuple[Finding, ...]:
+    """What was found of one trace."""
+    counts = {table.name: table.far_count for table in tables}
+    far = far_finding(counts | {"gpu": counts.get("gpu", 0) + device.far_count})
+    twice = duplicate_finding({table.name: table.duplicate_count for table in tables})
+    read = [
+        Finding(
+            check="damaged_file",
+            count=1,
+            text=note.partition(": ")[2] or note,
+            effect="what could not be read is in no answer",
+            answers=EVERYTHING,
+        )
+        for note in notes
+    ]
+    return (*read, *(each for each in (far, twice) if each), *device.findings)

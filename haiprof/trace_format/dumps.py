@@ -1,0 +1,387 @@
+"""Pickled dumps of PyTorch as frames, read without running anything: allocator, Flight Recorder."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import msgspec
+import polars as pl
+
+from haiprof.base.collector import pause_collector
+from haiprof.base.errors import TraceFormatError
+from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
+from haiprof.run_format.unpack import read_text
+from haiprof.trace_format.execution import JsonError
+
+_VERSION = 1
+"""Version of plain_pickle.c; one that was built from an older text is not used."""
+
+_compiled: ModuleType | None
+try:
+    from haiprof.trace_format import _plain_pickle
+
+    _compiled = _plain_pickle if getattr(_plain_pickle, "VERSION", 0) == _VERSION else None
+except ImportError:  # haiprof was installed without a compiler
+    _compiled = None
+
+_ALLOWED = (
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "NONE", "NEWTRUE", "NEWFALSE",
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES",
+    "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS",
+    "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
+)  # fmt: skip
+"""What pickle writes for such values, protocol 2 and later. Whatever names, calls or builds an
+object is not among them, nor what allocates more than the file holds."""
+
+
+class _Reader(pickle._Unpickler):
+    """Python's own reader, which keeps its memo in a dictionary: a huge place in it costs nothing.
+
+    The compiled one allocates an array up to that place, and trusts what it is told to call.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        ord(getattr(pickle, name)): pickle._Unpickler.dispatch[ord(getattr(pickle, name))]
+        for name in _ALLOWED
+    }
+
+
+def _with_checked_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    def check_keys(reader: Any) -> None:  # noqa: ANN401 - Python's own reader, which has no types
+        if any(isinstance(key, tuple) for key in reader.stack[keys]):
+            raise TypeError("a tuple is the key of a dictionary")
+        load(reader)
+
+    return check_keys
+
+
+# Tuples in tuples overflow the stack where they are hashed, and no dump has them as keys.
+for _opcode, _keys in (
+    (ord(pickle.SETITEM), slice(-2, -1)),
+    (ord(pickle.SETITEMS), slice(0, None, 2)),
+):
+    _Reader.dispatch[_opcode] = _with_checked_keys(_Reader.dispatch[_opcode], _keys)
+
+
+def read_plain_pickle(content: bytes) -> Any:  # noqa: ANN401 - whatever the file holds
+    """The value that a pickle holds. The same list may stand in it many times, and in itself.
+
+    What plain_pickle.c has followed to its end Python's compiled reader may read.
+    """
+    try:
+        if _compiled is not None and _compiled.is_plain(content):
+            with pause_collector():
+                return pickle.loads(content)
+        return _Reader(io.BytesIO(content)).load()
+    except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyError) and isinstance(error.args[0], int):
+            why = f"opcode {error.args[0]:#04x} is not one of plain values"
+        raise TraceFormatError(f"no pickle of plain values ({why})") from None
+
+
+SIZE_LIMIT_BYTES = 1 << 29
+_ITEM_LIMIT = 3_000_000
+"""Segments, blocks, entries and frames together: a list may stand in a pickle many times."""
+_FRAMES = 64
+_TEXT_CHARS = 400
+_INTEGER_LIMIT, _SIZE_LIMIT = 1 << 62, 1 << 48
+PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+"""How a pickle of each protocol begins."""
+
+SEGMENT_SCHEMA = {
+    "device": pl.Int64, "address": pl.Int64, "size_bytes": pl.Int64, "allocated_bytes": pl.Int64,
+    "stream": pl.Int64, "kind": pl.String, "private": pl.Boolean,
+}  # fmt: skip
+BLOCK_SCHEMA = {
+    "device": pl.Int64, "address": pl.Int64, "size_bytes": pl.Int64, "requested_bytes": pl.Int64,
+    "state": pl.String, "stack": pl.Int64,
+}  # fmt: skip
+EVENT_SCHEMA = {
+    "device": pl.Int64, "action": pl.String, "address": pl.Int64, "size_bytes": pl.Int64,
+    "time_ns": pl.Int64, "device_free_bytes": pl.Int64, "stack": pl.Int64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """The allocator of one process at one time."""
+
+    segments: pl.DataFrame
+    """What it took from the device: SEGMENT_SCHEMA; `kind` is `small` or `large`, `private` one of
+    a pool of its own, as CUDA graphs have them."""
+    blocks: pl.DataFrame
+    """What the segments are divided into: BLOCK_SCHEMA; `state` as torch names it; `stack` is a
+    place in `stacks`, null where no history was recorded when the block was allocated."""
+    events: pl.DataFrame
+    """Its history, oldest first: EVENT_SCHEMA; `time_ns` is Unix time, null before torch 2.3."""
+    stacks: tuple[tuple[Frame, ...], ...]
+    """Python frames, innermost last, at most 64 of each."""
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is one, by its first bytes; False for what is no plain file."""
+    if not path.is_file():  # a pipe would block
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) in PICKLES
+    except OSError:
+        return False
+
+
+def read_memory_snapshot(path: Path) -> MemorySnapshot:
+    """Reads a snapshot.
+
+    Source: torch/cuda/memory.py, `_snapshot`, which describes the form.
+    """
+    try:
+        found = read_plain_pickle(read_text(path, limit_bytes=SIZE_LIMIT_BYTES))
+    except (OSError, TraceFormatError) as error:
+        text = str(error).removeprefix(f"{path}: ")
+        raise TraceFormatError(f"{path}: no snapshot of PyTorch's memory: {text}") from None
+    if isinstance(found, list):  # torch.cuda.memory_snapshot(): the segments alone
+        found = {"segments": found}
+    if not isinstance(found, dict) or not isinstance(found.get("segments"), list):
+        raise TraceFormatError(f"{path}: no snapshot of PyTorch's memory: it has no segments")
+    return _Parser(path).parse(found)
+
+
+class _Parser:
+    """One file's content, which may hold anything."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left = _ITEM_LIMIT
+        self._stacks: list[tuple[Frame, ...]] = []
+        self._places: dict[int, int] = {}  # by the list's id: torch shares stacks
+        self._held: list[object] = []
+
+    def parse(self, found: Mapping[str, object]) -> MemorySnapshot:
+        segments: list[tuple[object, ...]] = []
+        blocks: list[tuple[object, ...]] = []
+        for segment in self._items(found.get("segments")):
+            device, at = _integer(segment.get("device")) or 0, _integer(segment.get("address"))
+            pool = segment.get("segment_pool_id")
+            segments.append(
+                (device, at, self._size(segment, "total_size"),
+                 self._size(segment, "allocated_size"), _integer(segment.get("stream")),
+                 _text(segment.get("segment_type")),
+                 isinstance(pool, tuple | list) and any(part != 0 for part in pool[:2]))
+            )  # fmt: skip
+            for block in self._items(segment.get("blocks")):
+                size, own = self._size(block, "size"), _integer(block.get("address"))
+                blocks.append((device, own if own is not None else at, size,
+                               _integer(block.get("requested_size")), _text(block.get("state")),
+                               self._stack(block)))  # fmt: skip
+                at = None if at is None else at + size
+        events = list(self._events(found.get("device_traces")))
+        return MemorySnapshot(
+            segments=pl.DataFrame(segments, schema=SEGMENT_SCHEMA, orient="row"),
+            blocks=pl.DataFrame(blocks, schema=BLOCK_SCHEMA, orient="row"),
+            events=pl.DataFrame(events, schema=EVENT_SCHEMA, orient="row"),
+            stacks=tuple(self._stacks),
+        )
+
+    def _events(self, traces: object) -> Iterator[tuple[object, ...]]:
+        for device, trace in enumerate(traces if isinstance(traces, list) else ()):
+            for entry in self._items(trace):
+                time_us = _integer(entry.get("time_us"))
+                yield (device, _text(entry.get("action")), _integer(entry.get("addr")),
+                       self._size(entry, "size"),
+                       None if time_us is None else _integer(time_us * 1000),
+                       _integer(entry.get("device_free")), self._stack(entry))  # fmt: skip
+
+    def _items(self, content: object) -> Iterator[Mapping[str, object]]:
+        for item in content if isinstance(content, list) else ():
+            self._take(1)
+            if not isinstance(item, dict):
+                kind = type(item).__name__  # never its repr: it may be one of endless nesting
+                raise TraceFormatError(f"{self._path}: no snapshot of PyTorch's memory: a {kind}")
+            yield item
+
+    def _take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise TraceFormatError(f"{self._path}: more than {_ITEM_LIMIT:,} segments and blocks")
+
+    def _size(self, item: Mapping[str, object], name: str) -> int:
+        size = _integer(item.get(name, 0))
+        if size is None or not 0 <= size < _SIZE_LIMIT:
+            raise TraceFormatError(f"{self._path}: {name} of a block is no number of bytes")
+        return size
+
+    def _stack(self, item: Mapping[str, object]) -> int | None:
+        frames = item.get("frames")
+        if not isinstance(frames, list) or not frames:
+            return None
+        if id(frames) not in self._places:
+            self._held.append(frames)  # an id is one as long as its object lives
+            self._take(len(frames[:_FRAMES]))
+            # Torch writes the innermost first.
+            kept = [frame for each in frames[:_FRAMES] if (frame := _frame(each)) is not None]
+            self._places[id(frames)] = len(self._stacks)
+            self._stacks.append(tuple(reversed(kept)))
+        return self._places[id(frames)]
+
+
+def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
+    """Memory in use by the line of the job's own code that allocated it.
+
+    One row per device and line, most first: `device`; `line` (`train.py:88 in step`), null for
+    blocks that were allocated before a history was recorded; `file` of that line;
+    `block_count`; `size_bytes`.
+    """
+    own = [own_frame(stack) for stack in snapshot.stacks]
+    names = pl.DataFrame(
+        {
+            "stack": range(len(own)),
+            "line": [None if frame is None else frame_text(frame) for frame in own],
+            "file": [None if frame is None else frame[0] for frame in own],
+        },
+        schema={"stack": pl.Int64, "line": pl.String, "file": pl.String},
+    )
+    used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
+    return (
+        used.join(names, on="stack", how="left")
+        .group_by("device", "line", "file")
+        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
+        .sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
+    )
+
+
+def _frame(content: object) -> Frame | None:
+    if not isinstance(content, dict):
+        return None
+    file, line = _text(content.get("filename")), _integer(content.get("line"))
+    name = _text(content.get("name"))
+    return None if file is None or line is None or name is None else (file, line, name)
+
+
+def _integer(value: object) -> int | None:
+    return value if type(value) is int and abs(value) < _INTEGER_LIMIT else None
+
+
+def _text(value: object) -> str | None:
+    return value[:_TEXT_CHARS] if isinstance(value, str) else None
+
+
+FLIGHT_LIMIT_BYTES = 1 << 28
+"""Of the unpacked text: a ring of 100,000 entries is 50 MB."""
+
+TORCH_DUMP_LIMIT_BYTES = 64_000_000
+
+FLIGHT_SCHEMA = {
+    "group": pl.String,
+    "group_name": pl.String,
+    "sequence": pl.Int64,
+    "kind": pl.String,
+    "p2p": pl.Boolean,
+    "element_count": pl.Int64,
+    "dtype": pl.String,
+    "created_ns": pl.Int64,
+    "started_ns": pl.Int64,
+    "completed_ns": pl.Int64,
+    "state": pl.String,
+}
+
+
+class _Entry(msgspec.Struct, gc=False):
+    collective_seq_id: int = 0
+    p2p_seq_id: int = 0
+    is_p2p: bool = False
+    record_id: int = 0
+    profiling_name: str = ""
+    process_group: list[str] = []
+    input_sizes: list[list[int]] = []
+    input_dtypes: list[str] | str = []
+    time_created_ns: int = 0
+    time_discovered_started_ns: int | None = 0
+    time_discovered_completed_ns: int | None = 0
+    state: str = ""
+
+
+class _Ring(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+class _Dump(msgspec.Struct):
+    wall_ns: int
+    groups: dict[str, list[int]] = {}
+    traces: list[_Ring] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What one rank's Flight Recorder held at one time."""
+
+    wall_ns: int
+    """Unix time of the dump."""
+    groups: Mapping[str, Sequence[int]]
+    """Global ranks of each process group, by the group's name, where the job knew them."""
+    entries: pl.DataFrame
+    """Columns of FLIGHT_SCHEMA, in the order in which they were enqueued.
+
+    `sequence` counts the collectives of a group (of `p2p` ones, the point-to-point operations);
+    `created_ns` is Unix time at which the rank enqueued it; `started_ns` and `completed_ns` are
+    null where the backend does not tell (gloo).
+    """
+
+
+def read_flight(path: Path) -> Flight:
+    """Reads a dump that a rank of a recorded run wrote."""
+    try:
+        content = read_text(path, limit_bytes=FLIGHT_LIMIT_BYTES)
+        dump = msgspec.json.decode(content, type=_Dump)
+        frames = [_flight_recorder_frame(ring.entries) for ring in dump.traces]
+    except (OSError, OverflowError, TypeError, *JsonError) as error:
+        raise TraceFormatError(f"{path}: no dump of the Flight Recorder: {error}") from None
+    empty = pl.DataFrame(schema=FLIGHT_SCHEMA)
+    keys = ["group", "kind", "sequence", "p2p", "created_ns"]
+    entries = pl.concat([empty, *frames]).unique(keys, maintain_order=True, keep="first")
+    return Flight(wall_ns=dump.wall_ns, groups=dump.groups, entries=entries)
+
+
+def read_torch_dump(path: Path) -> pl.DataFrame:
+    """Reads a dump as PyTorch's own watchdog writes it: a pickle of plain values, or JSON."""
+    try:
+        if path.stat().st_size > TORCH_DUMP_LIMIT_BYTES:
+            raise OverflowError("it is larger than 64 MB")
+        content = path.read_bytes()
+        found = json.loads(content) if content[:1] == b"{" else read_plain_pickle(content)
+        entries = found.get("entries", []) if isinstance(found, dict) else None
+        return _flight_recorder_frame(msgspec.convert(entries, type=list[_Entry], strict=False))
+    except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type
+        raise TraceFormatError(f"{path}: no dump of the Flight Recorder: {error}") from None
+
+
+def _first_dtype(dtypes: list[str] | str) -> str | None:
+    """PyTorch's tests of its own reader have one text in place of a list."""
+    return dtypes or None if isinstance(dtypes, str) else next(iter(dtypes), None)
+
+
+def _flight_recorder_frame(entries: Sequence[_Entry]) -> pl.DataFrame:
+    columns = {
+        "group": [e.process_group[0] if e.process_group else "" for e in entries],
+        "group_name": [e.process_group[-1] if e.process_group else "" for e in entries],
+        "sequence": [e.p2p_seq_id if e.is_p2p else e.collective_seq_id for e in entries],
+        "kind": [e.profiling_name.rpartition(":")[2] for e in entries],
+        "p2p": [e.is_p2p for e in entries],
+        "element_count": [sum(prod(size) for size in e.input_sizes) for e in entries],
+        "dtype": [_first_dtype(e.input_dtypes) for e in entries],
+        "created_ns": [e.time_created_ns or None for e in entries],
+        "started_ns": [e.time_discovered_started_ns or None for e in entries],
+        "completed_ns": [e.time_discovered_completed_ns or None for e in entries],
+        "state": [e.state for e in entries],
+    }
+    return pl.DataFrame(columns, schema=FLIGHT_SCHEMA)

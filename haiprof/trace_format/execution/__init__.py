@@ -1,1 +1,0 @@
-"""Execution traces of PyTorch (ExecutionTraceObserver): read as frames, written with times."""

@@ -1,0 +1,330 @@
+"""Findings about a trace, and kernels and launches by time: before, without, or no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Ints
+from haiprof.trace_format.kineto.columns import Flags
+
+# Source: CUDA runtime API, "API synchronization behavior", and the HIP runtime's likewise.
+# cudaEventQuery and cudaStreamQuery, which HTA counts among these, return at once; so do copies
+# and sets with Async in their name, unless the memory is pageable, which only their times tell.
+DEVICE_SYNC = r"^(?:(?:cuda|hip)DeviceSynchronize|cudaThreadSynchronize|(?:cu|hip)CtxSynchronize)$"
+"""They wait for all streams of the device."""
+STREAM_SYNC = r"^(?:cuda|cu|hip)(?:Stream|Event)Synchronize"
+"""They wait for a stream, or for what was launched to one before an event was recorded."""
+COPY_SYNC = (
+    r"^(?:cuda|hip)Memcpy(?:2D|3D)?(?:(?:To|From)(?:Array|Symbol))?$|^hipMemcpyWithStream$"
+    r"|^(?:cu|hip)Memcpy(?:2D|3D|(?:HtoD|DtoH|DtoD)(?:_v2)?)$"
+)
+"""They wait for the copy that they make."""
+FREE = r"^(?:cuda|hip)Free(?:Host)?$|^cuMemFree(?:_v2)?$"
+"""They wait for the device where the memory may be in use, and do much work of their own."""
+BLOCKING = f"{DEVICE_SYNC}|{STREAM_SYNC}|{COPY_SYNC}"
+"""All that always wait."""
+
+
+GPU_TIME = ("temporal", "overlap", "kernel_types", "kernels", "idle", "steps")
+LAUNCHES = ("launches", "queue", "idle", "critical-path", "what-if")
+ALL_RANKS = ("process_groups", "lateness", "stragglers", "clock_offsets")
+OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)
+"""What the events of each rank answer by themselves."""
+EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is odd about a trace."""
+
+    check: str
+    """Name of the check, such as `covering_kernels`."""
+    count: int
+    """Of events, ranks or whatever was counted."""
+    text: str
+    """What was seen, with its numbers."""
+    effect: str
+    """What becomes of the answers: what was corrected or left out, or what they cannot say."""
+    answers: tuple[str, ...]
+    """Tables of the report, and commands, that rest on it."""
+    is_fault: bool = True
+    """False where it is so by design, and nothing is wrong."""
+
+    @property
+    def line(self) -> str:
+        """Both texts, for people."""
+        return f"{self.text}: {self.effect}"
+
+
+def faults_of(findings: Iterable[Finding], answer: str) -> list[Finding]:
+    """The faults that an answer rests on."""
+    return [each for each in findings if each.is_fault and answer in each.answers]
+
+
+def milliseconds(ns: float) -> str:
+    """A duration or an offset for a sentence."""
+    us = ns / 1e3
+    return f"{us:,.1f} µs" if abs(us) < 1000 else f"{us / 1e3:,.3f} ms"
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+# Calls that start kernels. Copies and sets are not among them: one of no bytes starts nothing.
+_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"
+BEGIN_CAPTURE, END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
+_TOLERANCE_NS = 1_000
+"""Some traces have whole microseconds."""
+_NONE = -(1 << 62)
+_DENSE_FACTOR, _DENSE_LEAST = 8, 1 << 20
+_OFFSET_SHARE, _OFFSET_LEAST = 0.01, 3
+"""So many kernels before their launch are a clock that is off, and not a wrong stamp or two."""
+
+
+def check_launches(gpu: pl.DataFrame, runtime: pl.DataFrame) -> tuple[pl.DataFrame, list[Finding]]:
+    """GPU events on the host's clock, and what was found."""
+    if gpu.is_empty() or runtime.is_empty():
+        return gpu, []
+    called = _call_starts(gpu, runtime)
+    if called.null_count() == len(called):
+        return gpu, []
+    moved, offset = _clock(gpu, called, runtime)
+    found = [offset, *_without_launch(gpu, called), *_without_kernel(gpu, runtime)]
+    return moved, [each for each in found if each is not None]
+
+
+def _call_starts(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.Series:
+    """Start of the first call with each event's correlation; null where there is none."""
+    calls = runtime.select("correlation", "ts_ns").filter(pl.col("correlation") > 0)
+    ids: Ints = calls["correlation"].to_numpy()
+    if not len(ids):
+        return pl.Series([None] * len(gpu), dtype=pl.Int64)
+    low, span = int(ids.min()), int(ids.max()) - int(ids.min())
+    if span > _DENSE_FACTOR * len(ids) + _DENSE_LEAST:
+        first = calls.unique("correlation", keep="first", maintain_order=True)
+        joined = gpu.select("correlation").join(first, on="correlation", how="left",
+                                                maintain_order="left")  # fmt: skip
+        return joined["ts_ns"]
+    starts = np.full(span + 1, _NONE, dtype=np.int64)  # ids run on: faster than a join
+    starts[ids[::-1] - low] = calls["ts_ns"].to_numpy()[::-1]
+    own: Ints = gpu["correlation"].fill_null(0).to_numpy()
+    known = (own > 0) & (own >= low) & (own <= low + span)
+    found = np.full(len(own), _NONE, dtype=np.int64)
+    found[known] = starts[own[known] - low]
+    series = pl.Series(found)
+    return series if (found != _NONE).all() else series.set(pl.Series(found == _NONE), None)
+
+
+def _calls_named(runtime: pl.DataFrame, pattern: str) -> pl.DataFrame:
+    names = runtime["name"].unique()
+    chosen = names.filter(names.cast(pl.String).str.contains(pattern))
+    return runtime.filter(pl.col("name").is_in(chosen.implode()))
+
+
+def _clock(
+    gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame
+) -> tuple[pl.DataFrame, Finding | None]:
+    """Kernels before their launch: a wrong stamp or two, or the GPU's clock behind the host's."""
+    delay = gpu["ts_ns"] - called
+    early = delay < -_TOLERANCE_NS
+    count, known = int(early.sum()), len(delay) - delay.null_count()
+    if not count:
+        return gpu, None
+    least = -int(delay.min())  # type: ignore[arg-type] # some are negative
+    most = _most(gpu, called, runtime)
+    text = f"{count_text(count, 'kernel')} of {known:,} before their launch"
+    text += f", by up to {milliseconds(least)}"
+    is_offset = count >= max(_OFFSET_LEAST, _OFFSET_SHARE * known)
+    if is_offset and (most is None or most >= least - _TOLERANCE_NS):
+        moved = gpu.with_columns(pl.col("ts_ns") + least)
+        reach = "" if most is None else f" and at most {milliseconds(most)}"
+        effect = (
+            f"the GPU's clock is at least {milliseconds(least)}{reach} behind the host's: GPU "
+            f"times moved by {milliseconds(least)}, launch delays are a lower bound"
+        )
+    elif not is_offset:
+        moved = gpu
+        effect = "single wrong stamps: their launch delay counts as 0, all else stands"
+    else:
+        moved = gpu
+        effect = (
+            "no single clock offset explains it, times stay as recorded: do not rely on "
+            "launch delays, queues and what the GPU waited for"
+        )
+    return moved, Finding(
+        check="kernel_before_launch", count=count, text=text, effect=effect, answers=LAUNCHES
+    )  # fmt: skip
+
+
+def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
+    """The largest offset by which all kernels end before the host has waited for them."""
+    syncs = _calls_named(runtime, DEVICE_SYNC)
+    known = called.is_not_null()
+    if syncs.is_empty():
+        return None
+    end = (gpu["ts_ns"] + gpu["dur_ns"]).filter(known).to_numpy()
+    call: Ints = called.filter(known).to_numpy()
+    order = np.argsort(call, kind="stable")
+    latest = np.maximum.accumulate(end[order])
+    before = np.searchsorted(call[order], syncs["ts_ns"].to_numpy()) - 1
+    waited = (syncs["ts_ns"] + syncs["dur_ns"]).to_numpy()[before >= 0]
+    left = waited - latest[before[before >= 0]]
+    return int(left.min()) if len(left) else None
+
+
+def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
+    """Kernels without a launch: queued before the window, or calls that were lost."""
+    alone = called.is_null()
+    if not alone.any():
+        return []
+    places = gpu.select("ts_ns", pl.coalesce("stream", "tid").alias("stream"), alone=alone)
+    first = places.filter(~pl.col("alone")).group_by("stream").agg(first=pl.col("ts_ns").min())
+    joined = places.filter("alone").join(first, on="stream", how="left")
+    later = joined.filter(pl.col("ts_ns") > pl.col("first"))["ts_ns"]
+    found = []
+    queued = int(alone.sum()) - len(later)
+    if queued:
+        found.append(Finding(
+            check="queued_before_window",
+            count=queued,
+            text=f"{count_text(queued, 'kernel')} of {len(gpu):,} launched before the window began",
+            effect="they count as GPU time; no launch, step or operator is known of them",
+            answers=("launches", "efficiency"),
+            is_fault=False,
+        ))  # fmt: skip
+    if len(later):
+        found.append(Finding(
+            check="kernels_without_launch",
+            count=len(later),
+            text=f"{count_text(len(later), 'kernel')} of {len(gpu):,} without a launch call, "
+            f"{_when(later, gpu)}",
+            effect="records of the host were lost: their launches, operators and steps are unknown",
+            answers=(*LAUNCHES, "steps", "efficiency"),
+        ))  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    captured: pl.DataFrame
+    whole_captures: bool
+    """Whether every capture with such calls is in the trace from its beginning to its end."""
+    tail: pl.DataFrame
+    middle: pl.DataFrame
+
+
+def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
+    """Launches without a kernel: captured into a graph, after the last record, or lost."""
+    runtime = runtime.select("correlation", "ts_ns", "dur_ns", "tid", "name")
+    launches = _calls_named(runtime, _LAUNCH).filter(pl.col("correlation") > 0)
+    alone = launches.join(gpu.select("correlation"), on="correlation", how="anti")
+    if alone.is_empty():
+        return []
+    # A runtime call may have the driver's inside it with an id of its own, which has no kernel.
+    alone = alone.filter(~_inside_call(alone, launches))
+    parts = _sorted_out(alone, launches, gpu, runtime)
+    found = (_find_captures(parts), _tail(parts, launches), _find_lost(parts, launches))
+    return [each for each in found if each is not None]
+
+
+def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
+    """Whether another launch call of the thread is around each."""
+    ends = (launches["ts_ns"] + launches["dur_ns"]).to_numpy()
+    starts, threads = launches["ts_ns"].to_numpy(), launches["tid"].fill_null(-1).to_numpy()
+    at = np.searchsorted(starts, alone["ts_ns"].to_numpy(), side="right") - 1
+    before = np.maximum(at - 1, 0)
+    inside = (ends[before] >= (alone["ts_ns"] + alone["dur_ns"]).to_numpy()) & (before < at)
+    inside &= threads[before] == alone["tid"].fill_null(-1).to_numpy()
+    return pl.Series(inside & (starts[before] <= alone["ts_ns"].to_numpy()))
+
+
+def _sorted_out(
+    alone: pl.DataFrame, launches: pl.DataFrame, gpu: pl.DataFrame, runtime: pl.DataFrame
+) -> _Missing:
+    inside, begun = _in_capture(alone, runtime)
+    captured = pl.Series(inside)
+    rest = alone.filter(~captured)
+    with_kernel = launches.join(gpu.select("correlation"), on="correlation", how="semi")
+    last = with_kernel["ts_ns"].max() if len(with_kernel) else None
+    late = pl.lit(False) if last is None else pl.col("ts_ns") > last
+    whole = bool(begun[inside].all())
+    return _Missing(alone.filter(captured), whole, rest.filter(late), rest.filter(~late))
+
+
+def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Flags, Flags]:
+    """Whether a capture of its thread ends after each call, and whether its beginning is known."""
+    marks = _calls_named(runtime, f"{BEGIN_CAPTURE}|{END_CAPTURE}")
+    found, begun = (np.zeros(len(alone), dtype=np.bool_) for _ in range(2))
+    if marks.is_empty():
+        return found, begun
+    is_end = marks["name"].cast(pl.String).str.contains(END_CAPTURE).to_numpy()
+    threads, starts = marks["tid"].fill_null(-1).to_numpy(), marks["ts_ns"].to_numpy()
+    calls, call_threads = alone["ts_ns"].to_numpy(), alone["tid"].fill_null(-1).to_numpy()
+    for thread in np.unique(threads).tolist():
+        own, rows = threads == thread, np.flatnonzero(call_threads == thread)
+        following = np.searchsorted(starts[own], calls[rows])
+        found[rows] = np.append(is_end[own], False)[following]
+        before = np.append(True, is_end[own])[following]  # nothing before is no beginning either
+        begun[rows] = ~before
+    return found, begun
+
+
+def _find_captures(parts: _Missing) -> Finding | None:
+    if parts.captured.is_empty():
+        return None
+    count = len(parts.captured)
+    return Finding(
+        check="window_during_capture",
+        count=count,
+        text=f"{count_text(count, 'launch call')} while a CUDA graph was being captured: "
+        "nothing ran",
+        effect="not launches; the graph's kernels name the operators of these calls where it can "
+        "be told which graph it was"
+        if parts.whole_captures
+        else "not launches; the window opened "
+        "within the capture, so that the graph's kernels name no operator",
+        answers=("launches", "queue", "efficiency"),
+        is_fault=not parts.whole_captures,
+    )
+
+
+def _tail(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
+    if parts.tail.is_empty():
+        return None
+    count = len(parts.tail)
+    return Finding(
+        check="window_ended_early",
+        count=count,
+        text=f"{count_text(count, 'last launch call')} of {len(launches):,} without a kernel: the "
+        "window ended before the GPU's records of them",
+        effect="the last step's GPU time is too low; leave it out with --steps",
+        answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
+    )
+
+
+def _find_lost(parts: _Missing, launches: pl.DataFrame) -> Finding | None:
+    if parts.middle.is_empty():
+        return None
+    count, starts = len(parts.middle), parts.middle["ts_ns"]
+    return Finding(
+        check="launches_without_kernel",
+        count=count,
+        text=f"{count_text(count, 'launch call')} of {len(launches):,} without a kernel, "
+        f"{_when(starts, launches)}",
+        effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
+        f"{count / len(launches):.0%}, and counted as idle",
+        answers=(*GPU_TIME, *LAUNCHES, "efficiency"),
+    )
+
+
+def _when(starts: pl.Series, events: pl.DataFrame) -> str:
+    """From when to when, in the time of a table."""
+    first = int(events["ts_ns"].min())  # type: ignore[arg-type] # a table with rows
+    low, high = (int(end) - first for end in (starts.min(), starts.max()))  # type: ignore[arg-type]
+    return f"from {milliseconds(low)} to {milliseconds(high)} of the window"

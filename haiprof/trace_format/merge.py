@@ -1,0 +1,511 @@
+"""Merges traces of several ranks into one timeline; the text of each is streamed once."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from decimal import Decimal, InvalidOperation, localcontext
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import polars as pl
+
+from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.intervals import Ints
+from haiprof.base.safe_files import named_file
+from haiprof.run_format.phase_ranges import is_phase
+from haiprof.trace_format.find import MERGED_KEY
+from haiprof.trace_format.kineto.columns import Flags, exact_ns
+from haiprof.trace_format.kineto.decode import Damage, decode
+from haiprof.trace_format.kineto.events import Decoder
+from haiprof.trace_format.kineto.text import TraceText, is_utf8, scrub
+from haiprof.trace_format.merge_inputs import (
+    Fields,
+    Lanes,
+    StreamLanes,
+    TraceInput,
+    process_events,
+    thread_event,
+)
+
+ID_STRIDE = 10_000_000_000
+"""Rank 3's arrow 4711 is 30000004711: both can be read off. Kineto's ids are of 32 bits."""
+_EXACT_LIMIT = 1 << 53  # a browser's numbers are exact below
+
+
+def ranked_id(rank: int, written: bytes) -> bytes:
+    """Makes an id unique to its rank."""
+    digits = written.strip(b'"')
+    if (
+        digits.isdigit()
+        and len(digits) < len(str(ID_STRIDE))
+        and (digits[:1] != b"0" or digits == b"0")
+    ):
+        ranked = rank * ID_STRIDE + int(digits)
+        if ranked < _EXACT_LIMIT:
+            return b"%d" % ranked
+    found = hashlib.blake2b(b"%d " % rank + digits, digest_size=8)
+    return b'"0x' + found.hexdigest().encode() + b'"'
+
+
+_DIGITS_LIMIT = 40
+"""A number with more digits than this is not a time and stays unchanged."""
+_NS_DIGITS = 3  # of a microsecond
+_PLAIN_FROM_NS = 1000  # from here on there is a digit before the dot
+
+
+def shift_time(us: bytes, shift_ns: int) -> bytes:
+    """Shifts a time."""
+    whole, dot, part = us.partition(b".")
+    if len(part) == _NS_DIGITS and whole.isdigit() and part.isdigit() and len(us) < _DIGITS_LIMIT:
+        ns = int(whole + part) + shift_ns  # as profilers write it
+        if ns >= _PLAIN_FROM_NS:
+            text = b"%d" % ns
+            return text[:-_NS_DIGITS] + b"." + text[-_NS_DIGITS:]
+    if not whole.isdigit() or (dot and not part.isdigit()) or len(us) > _DIGITS_LIMIT:
+        return _shift_slowly(us, shift_ns)
+    digits = max(_NS_DIGITS, len(part))
+    value = int(whole + part.ljust(digits, b"0")) + shift_ns * 10 ** (digits - _NS_DIGITS)
+    text = b"%0*d" % (digits + 1, abs(value))
+    return (b"-" if value < 0 else b"") + text[:-digits] + b"." + text[-digits:]
+
+
+def us_text(ns: int) -> str:
+    """Nanoseconds as a trace writes times: us with three digits behind the dot."""
+    return f"{'-' if ns < 0 else ''}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
+
+
+def _shift_slowly(us: bytes, shift_ns: int) -> bytes:
+    """The same of negative numbers, exponents and numbers in quotes."""
+    try:
+        value = Decimal(us.strip(b'"').decode())
+    except (InvalidOperation, UnicodeDecodeError):
+        return us
+    if not value.is_finite() or len(us) > _DIGITS_LIMIT or abs(value.adjusted()) > _DIGITS_LIMIT:
+        return us
+    with localcontext() as context:
+        context.prec = 4 * _DIGITS_LIMIT
+        return f"{value + Decimal(shift_ns) / 1000:f}".encode()
+
+
+_EVENTS: Decoder = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_META, _ZERO = b'"M"', msgspec.Raw(b"0")
+_TAIL_EVENTS = 1000
+
+Range = tuple[int, int]
+"""Start and end in ns."""
+
+
+@dataclass(slots=True)
+class RankEvents:
+    """Rewrites one rank's events."""
+
+    path: Path
+    rank: int
+    shift_ns: int
+    between: Range | None
+    without_phases: bool = False
+    streams: StreamLanes = field(default_factory=StreamLanes)
+    text: TraceText = field(init=False)
+    lanes: Lanes = field(init=False)
+    damage: Damage = field(default_factory=Damage)
+    event_count: int = 0
+    """Of the file, that could be read."""
+    passed_count: int = 0
+    """Of those, that are in the merged trace."""
+    added_count: int = 0
+    """Added events that name processes without a name in the file, and lanes beside streams."""
+    range_ns: Range | None = None
+    """First and last start of the written events, in the merged trace's times."""
+
+    def __post_init__(self) -> None:
+        """Creates the mutable state; the file is opened by `pieces`."""
+        self.text, self.lanes = TraceText(self.path), Lanes(self.rank)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The events' new text, separated by commas; no piece is empty."""
+        for piece in self.text.pieces():
+            events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
+            self.streams.move(events, self.event_count)
+            self.event_count += len(events)
+            if self.without_phases:
+                events = [event for event in events if not is_phase(event)]
+            whole = b",\n".join(self._rewrite(self._choose(events)))
+            if whole:
+                yield whole if whole.isascii() or is_utf8(whole) else scrub(whole)
+        held = list(self.lanes.deferred_events())
+        self.passed_count += len(held)
+        pids = {pid: int(self.lanes.pid(b"%d" % pid)) for pid, _, _ in self.streams.threads}
+        added = [*self.lanes.added_events(), *self.streams.names(pids)]
+        self.added_count = len(added)
+        for start in range(0, len(held) + len(added), _TAIL_EVENTS):
+            yield b",\n".join((held + added)[start : start + _TAIL_EVENTS])
+
+    def notes(self) -> list[str]:
+        """Notes on what could not be read of the file, for people."""
+        damage, cut = self.damage, self.text.truncated_bytes
+        found = list(self.text.notes)
+        if cut is not None:
+            found.append(f"the file is cut off: {cut} bytes after the last whole event left out")
+        if damage.lost_count:
+            found.append(
+                f"{damage.lost_count} events cannot be read and are left out, such as "
+                f"{damage.examples[0]!r}"
+            )
+        if damage.repaired_count:
+            found.append(
+                f"{damage.repaired_count} pieces held values that are no JSON (NaN, stray bytes): "
+                "they are null"
+            )
+        if not self.event_count:
+            found.append("it holds no events")
+        return [f"{self.path}: {note}" for note in found]
+
+    def _rewrite(self, events: Sequence[Fields]) -> list[bytes]:
+        shift_ns, rank, lanes = self.shift_ns, self.rank, self.lanes
+        encode, found = msgspec.json.Encoder().encode, []
+        for event in events:
+            if shift_ns and "ts" in event:
+                event["ts"] = msgspec.Raw(shift_time(bytes(event["ts"]), shift_ns))
+            if _is_meta(event) and lanes.defer(event):
+                continue
+            event["pid"] = msgspec.Raw(lanes.pid(bytes(event.get("pid", b""))))
+            if "id" in event:
+                event["id"] = msgspec.Raw(ranked_id(rank, bytes(event["id"])))
+            if "bind_id" in event:
+                event["bind_id"] = msgspec.Raw(ranked_id(rank, bytes(event["bind_id"])))
+            found.append(encode(event))
+        self.passed_count += len(found)
+        return found
+
+    def _choose(self, events: list[Fields]) -> list[Fields]:
+        """The events within the range; extends the range of written times by theirs."""
+        timed = [event for event in events if "ts" in event and not _is_meta(event)]
+        if not timed:
+            return events
+        start, passes = exact_ns([bytes(event["ts"]) for event in timed])
+        if self.between is not None:
+            passes &= self._touches(timed, start)
+            dropped = {id(timed[at]) for at in (~passes).nonzero()[0].tolist()}
+            events = [event for event in events if id(event) not in dropped]
+        if passes.any():
+            first, last = int(start[passes].min()), int(start[passes].max())
+            first, last = first + self.shift_ns, last + self.shift_ns
+            known = self.range_ns or (first, last)
+            self.range_ns = min(first, known[0]), max(last, known[1])
+        return events
+
+    def _touches(self, events: list[Fields], start: Ints) -> Flags:
+        """Which events are, in part at least, within the range."""
+        first, after = self.between or (0, 0)
+        dur, has_dur = exact_ns([bytes(event.get("dur", _ZERO)) for event in events])
+        return (start + dur * has_dur >= first) & (start < after)
+
+
+def _is_meta(event: Fields) -> bool:
+    return bytes(event.get("ph", b"")) == _META
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One process of the merged trace that no rank's file has.
+
+    Its times are Unix time on the clock of the merged trace.
+    """
+
+    pid: int
+    name: str
+    sort_index: int
+    threads: tuple[str, ...] = ()
+    """Names of its threads, from 0."""
+    counters: pl.DataFrame | None = None
+    """`time_ns`, `name`, `unit`, `value`; a row without a value is left out."""
+    spans: pl.DataFrame | None = None
+    """`thread` (place in `threads`), `name`, `start_ns`, `duration_ns`, and further columns, which
+    become arguments where they are not null."""
+
+
+def track_events(track: Track, base_ns: int) -> Iterator[bytes]:
+    """The track's events as JSON, one at a time."""
+    yield from process_events(track.pid, track.name, track.sort_index)
+    for place, name in enumerate(track.threads):
+        yield thread_event(track.pid, place, name)
+    if track.counters is not None:
+        yield from _counters(track, track.counters, base_ns)
+    if track.spans is not None:
+        yield from _spans(track, track.spans, base_ns)
+
+
+def _counters(track: Track, rows: pl.DataFrame, base_ns: int) -> Iterator[bytes]:
+    encode = msgspec.json.Encoder().encode
+    named = rows.select("time_ns", "name", "unit", "value").drop_nulls("value")
+    for time_ns, name, unit, value in named.iter_rows():
+        ts = msgspec.Raw(us_text(time_ns - base_ns).encode())
+        yield encode(
+            {"ph": "C", "cat": "haiprof", "name": name, "pid": track.pid, "tid": 0, "ts": ts,
+             "args": {unit or "value": value}}
+        )  # fmt: skip
+
+
+def _spans(track: Track, rows: pl.DataFrame, base_ns: int) -> Iterator[bytes]:
+    encode = msgspec.json.Encoder().encode
+    for row in rows.iter_rows(named=True):
+        thread, name, start_ns, duration_ns = (
+            row.pop(key) for key in ("thread", "name", "start_ns", "duration_ns")
+        )
+        yield encode(
+            {"ph": "X", "cat": "haiprof", "name": name, "pid": track.pid, "tid": thread,
+             "ts": msgspec.Raw(us_text(start_ns - base_ns).encode()),
+             "dur": msgspec.Raw(us_text(duration_ns).encode()),
+             "args": {key: value for key, value in row.items() if value is not None}}
+        )  # fmt: skip
+
+
+STDOUT = Path("-")
+_GZIP_LEVEL = 1
+_WAITING_PIECES = 8
+
+
+class Sink:
+    """Writes text in a second thread; only a few pieces wait in its queue."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: deque[Future[int]] = deque()
+        self.text_bytes = 0
+
+    def write(self, text: bytes) -> None:
+        """Queues a piece; an error of an earlier one is raised here or in `close`."""
+        if len(self._waiting) >= _WAITING_PIECES:
+            self._waiting.popleft().result()
+        self.text_bytes += len(text)
+        self._waiting.append(self._thread.submit(self._file.write, text))
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        try:
+            while self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def packed_file(path: Path) -> Iterator[Sink]:
+    """A sink for a file that gets its name only once it is complete."""
+    if path == STDOUT:
+        yield from _open_sink(sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        with named_file(path) as file:
+            if path.name.endswith(".gz"):
+                with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as packed:
+                    yield from _open_sink(packed)  # type: ignore[arg-type]
+            else:
+                yield from _open_sink(file)
+    except OSError as error:
+        raise HaiprofError(
+            f"{path}: {error.strerror or error}", hint="name a file that can be written: -o FILE"
+        ) from None
+
+
+def _open_sink(file: IO[bytes]) -> Iterator[Sink]:
+    sink = Sink(file)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:
+    """Refuses an output path that would overwrite something."""
+    if path == STDOUT:
+        return
+    for given in inputs:
+        if path.exists() and path.samefile(given):
+            raise UsageError(f"{path}: it is one of the traces to merge", hint="-o OTHER.json.gz")
+    if path.is_dir():
+        raise UsageError(f"{path}: it is a folder", hint=f"-o {path / 'merged.json.gz'}")
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path}: it already exists", hint="--force replaces it")
+
+
+VERSION = 1
+"""Of what stands under `MERGED_KEY` and `RANKS_KEY`. 1: first."""
+RANKS_KEY = "haiprof_ranks"
+"""Metadata of the merged trace: of each rank its file, clock, losses and own metadata."""
+_BATCH = 1000
+_TAKEN_OUT = ("distributedInfo", "deviceProperties")
+
+Progress = Callable[[int, int], None]
+"""Called from time to time with (rank, bytes of text read so far)."""
+Tracks = Callable[[Mapping[int, Range]], Iterable[Track]]
+"""Tracks for the time that each rank's trace covers: Unix time on the merged trace's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """How one rank's file is to be merged."""
+
+    source: TraceInput
+    rank: int
+    shift_ns: int
+    """Added to its times."""
+    between: Range | None
+    """Only what touches this range of its own times; None takes all."""
+    clock: Mapping[str, Any]
+    """How its clock was found, for the output's metadata."""
+    streams: StreamLanes = field(default_factory=StreamLanes)
+    """Events that leave the lane of their stream."""
+    without_phases: bool = False
+    """Leaves out the forward and backward ranges that haiprof added: a track shows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedRank:
+    """The result of merging one rank's file."""
+
+    rank: int
+    path: Path
+    text_bytes: int
+    event_count: int
+    """That could be read."""
+    passed_count: int
+    """Of those, that are in the merged trace."""
+    lost_count: int
+    added_count: int
+    range_ns: Range | None
+    """First and last start, in Unix time on the merged trace's clock; None without events."""
+    notes: tuple[str, ...]
+    metadata: Mapping[str, Any]
+    """Everything in the file other than its events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedTrace:
+    """What was written."""
+
+    ranks: tuple[MergedRank, ...]
+    track_event_count: int
+    """Of counters and phases, with the names of their processes."""
+    text_bytes: int
+    """Of the output, before packing."""
+
+    @property
+    def event_count(self) -> int:
+        """All events of the output."""
+        own = sum(rank.passed_count + rank.added_count for rank in self.ranks)
+        return own + self.track_event_count
+
+
+def write_merged(
+    path: Path,
+    plans: Sequence[RankPlan],
+    *,
+    base_ns: int,
+    about: Mapping[str, Any],
+    tracks: Tracks | None = None,
+    progress: Progress | None = None,
+) -> MergedTrace:
+    """Writes all ranks into one file, each read once and in pieces."""
+    with packed_file(path) as sink:
+        writer = _Writer(sink)
+        head = {
+            "schemaVersion": 1,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": base_ns,
+            MERGED_KEY: {"version": VERSION, **about},
+        }
+        sink.write(msgspec.json.encode(head)[:-1] + b',\n"traceEvents": [\n')
+        ranks = [_write_rank(writer, plan, base_ns, progress) for plan in plans]
+        ranges = {rank.rank: rank.range_ns for rank in ranks if rank.range_ns is not None}
+        count = 0
+        for track in tracks(ranges) if tracks else ():
+            count += writer.events(track_events(track, base_ns))
+        merged = MergedTrace(ranks=tuple(ranks), track_event_count=count, text_bytes=0)
+        tail = {RANKS_KEY: _about(plans, merged)}
+        sink.write(b"\n],\n" + msgspec.json.encode(tail)[1:] + b"\n")
+    return replace(merged, text_bytes=sink.text_bytes)
+
+
+class _Writer:
+    """Writes pieces with commas in between."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._separator = b""
+
+    def piece(self, text: bytes) -> None:
+        """Events separated by commas."""
+        self._sink.write(self._separator + text)
+        self._separator = b",\n"
+
+    def events(self, events: Iterator[bytes]) -> int:
+        """Events one by one; returns how many."""
+        count, batch = 0, []
+        for event in events:
+            batch.append(event)
+            count += 1
+            if len(batch) == _BATCH:
+                self.piece(b",\n".join(batch))
+                batch = []
+        if batch:
+            self.piece(b",\n".join(batch))
+        return count
+
+
+def _write_rank(
+    writer: _Writer, plan: RankPlan, base_ns: int, progress: Progress | None
+) -> MergedRank:
+    events = RankEvents(
+        plan.source.path, plan.rank, plan.shift_ns, plan.between,
+        without_phases=plan.without_phases, streams=plan.streams,
+    )  # fmt: skip
+    for piece in events.pieces():
+        writer.piece(piece)
+        if progress is not None:
+            progress(plan.rank, events.text.size_bytes)
+    found = events.range_ns
+    return MergedRank(
+        rank=plan.rank,
+        path=plan.source.path,
+        text_bytes=events.text.size_bytes,
+        event_count=events.event_count,
+        passed_count=events.passed_count,
+        lost_count=events.damage.lost_count,
+        added_count=events.added_count,
+        range_ns=(found[0] + base_ns, found[1] + base_ns) if found else None,
+        notes=tuple(events.notes()),
+        metadata=events.text.metadata,
+    )
+
+
+def _about(plans: Sequence[RankPlan], merged: MergedTrace) -> list[dict[str, Any]]:
+    """Metadata on where the events are from, and how their times were changed."""
+    ranks = []
+    for plan, rank in zip(plans, merged.ranks, strict=True):
+        said = rank.metadata
+        ranks.append(
+            {
+                "rank": rank.rank,
+                "file": rank.path.name,
+                "clock": plan.clock,
+                "event_count": rank.event_count,
+                "passed_count": rank.passed_count,
+                "lost_count": rank.lost_count,
+                "notes": rank.notes,
+                **{key: said[key] for key in _TAKEN_OUT if key in said},
+                "metadata": {key: said[key] for key in said if key not in _TAKEN_OUT},
+            }
+        )
+    return ranks

@@ -1,1 +1,0 @@
-"""Merges traces of several ranks into one timeline; the text of each is streamed once."""
