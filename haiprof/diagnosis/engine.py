@@ -106,6 +106,11 @@ def diagnose(
     )
 
 
+def read_ledger(analyzer: RunFrames, inputs: RuleInputs) -> RunLedger | None:
+    """The ledger that a run's verdict tells; None without judged steps."""
+    return run_ledger(analyzer, inputs, _priced(_facts(inputs)[0]))
+
+
 def _facts(
     inputs: RuleInputs,
 ) -> tuple[list[Finding], tuple[tuple[str, str], ...], tuple[str, ...]]:

@@ -68,6 +68,8 @@ class RunLedger:
 
     ledger: Ledger
     samples: CodeSamples
+    time: JobTime
+    table: TimeTable
     straggler_ns: float
     """What the straggler needs beyond the others, per step; 0 without one."""
 
@@ -117,7 +119,9 @@ def run_ledger(
         found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger = replace(_ledger(table, time, found, needed, left), median_ns=median)
-    return RunLedger(ledger=ledger, samples=samples, straggler_ns=straggler_ns)
+    return RunLedger(
+        ledger=ledger, samples=samples, time=time, table=table, straggler_ns=straggler_ns
+    )
 
 
 def _keep_needed_link(

@@ -18,9 +18,7 @@ from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.cgroup import CGROUP
-from haiprof.run_format.tables.gpu import GPU
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import CGROUP, GPU, PROCESS
 from tests.unit.analysis.recorded import row_of, write_records
 from tests.unit.diagnosis.stories import (
     BALANCED,

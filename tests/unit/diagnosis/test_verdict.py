@@ -18,9 +18,7 @@ from haiprof.diagnosis.rules import RULES
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.tables.cgroup import CGROUP
-from haiprof.run_format.tables.host import HOST
-from haiprof.run_format.tables.process import PROCESS
+from haiprof.run_format.tables import CGROUP, HOST, PROCESS
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,
