@@ -93,10 +93,10 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
     node = inputs.node_cpus.get(group[0].host)
     on_node = node.core_count if node is not None else None
     spare = on_node is not None and on_node > len(cores)
-    return _wanted(ranks, len(cores), on_node if spare else None, busy, wanted)
+    return _name_demand(ranks, len(cores), on_node if spare else None, busy, wanted)
 
 
-def _wanted(
+def _name_demand(
     ranks: list[int], cores: int, on_node: int | None, busy: float, wanted: float
 ) -> Starvation:
     shared = len(ranks) > 1

@@ -102,7 +102,7 @@ class JobTime:
         gained: Floats = own.max(axis=0) - (own - parts[:, self.covered]).max(axis=0)
         return gained
 
-    def parts(self, table: TimeTable, rows: Ints) -> Floats:
+    def series_of(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""
         share = self._share(table, rows)
         found = np.zeros(self.period_ns.shape)

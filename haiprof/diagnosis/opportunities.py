@@ -72,7 +72,7 @@ class Opportunity:
     """Rows of the table that one change would remove."""
 
     rows: Ints
-    place: Place | None
+    at: Place | None
     position: int
     """Index into POSITIONS: where most of it is paid."""
     activity: int
@@ -144,12 +144,12 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     return [*found, *_of_code(table, free, needed)]
 
 
-def opportunity(table: TimeTable, rows: Ints, place: Place | None) -> Opportunity:
+def opportunity(table: TimeTable, rows: Ints, at: Place | None) -> Opportunity:
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
         rows=rows,
-        place=place,
+        at=at,
         position=int(np.bincount(table.position[rows], ns).argmax()),
         activity=int(np.bincount(table.activity[rows], ns).argmax()),
     )
@@ -170,7 +170,7 @@ def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportuni
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
     for rows, line in merged.values():
-        yield opportunity(table, np.array(rows), _place(tree, line))
+        yield opportunity(table, np.array(rows), _find_place(tree, line))
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:
@@ -304,7 +304,7 @@ class _Walk:
         return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
 
 
-def _place(tree: CodeTree, line: _Line) -> Place | None:
+def _find_place(tree: CodeTree, line: _Line) -> Place | None:
     if line.frame < 0:
         return None
     callers: list[tuple[str, int, str]] = []

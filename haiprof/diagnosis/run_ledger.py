@@ -100,7 +100,7 @@ def run_ledger(
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
     own = [each.rows for each in found if each.activity != PEER_WAIT]  # own time is without it
-    avoidable = time.parts(table, np.concatenate([*own, np.zeros(0, dtype=np.int64)]))
+    avoidable = time.series_of(table, np.concatenate([*own, np.zeros(0, dtype=np.int64)]))
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
     late = find_straggler(time, left)
     straggler_ns = 0.0
@@ -260,7 +260,7 @@ def _ledger(
 
 
 def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) -> Account:
-    parts = time.parts(table, found.rows)
+    parts = time.series_of(table, found.rows)
     mean = parts.mean(axis=0)
     low, high = time.interval(table, found.rows, mean)
     gains = time.gains(parts)
@@ -285,9 +285,9 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
         when=time.when(table, found.rows, parts.max(axis=0) if several else mean),
         explanation=found.key,
     )
-    if found.place is None:
+    if found.at is None:
         return account
-    at = found.place
+    at = found.at
     return replace(
         account,
         file=at.file,

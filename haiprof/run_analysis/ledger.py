@@ -232,7 +232,7 @@ def _rank_rows(
         "sample": at,
         "cell": cell,
         "position": _after_closures(samples, at, cell, cut.around_closure[place]),
-        "activity": _guessed(samples, at, cell, activity[at], packages),
+        "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
         "step": time.step[column],
         "spike": spiked,
@@ -259,7 +259,7 @@ def _rank_rows(
     return joined
 
 
-def _guessed(
+def _guess_activity(
     samples: CodeSamples, at: Ints, cell: Ints, activity: Ints, packages: Sequence[str]
 ) -> Ints:
     """Activities, where nobody looked at the lock: Python outside of the model, operators in it."""

@@ -82,7 +82,7 @@ def account_changes(
     for word, found in (("baseline", before), ("new run", after)):
         if found is None or not found.table.count.any():
             return (), f"no stacks were sampled in the steps of the {word}: by position alone"
-        sides.append(_Side(found))
+        sides.append(_RunSide(found))
     accounts = [[a for a in s.found.ledger.accounts if a.activity != ACTIVITIES[UNKNOWN]]
                 for s in sides]  # fmt: skip
     pairs = _pairs(accounts[0], accounts[1])
@@ -110,7 +110,7 @@ def promise(changes: Sequence[AccountChange], step: StepChange) -> Promise | Non
     )
 
 
-class _Side:
+class _RunSide:
     """A run's ledger, with what its accounts may differ by in another run of the same job."""
 
     def __init__(self, found: RunLedger) -> None:
@@ -184,7 +184,7 @@ def _group_by(accounts: _Group, key: Callable[[Account], _Key]) -> dict[_Key, _G
     return found
 
 
-def _change(before: _Side, after: _Side, old: _Group, new: _Group) -> AccountChange:
+def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> AccountChange:
     most = [max(side, key=lambda a: a.ns_per_step) if side else None for side in (old, new)]
     shown = most[1] or max(old, key=lambda a: a.ns_per_step)
     gain = sum(account.gain_ns for account in old)

@@ -80,7 +80,7 @@ def step_facts(found: Comparison) -> str:
     )
 
 
-def facts(found: Comparison, chosen: str) -> list[str]:
+def headline_notes(found: Comparison, chosen: str) -> list[str]:
     """Lines below the headline: whether a promise came true, and what was compared."""
     return [
         *([printable(promise_text(found.promise))] if found.promise else []),
