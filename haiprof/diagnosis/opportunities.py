@@ -57,7 +57,7 @@ _OPTIMIZER_FILES = "/torch/optim/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CodePlace:
     """A line of the job's own code, and the way there."""
 
     file: str
@@ -72,7 +72,7 @@ class Opportunity:
     """Rows of the table that one change would remove."""
 
     rows: Ints
-    at: Place | None
+    at: CodePlace | None
     position: int
     """Index into POSITIONS: where most of it is paid."""
     activity: int
@@ -144,7 +144,7 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     return [*found, *_of_code(table, free, needed)]
 
 
-def opportunity(table: TimeTable, rows: Ints, at: Place | None) -> Opportunity:
+def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
@@ -304,7 +304,7 @@ class _Walk:
         return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
 
 
-def _find_place(tree: CodeTree, line: _Line) -> Place | None:
+def _find_place(tree: CodeTree, line: _Line) -> CodePlace | None:
     if line.frame < 0:
         return None
     callers: list[tuple[str, int, str]] = []
@@ -314,6 +314,6 @@ def _find_place(tree: CodeTree, line: _Line) -> Place | None:
         callers.append((frame.file, frame.line, frame.function))
         outer = outer.function.outer
     own = tree.frames[line.frame]
-    return Place(
+    return CodePlace(
         file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers)
     )

@@ -88,7 +88,7 @@ def comparison_section(
     return ComparisonSection(
         state=found.state,
         headline=rows.headline(found),
-        lines=tuple(rows.facts(found, chosen.why)),
+        lines=tuple(rows.headline_notes(found, chosen.why)),
         tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
         notes=tuple(map(printable, (*rows.notes(found), *kernels))),
         figure=comparison_picture(found, title=""),

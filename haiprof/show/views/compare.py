@@ -195,7 +195,7 @@ def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
     below = notes(found)
     return Group(
         Text(headline(found), style=_STYLES[found.state]),
-        *(Text(line, overflow="fold") for line in facts(found, chosen)),
+        *(Text(line, overflow="fold") for line in headline_notes(found, chosen)),
         *(_block(table) for table in tables(found, limit=_KERNELS)),
         *([notes_block(below)] if below else []),
     )
