@@ -128,8 +128,10 @@ def test_promise_for_what_was_taken_out_came_true(tmp_path: Path, planted: str) 
     script.write_text(PLANTED)
     for attempt in range(3):  # on a machine with other load an account may stay uncertain
         logs = tmp_path / f"logs{attempt}"
-        before = recorded(script, "before", planted, logs)
-        after, again = (recorded(script, name, "nothing", logs) for name in ("after", "again"))
+        words = {"before": planted, "after": "nothing", "again": "nothing"}
+        before, after, again = (
+            recorded(script, f"{name}{attempt}", word, logs) for name, word in words.items()
+        )
         _, equal = compared(after, again, folder=tmp_path / f"equal{attempt}")
         assert equal["verdict"]["state"] in ("same", "undecided")
         _, found = compared(before, after, folder=tmp_path / f"found{attempt}")
