@@ -19,8 +19,7 @@ from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 
 PROMISED_RATIO = PROBLEM_RATIO / 5
 """The verdict lists opportunities whose gain is at least this share of the step."""
-_Z = 1.96
-"""Of the ledger's intervals, which are 95 % ones."""
+_Z = 1.96  # of the ledger's intervals, which are 95 % ones
 _Group = list[Account]
 _Key = tuple[object, ...]
 
@@ -63,8 +62,10 @@ class Promise:
     """By how much all other accounts are larger, of those whose change is certain."""
 
     @property
-    def came_true(self) -> bool:
-        """Whether what came is what was promised, less what the other accounts take."""
+    def came_true(self) -> bool | None:
+        """Whether what was promised came, less what other accounts take; None: too noisy."""
+        if self.came_low_ns <= 0 <= self.came_high_ns:
+            return None
         missed = abs(self.came_ns - (self.promised_ns - self.others_ns))
         widths = self.high_ns - self.low_ns, self.came_high_ns - self.came_low_ns
         return missed <= math.hypot(*widths) / 2
@@ -92,8 +93,7 @@ def account_changes(
 def promise(changes: Sequence[AccountChange], step: StepChange) -> Promise | None:
     """None where nothing that the verdict promised a gain for is gone or smaller for certain."""
     sure = [one for one in changes if one.is_certain]
-    least = PROMISED_RATIO * step.before_ns
-    kept = [one for one in sure if one.difference_ns < 0 and one.gain_ns >= least]
+    kept = [o for o in sure if o.difference_ns < 0 and o.gain_ns >= PROMISED_RATIO * step.before_ns]
     if not kept or step.low_ratio is None or step.high_ratio is None:
         return None
     gone = [(one, -one.difference_ns / one.before_ns) for one in kept]

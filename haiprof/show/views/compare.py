@@ -99,7 +99,8 @@ def promise_text(promise: Promise) -> str:
     came = _estimate(promise.came_ns, promise.came_low_ns, promise.came_high_ns)
     is_much = abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns
     others = f", with {_signed_ns(promise.others_ns)} in others" if is_much else ""
-    return f"{'; '.join([*titles[:2], *more])}: promised {promised}, came {came}{others}"
+    noisy = ": too noisy to tell" if promise.came_true is None else ""
+    return f"{'; '.join([*titles[:2], *more])}: promised {promised}, came {came}{others}{noisy}"
 
 
 def notes(found: Comparison) -> list[str]:

@@ -101,11 +101,14 @@ def test_what_was_promised_for_a_line_that_is_gone_has_come(tmp_path: Path) -> N
 def test_promise_that_did_not_come_is_not_called_true(tmp_path: Path) -> None:
     found = pair(tmp_path, data_ms=4.0, decode=0.0).promise
     assert found is not None
-    empty = replace(found, came_ns=0.0, came_low_ns=-1e5, came_high_ns=1e5)
-    assert not empty.came_true
-    moved = replace(empty, others_ns=found.promised_ns)
+    little = replace(found, came_ns=2e5, came_low_ns=1e5, came_high_ns=3e5)
+    assert little.came_true is False
+    moved = replace(little, others_ns=found.promised_ns)
     assert moved.came_true
     assert promise_text(moved).endswith("in others")
+    noisy = replace(little, came_low_ns=-1e5)
+    assert noisy.came_true is None
+    assert promise_text(noisy).endswith("too noisy to tell")
 
 
 def test_time_that_moved_from_one_line_to_another_is_found_in_equal_steps(tmp_path: Path) -> None:
