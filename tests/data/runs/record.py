@@ -1,0 +1,150 @@
+"""Records the runs of this folder again: `python tests/data/runs/record.py [NAME ...]`.
+
+Each job runs in /tmp/haiprof-golden, so that no path of a user stands in its recording. What is
+derived (`report/`) or only needed while the job lives (`control/`) is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE, WORK = Path(__file__).resolve().parent, Path("/tmp/haiprof-golden")
+
+PRELUDE = """
+import gc, json, os, time
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+loss_of = nn.CrossEntropyLoss()
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, count, sleep_s):
+        self.count, self.sleep_s = count, sleep_s
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+        return torch.rand(128, 256), torch.randint(10, (128,))
+def net(width=512):
+    first, last = nn.Linear(256, width), nn.Linear(width, 10)
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
+def batches(count, workers=0, sleep_s=0.0):
+    data = Batches(count, sleep_s)
+    return torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers)
+def train(model, steps, after=lambda step: None, **loading):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, (x, y) in enumerate(batches(steps, **loading)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        after(step)
+"""
+BEGIN = """
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model = nn.parallel.DistributedDataParallel(net())
+"""
+END = """
+torch.distributed.barrier()
+time.sleep(0.2)
+torch.distributed.destroy_process_group()
+"""
+ONE = (sys.executable,)
+TWO = (*ONE, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TRACED = ("--trace-shapes", "--trace-memory", "--trace-flops", "--trace-modules")
+
+# Name: what starts it, haiprof's options, the program behind PRELUDE.
+RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "loader_two_workers": (ONE, (), "train(net(), 300, workers=2, sleep_s=0.03)"),
+    "json_after_optimizer": (ONE, (), """
+def write_state(step):
+    if step % 20 == 19:
+        state = {name: value.tolist() for name, value in model.state_dict().items()}
+        with open("state.json", "w") as file:
+            json.dump(state, file)
+        time.sleep(0.05)
+model = net(128)
+train(model, 300, after=write_state)
+"""),
+    "evaluation_checkpoint": (ONE, (), """
+@torch.no_grad()
+def evaluate(step):
+    if step % 50 == 49:
+        model.eval()
+        for x, y in batches(20):
+            loss_of(model(x), y)
+        model.train()
+    if step % 100 == 99:
+        torch.save(model.state_dict(), "model.pt")
+model = net()
+train(model, 300, after=evaluate)
+"""),
+    "two_ranks": (TWO, (), f"{BEGIN}train(model, 150){END}"),
+    "two_ranks_one_slow": (TWO, (), f"{BEGIN}train(model, 150, sleep_s=0.02 * rank){END}"),
+    "lightning": (ONE, (), """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def training_step(self, batch, index):
+        return loss_of(self.net(batch[0]), batch[1])
+    def validation_step(self, batch, index):
+        loss_of(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir="saved", **options)
+trainer.fit(Module(), batches(120), batches(20))
+"""),
+    "rank_dies": (TWO, (), f"""{BEGIN}
+def fail(step):
+    if rank == 1 and step == 120:
+        raise ValueError("shard 17 is damaged")
+train(model, 200, after=fail)
+"""),
+    "killed": (ONE, (), "train(net(), 300, lambda step: step == 250 and os.kill(os.getpid(), 9))"),
+    "garbage": (ONE, (), """
+kept = [{"number": n, "cell": [n]} for n in range(60_000)]
+def log(step):
+    kept.extend({"step": step, "cell": [n]} for n in range(200))
+    if step % 10 == 0:
+        gc.collect()
+train(net(), 150, after=log)
+"""),
+    "traced": (ONE, ("--steps", "80:83", *TRACED), "train(net(), 120)"),
+    "two_ranks_traced": (TWO, ("--steps", "30:31", "--execution-trace"),
+                         f"{BEGIN}train(model, 50, sleep_s=0.01 * rank){END}"),
+    "compiled": (ONE, (), "train(torch.compile(net()), 100)"),
+}  # fmt: skip
+
+
+def record(name: str) -> None:
+    """Runs one job under haiprof and keeps its run directory."""
+    starter, options, body = RUNS[name]
+    folder, target = WORK / name, HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(PRELUDE + body)
+    kept = {key: os.environ[key] for key in ("PATH", "HOME")}
+    kept |= {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
+    words = ["-m", "haiprof", "run", "--name", name, "--log-dir", "logs", *options, "--", *starter]
+    began = time.monotonic()
+    subprocess.run([*ONE, *words, "train.py"], cwd=folder, env=kept, capture_output=True)
+    seconds = time.monotonic() - began
+    (run,) = (path.parent for path in (folder / "logs").glob("*/run.json"))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(run, target, ignore=shutil.ignore_patterns("report", "control", ".parts"))
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    print(f"{name:24} {seconds:5.1f} s {size / 1000:7.1f} KB", flush=True)
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or RUNS:
+        record(chosen)
