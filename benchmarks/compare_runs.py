@@ -102,8 +102,8 @@ def row(pair: str, found: Comparison) -> dict[str, object]:
     change = found.change
     others = [load.other_ratio for load in found.loads]
     return {"pair": pair, "state": found.state, "ratio": change.ratio, "low": change.low_ratio,
-            "high": change.high_ratio, "undecided": found.undecided, "other_load": others,
-            "effective": [change.before_effective_count, change.after_effective_count]}  # fmt: skip
+            "high": change.high_ratio, "unjudged": found.unjudged,
+            "other_load": others}  # fmt: skip
 
 
 def table(rows: list[dict[str, object]]) -> str:

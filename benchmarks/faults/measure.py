@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 CGROUPS = (Path("/sys/fs/cgroup/cpu/haiprof_faults"), Path("/sys/fs/cgroup/haiprof_faults"))
 CLOCK = Path(__file__).with_name("step_clock.py")
-LIMIT_S = 120
+LIMIT_S = 240
 QUOTA_US, PERIOD_US = 50_000, 100_000
 MOST_PAIRS = 3
 WANTED_SPREAD = 0.02

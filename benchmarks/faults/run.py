@@ -65,6 +65,7 @@ class Drawn:
         self.kind, self.text, self.healthy = kind.name, self.case.text, kind.healthy
         self.ranks, self.loaded, self.seconds = self.case.ranks, self.case.loaded, kind.seconds
         self.beside, self.under, self.steps = kind.beside, kind.under, 0
+        self.doing = kind.activities
         self.link_bytes_per_s = 0.0
         if kind.under == "link":  # two ranks send 4 bytes of each parameter, over one loopback
             found = work()[self.case.family]
@@ -128,7 +129,9 @@ def measured(job: Any, folder: Path, repeat: int, truth_only: bool) -> dict[str,
     missing = score.lacks(document)
     if not missing:
         count = min(document["step"]["count"], count)
-        offered = score.opportunities(document)
+        surrounded = job.beside or score.is_loaded(row)
+        alone = not surrounded or any(a.startswith("no core") for a in job.doing)
+        offered = score.opportunities(document, alone=alone)
         own_clock_ns = ran.mean_s(count) * 1e9
         row |= {
             "count": count, "problems": document["problem_count"],
@@ -149,17 +152,20 @@ def measured(job: Any, folder: Path, repeat: int, truth_only: bool) -> dict[str,
         why = "the truth alone" if truth_only else document.get("failed", score.NO_LEDGER)
         return {**row, "outcome": "no ledger", "why": why}
     if job.healthy:
-        return row | _of_healthy(job, document, gain)
-    row |= score.judged(job.truth(), document)
+        named = score.opportunities(document, alone=alone, problems=True)
+        return row | _of_healthy(job, document, named, gain)
+    row |= score.judged(job.truth(), document, offered)
     if not row.get("first", True) and offered and (change := job.without(offered[0])):
         row["other_truth"] = gain(change)
     return row | {"outcome": score.outcome(row)}
 
 
-def _of_healthy(job: Any, document: dict[str, Any], gain: Any) -> dict[str, Any]:
+def _of_healthy(
+    job: Any, document: dict[str, Any], named: list[dict[str, Any]], gain: Any
+) -> dict[str, Any]:  # fmt: skip
     """Whether the removal of each problem of a healthy job brings what was promised."""
-    found = {"outcome": "silent"}
-    for account in score.opportunities(document)[: min(document["problem_count"], 3)]:
+    found: dict[str, Any] = {"outcome": "silent"}
+    for account in named[:3]:
         change = job.without(account)
         truth = gain(change) if change else {}
         promise = score.promised(document, account)

@@ -9,6 +9,8 @@ gain that measure.py found.
 - **Line**: it is of a marked line. **Listed**: any opportunity is.
 - **Promise**: the gain of the first opportunity that is the fault, as a share of the mean step, is
   within 3 points of the true one or a fifth of itself; a fault not listed was promised nothing.
+- **Surroundings**: beside busy neighbours, ours or others', an account of time without a core is
+  true and left out, unless it is the fault.
 - **Healthy jobs**: each opportunity that counts as a problem is a false one, unless its removal can
   be tried and brings what was promised.
 """
@@ -48,16 +50,30 @@ def lacks(document: Mapping[str, Any]) -> list[str]:
     return [name for name in NEEDED if document.get(name) is None]
 
 
-def opportunities(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Accounts that a change would remove, the largest gain first, each with its finding's code."""
+def opportunities(
+    document: Mapping[str, Any], *, alone: bool = True, problems: bool = False
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Accounts that a change would remove, the largest gain first, each with its finding's code.
+
+    Args:
+        document: The verdict.
+        alone: False leaves out time without a core: others had the cores, and that is true.
+        problems: Only those that count as problems.
+    """
     found = []
     for place, row in enumerate(document["opportunities"]):
         findings = document.get("findings", [])
-        is_told = place < min(document["problem_count"], len(findings))
-        found.append(
-            {**document["ledger"][row], "finding": findings[place] if is_told else {}}
-        )  # fmt: skip
+        is_problem = place < document["problem_count"]
+        account = document["ledger"][row]
+        if (problems and not is_problem) or (not alone and _is_of_others(account)):
+            continue
+        finding = findings[place] if is_problem and place < len(findings) else {}
+        found.append({**account, "finding": finding})
     return found
+
+
+def _is_of_others(account: Mapping[str, Any]) -> bool:
+    return account["activity"].startswith("no core")
 
 
 def promised(document: Mapping[str, Any], account: Mapping[str, Any]) -> float:
@@ -94,9 +110,10 @@ def is_fault(truth: Truth, account: Mapping[str, Any]) -> bool:
     return fits and doing and bool(truth.positions or truth.activities)
 
 
-def judged(truth: Truth, document: Mapping[str, Any]) -> dict[str, Any]:
+def judged(
+    truth: Truth, document: Mapping[str, Any], offered: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:  # fmt: skip
     """What the verdict on a job with a fault says of it."""
-    offered = opportunities(document)
     own = [a for a in offered if is_fault(truth, a)]
     said = {f["slug"] for f in document["findings"]} & set(truth.said)
     first = bool(own) and offered[0] is own[0]

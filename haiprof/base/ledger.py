@@ -55,7 +55,7 @@ class Account:
     """Key of the explanation that speaks of it; None where none does."""
 
     @property
-    def place(self) -> str | None:
+    def code_place(self) -> str | None:
         """`train.py:88 load_image`; None where no line is known."""
         if self.file is None:
             return None

@@ -37,8 +37,7 @@ _WORK = 40_000_000  # values drawn in all; longer series need, and get, fewer re
 _CHUNK = 2_000_000  # values drawn at once
 _WINSOR = 0.05  # outliers do not show how far a median's errors are correlated
 _SEED = 20061
-SEGMENTS = 8
-_SEGMENT_VALUES = 10  # at least so many in each
+BLOCKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +48,9 @@ class Resampled:
     """Of the series itself."""
     means: Floats
     """Of each column over all values."""
-    middles: Floats
-    """Of each column over the middle half of the values, by the series."""
     median_sd: float
     """Standard error of the median."""
     mean_sds: Floats
-    middle_sds: Floats
     effective_count: float
     """How many independent values tell as much: no more than there are blocks."""
     block: int
@@ -67,11 +63,9 @@ class Resampled:
 
 
 def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -> Resampled:
-    """Circular block bootstrap of a median, and of means and middle means beside it.
+    """Circular block bootstrap of a median, and of means beside it.
 
-    Source: Politis and Romano 1992 (circular blocks); the length by `block_length`. A middle mean
-    is over the middle half of the values by the series: columns that add up to the series have
-    middle means that add up to its own, which medians do not.
+    Source: Politis and Romano 1992 (circular blocks); the length by `block_length`.
     """
     count = len(series)
     block = block_length(series)
@@ -81,7 +75,7 @@ def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -
     own = _statistics(np.ones((1, count)), placed, ordered)
     memory = _memory(series)
     parts = [_statistics(c[:, order], placed, ordered) for c in _counts(count, block, draws)]
-    medians, means, middles = (np.concatenate(kind) for kind in zip(*parts, strict=True))
+    medians, means = (np.concatenate(kind) for kind in zip(*parts, strict=True))
     drawn_sd = float(medians.std(ddof=1))
     least_sd = _independent_sd(placed) * math.sqrt(memory)
     # Blocks of a short series are too short to hold all of its memory: they see too little spread.
@@ -89,31 +83,46 @@ def resample(series: Floats, columns: Floats, *, replicates: int = REPLICATES) -
     return Resampled(
         median=float(np.median(series)),
         means=own[1][0],
-        middles=own[2][0],
         median_sd=drawn_sd * more,
         mean_sds=means.std(axis=0, ddof=1) * more,
-        middle_sds=middles.std(axis=0, ddof=1) * more,
         effective_count=min(count / block, count / memory),
         block=block,
     )
 
 
-def segment_spread(series: Floats) -> tuple[float, int]:
-    """Variance of what does not average out, and its degrees of freedom.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMean:
+    """The mean of one run's series, and how far it may lie from the mean of all such runs."""
+
+    value: float
+    error: Uncertain
+
+
+def block_mean(series: Floats, *, run_ratio: float) -> BlockMean:
+    """A mean with its error by the means of ten blocks, whatever the series remembers within them.
 
     A machine is faster in some seconds than in others, and between two runs as between two parts of
-    one: the medians of eight segments differ by more than the straying of single values gives, and
-    by as much or more do the medians of whole runs.
+    one: what blocks differ by beyond the straying of single values does not average out, and is
+    added as what one run differs by from the next.
 
-    Source: the variance component between groups of a one-way random-effects model (Searle, Casella
-    and McCulloch, Variance Components, 1992, section 3.5), which Kalibera and Jones 2013 use for
-    the levels of a benchmark; here with medians and their errors in place of means.
+    Args:
+        series: Shape (n,), in order of time, at least four.
+        run_ratio: What runs differ by at least, as a share of the mean (standard deviation).
+
+    Source: batch means (Law and Kelton, Simulation Modeling and Analysis, 2000, section 9.5); the
+    variance component between groups of a one-way random-effects model (Searle, Casella and
+    McCulloch, Variance Components, 1992, section 3.5), which Kalibera and Jones 2013 use for the
+    levels of a benchmark.
     """
-    count = int(np.clip(len(series) // _SEGMENT_VALUES, 2, SEGMENTS))
-    parts = np.array_split(series, count)
-    between = float(np.var([np.median(part) for part in parts], ddof=1))
-    within = float(np.mean([_independent_sd(np.sort(part)) ** 2 for part in parts]))
-    return max(between - within, 0.0), count - 1
+    blocks = np.array_split(series, min(BLOCKS, len(series) // 2))
+    freedom = len(blocks) - 1
+    between = float(np.var([block.mean() for block in blocks], ddof=1))
+    within = float(np.mean([block.var(ddof=1) / len(block) for block in blocks]))
+    value = float(series.mean())
+    least = (run_ratio * value) ** 2
+    beyond = between - within * _memory(series)
+    run = (beyond, freedom) if beyond > least else (least, math.inf)
+    return BlockMean(value=value, error=Uncertain(parts=((between / len(blocks), freedom), run)))
 
 
 def _memory(series: Floats) -> float:
@@ -166,17 +175,14 @@ def _counts(count: int, block: int, draws: int) -> Iterator[Floats]:
         yield drawn
 
 
-def _statistics(counts: Floats, placed: Floats, ordered: Floats) -> tuple[Floats, Floats, Floats]:
-    """Medians, means and middle means; counts and values are in order of size."""
+def _statistics(counts: Floats, placed: Floats, ordered: Floats) -> tuple[Floats, Floats]:
+    """Medians and means; counts and values are in order of size."""
     total = placed.size
     until = np.cumsum(counts, axis=1)
     low, high = (
         placed[np.argmax(until > place, axis=1)] for place in ((total - 1) // 2, total // 2)
     )
-    begin, end = total / 4, 3 * total / 4
-    weights = np.minimum(until, end) - np.maximum(until - counts, begin)
-    np.clip(weights, 0, None, out=weights)
-    return (low + high) / 2, counts @ ordered / total, weights @ ordered / (end - begin)
+    return (low + high) / 2, counts @ ordered / total
 
 
 def block_length(values: Floats) -> int:

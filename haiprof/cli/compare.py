@@ -40,7 +40,7 @@ Limit = Annotated[
     typer.Option(
         "--fail-if-slower",
         metavar="PERCENT",
-        help="End with status 10 where the median step is longer by more than this and the "
+        help="End with status 10 where the mean step is longer by more than this and the "
         "interval excludes 0, and with 5 where that cannot be judged (too few steps, an interval "
         "from below 0 to beyond the limit, other load). For continuous integration.",
         show_default=False,
@@ -56,10 +56,10 @@ def compare(
 ) -> None:
     """Compare two recorded runs: is the new one slower, by chance or not, and by what.
 
-    The ratio of the median steps after warm-up, with a 99 % interval by a block bootstrap that
-    counts how long steps remember; phases, ranks, counters and kernels with theirs; and what
-    differs in command, code, packages, variables and machine. What chance may explain is not
-    claimed.
+    The difference of two ledgers: the mean step after warm-up with a 99 % interval; accounts of
+    time (position in the step, what was done, line of code) by how much they changed; whether the
+    gain that the first run's verdict promised came true; counters and kernels; and what differs in
+    command, code, packages, variables and machine. What chance may explain is not claimed.
 
     For example:
 

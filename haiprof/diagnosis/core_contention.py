@@ -30,11 +30,24 @@ def starvation(inputs: RuleInputs) -> Starvation | None:
     that want more cores than they may use, which would wait without anybody else; then others.
     """
     waiting = sorted(inputs.core_waits, key=lambda rank: (-inputs.core_waits[rank], rank))
-    for rank in waiting[:1]:
+    for rank in (each for each in waiting[:1] if inputs.core_waits[each] > 0):
         for cause in (_limit(inputs, rank), _own_doing(inputs, rank), _neighbours(inputs, rank)):
             if cause is not None:
                 return cause
     return None
+
+
+def lost_to_waiting(inputs: RuleInputs) -> float:
+    """Of the time in which a training thread could run, how long it had no core, at most.
+
+    Its loader's workers lose as much: they run on the same cores.
+    """
+    lost = [
+        wait / (wait + inputs.main_cores.get(rank, 0.0))
+        for rank, wait in inputs.core_waits.items()
+        if wait > 0
+    ]
+    return max(lost, default=0.0)
 
 
 def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
@@ -80,10 +93,10 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
     node = inputs.node_cpus.get(group[0].host)
     on_node = node.core_count if node is not None else None
     spare = on_node is not None and on_node > len(cores)
-    return _wanted(ranks, len(cores), on_node if spare else None, busy, wanted)
+    return _name_demand(ranks, len(cores), on_node if spare else None, busy, wanted)
 
 
-def _wanted(
+def _name_demand(
     ranks: list[int], cores: int, on_node: int | None, busy: float, wanted: float
 ) -> Starvation:
     shared = len(ranks) > 1

@@ -61,8 +61,8 @@ def diagnose(
     manifest = analyzer.files.manifest
     deaths = analyzer.deaths()
     death = next((each for each in deaths if each.final), None)
-    facts, abstained, checked = _facts(inputs)
-    found = run_ledger(analyzer, inputs, _priced(facts))
+    facts, abstained, checked = _judge_facts(inputs)
+    found = run_ledger(analyzer, inputs, _price_settings(facts))
     ledger = None if found is None else found.ledger
     findings = _findings(inputs, found, facts)
     run = shown_path(analyzer.run.root)
@@ -106,7 +106,12 @@ def diagnose(
     )
 
 
-def _facts(
+def read_ledger(analyzer: RunFrames, inputs: RuleInputs) -> RunLedger | None:
+    """The ledger that a run's verdict tells; None without judged steps."""
+    return run_ledger(analyzer, inputs, _price_settings(_judge_facts(inputs)[0]))
+
+
+def _judge_facts(
     inputs: RuleInputs,
 ) -> tuple[list[Finding], tuple[tuple[str, str], ...], tuple[str, ...]]:
     """What the ledger does not hold (memory, settings, hangs), and rules that could not judge."""
@@ -114,14 +119,14 @@ def _facts(
         return [], tuple((rule.__name__, "no steps") for rule in RULES), ()
     judged = [rule(inputs) for rule in RULES]
     checked = [rule.__name__ for rule, each in zip(RULES, judged, strict=True) if each is None]
-    facts = [_graded(each) for each in judged if isinstance(each, Finding)]
+    facts = [_grade(each) for each in judged if isinstance(each, Finding)]
     if inputs.steps.height < CRITICAL_MIN_STEPS:
         facts = [_less_sure(found) for found in facts]
     abstained = tuple((x.rule, x.why) for x in judged if isinstance(x, Abstention))
     return facts, abstained, tuple(checked)
 
 
-def _graded(found: Finding) -> Finding:
+def _grade(found: Finding) -> Finding:
     """A fact of a traced window whose share of it is below the one limit is no problem."""
     if found.lost_ratio is None or found.lost_ratio >= PROBLEM_RATIO:
         return found
@@ -134,7 +139,7 @@ def _less_sure(found: Finding) -> Finding:
     return replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
 
 
-def _priced(facts: Sequence[Finding]) -> list[PricedSetting]:
+def _price_settings(facts: Sequence[Finding]) -> list[PricedSetting]:
     """Facts that cost a known share of some phases."""
     return [
         PricedSetting(slug=fact.rule, ratio=fact.lost_ratio, phases=fact.phases)

@@ -14,7 +14,7 @@ import polars as pl
 
 from haiprof.base.ledger import Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.core_contention import starvation
+from haiprof.diagnosis.core_contention import lost_to_waiting, starvation
 from haiprof.diagnosis.finding import CodeLine, Evidence, place_text
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -114,9 +114,10 @@ def explain(question: Question) -> Explanation:
 def _waits_for_loader(question: Question) -> Explanation:
     inputs = question.inputs
     why = loader_cause(inputs, min(question.share, 1.0))
-    if why is None or why.slug in ("few_workers", "no_workers"):
+    if why is None or why.slug in ("few_workers", "no_workers", "cores_full"):
         starved = starvation(inputs)
-        if starved is not None and starved.slug == "busy_neighbours":
+        theirs = lost_to_waiting(inputs) >= min(question.share, 1.0) / 2
+        if starved is not None and starved.slug == "busy_neighbours" and theirs:
             return Explanation(
                 slug="busy_neighbours",
                 title=f"others use the CPUs: training waits for loader workers, {question.amount}",
@@ -143,6 +144,8 @@ def _waits_for_loader(question: Question) -> Explanation:
 def _input(question: Question) -> Explanation:
     """The batch is made on the training thread."""
     inputs, account = question.inputs, question.account
+    if account.activity == "unknown":  # nobody saw who makes it
+        return _waits_for_loader(question)
     why = loader_cause(inputs, min(question.share, 1.0))
     told = why if why is not None and why.slug in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")

@@ -29,6 +29,8 @@ _SPIKE_RATIO = 0.5
 """So much of an account must lie in spikes, or so many gaps between them be alike."""
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
+_PARTS = 8
+"""A change is looked for in parts of the run of this number."""
 _SEEN = 40
 """With fewer samples nothing is said of how an account changed."""
 
@@ -100,7 +102,7 @@ class JobTime:
         gained: Floats = own.max(axis=0) - (own - parts[:, self.covered]).max(axis=0)
         return gained
 
-    def parts(self, table: TimeTable, rows: Ints) -> Floats:
+    def series_of(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""
         share = self._share(table, rows)
         found = np.zeros(self.period_ns.shape)
@@ -349,23 +351,24 @@ def _ordinal(number: int) -> str:
 
 
 def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
-    """Whether an account changed on the way, by where its samples lie."""
-    edges = np.linspace(step[0], step[-1] + 1, 9)
-    series = np.histogram(seen, edges, weights=ns)[0]
-    level = series.mean()
-    if not level:
+    """Whether an account changed on the way, by where its samples lie.
+
+    It changed where the sum of its time is farthest below that of an even one (Page 1954).
+    """
+    count = int(step[-1] - step[0]) + 1
+    inside = (seen >= step[0]) & (seen <= step[-1])
+    each = np.bincount(seen[inside] - step[0], ns[inside], minlength=count)
+    part = max(count // _PARTS, 1)
+    below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
+    cut = part + int(below[part - 1 : count - part].argmax())
+    before, after = float(each[:cut].mean()), float(each[cut:].mean())
+    if after <= _GROWN * before:
         return "each step"
-    best, ratio = 0, 1.0
-    for cut in range(1, len(series)):
-        before, after = series[:cut].mean(), series[cut:].mean()
-        if after > _GROWN * before and after / max(before, level / 20) > ratio:
-            best, ratio = cut, after / max(before, level / 20)
-    if not best:
-        return "each step"
-    rises = np.diff(series)
-    if (rises > 0).mean() >= 0.7 and rises.max() < np.ptp(series) / 2:
+    parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
+    rises = np.diff(parts)
+    if (rises > 0).mean() >= 0.7 and rises.max() < np.ptp(parts) / 2:
         return "growing"
-    spread = series[best:].std(), series[:best].std()
-    if max(spread) < 0.5 * abs(series[best:].mean() - series[:best].mean()):
-        return f"since step {int(edges[best])}"
+    spread = parts[: cut // part].std(), parts[-(-cut // part) :].std()
+    if max(spread) < 0.5 * part * (after - before):
+        return f"since step {step[0] + cut}"
     return "each step"

@@ -19,6 +19,7 @@ from haiprof.run_analysis.ledger import (
     GIL_WAIT,
     LINK_WAIT,
     LOADER_WAIT,
+    MODEL_POSITIONS,
     NO_CORE,
     OPERATORS,
     PEER_WAIT,
@@ -29,12 +30,13 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.lines import functions_of, written_in
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
+    AFTER_STEP,
     BACKWARD,
     COMPILE,
     FORWARD,
     INPUT,
-    LOSS,
     OPTIMIZER,
+    PREPARE,
 )
 
 FRAMEWORKS = frozenset({
@@ -43,7 +45,8 @@ FRAMEWORKS = frozenset({
     "megatron", "torchtitan", "fairscale", "ignite", "fastai",
 })  # fmt: skip
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
-_MODEL = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+_WITHOUT_PHASES = (PREPARE, AFTER_STEP)
+"""Where the model is in a job of which only the ends of steps are known."""
 _BY_ACTIVITY = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT)
 """Activities that no line of the training thread is the cause of."""
 _PURE = 0.5
@@ -54,7 +57,7 @@ _OPTIMIZER_FILES = "/torch/optim/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CodePlace:
     """A line of the job's own code, and the way there."""
 
     file: str
@@ -69,7 +72,7 @@ class Opportunity:
     """Rows of the table that one change would remove."""
 
     rows: Ints
-    place: Place | None
+    at: CodePlace | None
     position: int
     """Index into POSITIONS: where most of it is paid."""
     activity: int
@@ -107,7 +110,9 @@ def needed_rows(table: TimeTable) -> Bools:
     of_optimizer = np.array(
         [*(_OPTIMIZER_FILES in frame.file for frame in table.tree.frames), False]
     )[place]
-    inside = np.isin(table.position, _MODEL)
+    inside = np.isin(table.position, MODEL_POSITIONS)
+    if not inside.any():
+        inside = np.isin(table.position, _WITHOUT_PHASES)
     own = (table.activity == OPERATORS) | ((table.activity == PYTHON) & of_model)
     own |= table.activity == UNKNOWN
     needed: Bools = (inside & own) | (of_optimizer & np.isin(table.activity, (OPERATORS, PYTHON)))
@@ -139,12 +144,12 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     return [*found, *_of_code(table, free, needed)]
 
 
-def opportunity(table: TimeTable, rows: Ints, place: Place | None) -> Opportunity:
+def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
         rows=rows,
-        place=place,
+        at=at,
         position=int(np.bincount(table.position[rows], ns).argmax()),
         activity=int(np.bincount(table.activity[rows], ns).argmax()),
     )
@@ -165,7 +170,7 @@ def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportuni
         known = merged.setdefault(key, ([], line))
         known[0].extend(rows)
     for rows, line in merged.values():
-        yield opportunity(table, np.array(rows), _place(tree, line))
+        yield opportunity(table, np.array(rows), _find_place(tree, line))
 
 
 def _grow(table: TimeTable, numbers: Ints) -> _Function:
@@ -279,9 +284,17 @@ class _Walk:
             line = max(function.lines.values(), key=self._weight)
             inner = max(line.calls.values(), key=lambda call: self._time(call.rows), default=None)
             whole = self._time(function.rows)
-            if inner is None or inner.key in self.models or self._time(inner.rows) < _MOST * whole:
+            if inner is None or self._time(inner.rows) < _MOST * whole:
+                return line
+            if inner.key in self.models and not self._is_in_model(inner):
                 return line
             function = inner
+
+    def _is_in_model(self, function: _Function) -> bool:
+        rows = np.array(function.rows)
+        rows = rows[self.free[rows]]
+        inside = np.isin(self.table.position[rows], MODEL_POSITIONS)
+        return float(self.table.ns[rows[inside]].sum()) > 0.5 * float(self.table.ns[rows].sum())
 
     def _weight(self, line: _Line) -> float:
         return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())
@@ -291,7 +304,7 @@ class _Walk:
         return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
 
 
-def _place(tree: CodeTree, line: _Line) -> Place | None:
+def _find_place(tree: CodeTree, line: _Line) -> CodePlace | None:
     if line.frame < 0:
         return None
     callers: list[tuple[str, int, str]] = []
@@ -301,6 +314,6 @@ def _place(tree: CodeTree, line: _Line) -> Place | None:
         callers.append((frame.file, frame.line, frame.function))
         outer = outer.function.outer
     own = tree.frames[line.frame]
-    return Place(
+    return CodePlace(
         file=own.file, line=own.line, function=written_in(own.function), callers=tuple(callers)
     )

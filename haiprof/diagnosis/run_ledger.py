@@ -68,6 +68,8 @@ class RunLedger:
 
     ledger: Ledger
     samples: CodeSamples
+    time: JobTime
+    table: TimeTable
     straggler_ns: float
     """What the straggler needs beyond the others, per step; 0 without one."""
 
@@ -97,8 +99,8 @@ def run_ledger(
     table = time_table(samples, parts)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
-    everything = np.concatenate([each.rows for each in found]) if found else np.zeros(0, int)
-    avoidable = time.parts(table, everything)
+    own = [each.rows for each in found if each.activity != PEER_WAIT]  # own time is without it
+    avoidable = time.series_of(table, np.concatenate([*own, np.zeros(0, dtype=np.int64)]))
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
     late = find_straggler(time, left)
     straggler_ns = 0.0
@@ -117,7 +119,9 @@ def run_ledger(
         found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger = replace(_ledger(table, time, found, needed, left), median_ns=median)
-    return RunLedger(ledger=ledger, samples=samples, straggler_ns=straggler_ns)
+    return RunLedger(
+        ledger=ledger, samples=samples, time=time, table=table, straggler_ns=straggler_ns
+    )
 
 
 def _keep_needed_link(
@@ -256,7 +260,7 @@ def _ledger(
 
 
 def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) -> Account:
-    parts = time.parts(table, found.rows)
+    parts = time.series_of(table, found.rows)
     mean = parts.mean(axis=0)
     low, high = time.interval(table, found.rows, mean)
     gains = time.gains(parts)
@@ -281,9 +285,9 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
         when=time.when(table, found.rows, parts.max(axis=0) if several else mean),
         explanation=found.key,
     )
-    if found.place is None:
+    if found.at is None:
         return account
-    at = found.place
+    at = found.at
     return replace(
         account,
         file=at.file,

@@ -63,10 +63,9 @@ waiting beyond that is the ranks' own doing. Own choice."""
 CORE_WAIT_WARNING_RATIO = 0.15
 """Share of time in which the main thread could run and got no core. Above the tenth that others may
 have caused. Own choice."""
-STOLEN_WARNING_RATIO = 0.25
 STOLEN_NOTED_RATIO = 0.05
 """Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
-is noted and taken off what other rules find; by a quarter the loop is a third slower. Own choice.
+is noted. Own choice.
 """
 PAGES_ELSEWHERE_RATIO = 0.50
 """Most of a rank's memory on nodes other than its cores'. Own choice."""
@@ -117,17 +116,14 @@ latency, and more than needed does not help; it names no number. Own choice."""
 
 COMPARE_MIN_STEPS = 20
 """Steps of each run after warm-up; TraceML's twenty for something critical."""
-COMPARE_MIN_EFFECTIVE = 5
-"""Independent steps that tell as much. With fewer, an interval from them holds the true value too
-seldom (tests/unit/analysis/test_bootstrap.py simulates it). Own choice."""
 COMPARE_RUN_RATIO = 0.005
-"""At the least; more where parts of the runs differ by more (`bootstrap.segment_spread`). Two runs
+"""At the least; more where parts of the runs differ by more (`bootstrap.block_mean`). Two runs
 of the same code on a quiet machine differ by about so much (standard deviation of one): memory
 layout, clocks, placement. Kalibera and Jones, Rigorous Benchmarking in Reasonable Time,
 2013: what varies between executions must be counted, and a single one cannot show it; Mytkowicz
 et al. 2009 found layout alone to move programs by some percent. The number is our own choice."""
 COMPARE_P_VALUE = 0.05
-"""Of a phase or a counter, for all of them together (Benjamini and Hochberg)."""
+"""Of an account, a position or a counter, for all of them together (Benjamini and Hochberg)."""
 COMPARE_COUNTER_RATIO = 0.10
 """A counter that changed by less is not shown: memory in use, say, is never twice the same. Own
 choice."""
@@ -139,19 +135,8 @@ COMPARE_SHARED_CORE_RATIO = 0.50
 """A busy neighbour on the same physical core makes work on it take up to half again as long: two
 hyperthreads do about 1.3 times the work of one (Marr et al., Hyper-Threading Technology
 Architecture and Microarchitecture, 2002)."""
-COMPARE_DRIFT_RATIO = 0.02
-"""Last third of a run against its first, from which on it is said. Own choice."""
-COMPARE_WAIT_RATIO = 0.50
-"""Waiting for a core is named where it makes this share of the difference. Own choice."""
 COMPARE_MAX_RANKS = 32
 """Of more ranks only those that changed most are named with an interval. Own choice."""
-COMPARE_LINE_RATIO = 0.005
-"""A function that takes less of a step in both runs is not compared: twenty samples a second do not
-tell it from nothing in some minutes. Own choice."""
-COMPARE_LINE_SAMPLES = 8
-"""Samples of a function in both runs together, from which on it is compared. Own choice."""
-COMPARE_LINE_RANKS = 8
-"""Of more ranks about so many are looked at: their code is the same. Own choice."""
 
 
 FIRST_BATCH_RATIO = 0.10

@@ -15,7 +15,8 @@
  *    (COMPUTE_EVAL_BREAKER in ceval.c): the flag that has it look, the eval breaker, is set here.
  *  - another thread's: the kernel says whether the main thread waits for it: it sleeps on a futex
  *    inside `_PyRuntime` then, where CPython keeps the lock of the main interpreter, and no lock of
- *    a program's. The sampling thread waits for it as well, and then other threads are looked at.
+ *    a program's. It takes the sample when it has the lock: a third thread that waits for that would
+ *    hold it up. Some times a second the sampling thread does, and looks at all threads.
  *
  * Who holds the lock stands in three words of `_PyRuntime`: the switch interval, the last holder,
  * whether it is held. They have been in this order since CPython 3.2; where they are is found once,
@@ -461,8 +462,8 @@ set_due(long long pause)
 /* Takes samples as they fall due, or has them taken.
  *
  * Arguments: ident of the thread; whether it is the main one; its number in the kernel, or 0; mean
- * ns between two samples; until when at least; from when on to return after a sample for which the
- * thread waited for the lock. Returns how many were due; None once stopped. */
+ * ns between two samples; until when at least; from when on to return where the thread waits for
+ * the lock. Returns how many were due; None once stopped. */
 static PyObject *
 sample(PyObject *module, PyObject *arguments)
 {
@@ -501,9 +502,13 @@ sample(PyObject *module, PyObject *arguments)
         } else if (!is_held) {
             moment.lock_state = LOCK_ELSEWHERE;
         }
-        if (is_main) {
+        int is_waiting = moment.lock_state == LOCK_WAITED_FOR;
+        if (is_main || is_waiting) {
             ask(&moment);
             count++;
+            if (is_waiting && read_clock(CLOCK_MONOTONIC) >= returns) {
+                break; /* others are looked at once this thread has the lock, as they are then */
+            }
             continue;
         }
         if (due_ns <= read_clock(CLOCK_MONOTONIC)) {
@@ -516,9 +521,6 @@ sample(PyObject *module, PyObject *arguments)
             haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment);
         }
         atomic_fetch_add(&lock_ns, read_clock(CLOCK_MONOTONIC) - began);
-        if (moment.lock_state == LOCK_WAITED_FOR && began >= returns) {
-            return PyLong_FromLong(count); /* with the lock: others are looked at as they are now */
-        }
         own = PyEval_SaveThread();
     }
     int is_over = atomic_load(&stopped);

@@ -179,8 +179,8 @@ class StackSampler:
 
     def take_line(self) -> dict[str, Any] | None:
         """What was sampled since the last time, as a line; None where there is nothing."""
-        if self._stopped:
-            self._ended.acquire(timeout=END_WAIT_S)  # the last second comes when it has ended
+        if self._stopped and self._ended.acquire(timeout=END_WAIT_S):
+            self._ended.release()  # what was sampled last comes when the thread ends
         samples, others = take_all(self._samples), take_all(self._others)
         threads = take_all(self._new_threads)
         if not samples:
@@ -217,21 +217,28 @@ class StackSampler:
         while not self._stopped and _now() < ends:
             others = self._has_other_threads()
             slice_ends = min(ends, _now() + OTHERS_NS) if others else ends
+            count = 0
             if self._compiled is None:
                 self._sample_plainly()
             else:
-                self._sample_compiled(self._compiled, slice_ends)
+                count = self._wait_for_samples(self._compiled, slice_ends)
             if others and not self._stopped:
                 self._look_at_others()
+            if self._compiled is not None:
+                self._take_samples(self._compiled, count)
         return not self._stopped
 
-    def _sample_compiled(self, compiled: Any, ends_ns: int) -> None:
-        """Has samples taken until a time, or until others are to be looked at; counts the cost."""
+    def _wait_for_samples(self, compiled: Any, ends_ns: int) -> int:
+        """Has samples taken until a time, or until others are to be looked at; says how many."""
         ident = self._thread()
         main = threading.main_thread().ident
         number = os.getpid() if ident == main else _native_id(ident)
         returns_ns = self._looked_ns + OTHERS_NS // 5
-        count = compiled.sample(ident, ident == main, number, self.pause_ns(), ends_ns, returns_ns)
+        pause_ns = self.pause_ns()
+        return compiled.sample(ident, ident == main, number, pause_ns, ends_ns, returns_ns) or 0
+
+    def _take_samples(self, compiled: Any, count: int) -> None:
+        """Takes over the samples, and counts what they took."""
         words, nodes = compiled.take_samples()
         for caller, code, instruction in nodes:
             found = self._tree.below(self._stack_of_node[caller], (code, instruction))
@@ -271,10 +278,11 @@ class StackSampler:
         self._before = (_now(), self._before[1] + 1, time.thread_time_ns(), 0, 0)
 
     def costs_ns(self) -> tuple[int, int, int, int, int]:
-        """Samples till it was last summed up, and what they cost.
+        """What samples took so far.
 
-        When that was; samples; CPU time of the sampling thread, time for
-        which the training thread took samples itself, and the lock was held for them beside it.
+        Returns:
+            When that was last summed up; samples till then, CPU time of the sampling thread, for
+            how long the training thread took samples itself, and the lock was held beside it.
         """
         return self._before
 

@@ -23,6 +23,7 @@ from haiprof.run_analysis.step_positions import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
+    LOSS,
     OPTIMIZER,
     StepPositions,
 )
@@ -43,6 +44,8 @@ ACTIVITIES = (
 _COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count")
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
+MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+"""Where operators are the model's own."""
 JOB = "job"
 """The package of the user's own code."""
 _PACKAGE = re.compile(
@@ -229,7 +232,7 @@ def _rank_rows(
         "sample": at,
         "cell": cell,
         "position": _after_closures(samples, at, cell, cut.around_closure[place]),
-        "activity": activity[at],
+        "activity": _guess_activity(samples, at, cell, activity[at], packages),
         "stack": samples.stack[at],
         "step": time.step[column],
         "spike": spiked,
@@ -254,6 +257,17 @@ def _rank_rows(
     }
     joined["rank"] = np.full(len(joined["ns"]), time.rank)
     return joined
+
+
+def _guess_activity(
+    samples: CodeSamples, at: Ints, cell: Ints, activity: Ints, packages: Sequence[str]
+) -> Ints:
+    """Activities, where nobody looked at the lock: Python outside of the model, operators in it."""
+    of_job = np.array([*(name == JOB for name in packages), False])
+    guessed = (samples.lock_wait[at] < 0) & (activity == OPERATORS)
+    guessed &= of_job[samples.tree.place[samples.stack[at]]]
+    inside = np.isin(cell, MODEL_POSITIONS)
+    return np.where(guessed & ~inside & inside.any(), PYTHON, activity)
 
 
 def _split(rows: _Rows, share: Floats, activity: int) -> _Rows:
@@ -385,9 +399,6 @@ def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     waits = _wait_table()[samples.wait]
     held = samples.lock_wait == LOCK_HELD
     found = np.where(held & (found != UNKNOWN), PYTHON, found)
-    known = samples.lock_wait >= 0
-    of_job = np.array([*(p == JOB for p in packages), False])[place][samples.stack]
-    found = np.where(~known & of_job & (found == OPERATORS), PYTHON, found)
     of_torch = np.array([*(p == "torch" for p in packages), False])[place][samples.stack]
     waits = np.where(of_torch & np.isin(waits, (LOCK_WAIT, OTHER_WAIT)), -1, waits)  # its threads
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)

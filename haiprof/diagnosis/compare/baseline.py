@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, RunNotFoundError
+from haiprof.base.errors import HaiprofError, MissingDataError, RunNotFoundError
 from haiprof.base.safe_files import make_folder
 from haiprof.diagnosis.compare.compared_run import ComparedRun, open_compared_run
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS
@@ -17,6 +18,7 @@ from haiprof.run_format.writer import write_json
 
 LAST_GOOD = "last-good"
 _NAMED = 3
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +31,11 @@ class Baseline:
 
 
 def baseline_named(name: str, side: ComparedRun) -> Baseline:
-    """The run that `--baseline` means.
-
-    Args:
-        name: A run directory, a log directory, or `last-good`.
-        side: What is judged.
+    """The run that `--baseline` means: a run directory, a log directory, or `last-good`.
 
     Raises:
         MissingDataError: There is no last good run.
         RunNotFoundError: There is no run of that name.
-        RunFormatError: Nothing in it can be read.
     """
     if name == LAST_GOOD:
         return last_good(side)
@@ -64,17 +61,19 @@ def last_good(side: ComparedRun) -> Baseline:
     log_dir = side.path.absolute().parent
     against: list[str] = []
     for folder in reversed(find_runs(log_dir)):
-        earlier = _manifest(folder)
+        earlier = _readable(lambda path: read_manifest(RunPaths(path)), folder)
         if earlier is None or earlier.name != manifest.name or folder.samefile(side.path):
             continue
         if earlier.start_wall_ns >= manifest.start_wall_ns:
             continue
-        candidate = _open(folder)
+        candidate = _readable(open_compared_run, folder)
         why_not = _why_not(earlier, candidate, side)
         if candidate is not None and not why_not:
-            return Baseline(side=candidate, why=_why(manifest.name, against))
+            passed = f"; passed over: {_several(against)}" if against else ""
+            good = f"the newest earlier run of {manifest.name!r} that ended well"
+            return Baseline(side=candidate, why=f"{good} and was not found slower{passed}")
         against.append(f"{folder.name} {why_not}")
-    passed = f" ({'; '.join(against[:_NAMED])})" if against else ""
+    passed = f" ({_several(against)})" if against else ""
     raise MissingDataError(
         f"{log_dir}: no earlier good run named {manifest.name!r}{passed}",
         hint="the first run has none, and is the next one's if it ends well; "
@@ -93,11 +92,9 @@ def note_outcome(side: ComparedRun, data: dict[str, Any]) -> bool:
     return True
 
 
-def _why(name: str, against: list[str]) -> str:
-    passed = f"; passed over: {'; '.join(against[:_NAMED])}" if against else ""
-    more = len(against) - _NAMED
-    passed += f" and {more} more" if more > 0 else ""
-    return f"the newest earlier run of {name!r} that ended well and was not found slower{passed}"
+def _several(against: list[str]) -> str:
+    more = f" and {len(against) - _NAMED} more" if len(against) > _NAMED else ""
+    return "; ".join(against[:_NAMED]) + more
 
 
 def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRun) -> str:
@@ -105,30 +102,17 @@ def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRu
         return "did not end with exit status 0"
     if candidate is None:
         return "cannot be read"
-    if len(candidate.world) != len(side.world):
-        return f"has {len(candidate.world)} ranks with steps, not {len(side.world)}"
-    if candidate.series.height < COMPARE_MIN_STEPS:
+    if len(candidate.inputs.world) != len(side.inputs.world):
+        return f"has {len(candidate.inputs.world)} ranks with steps, not {len(side.inputs.world)}"
+    if candidate.step_count < COMPARE_MIN_STEPS:
         return f"has fewer than {COMPARE_MIN_STEPS} steps after warm-up"
-    return "was itself found slower" if _was_slower(candidate) else ""
+    verdict = (_readable(read_json, candidate.analyzer.run.comparison_json) or {}).get("verdict")
+    slower = isinstance(verdict, dict) and verdict.get("state") == "slower"
+    return "was itself found slower" if slower else ""
 
 
-def _was_slower(side: ComparedRun) -> bool:
+def _readable(read: Callable[[Path], Found], folder: Path) -> Found | None:
     try:
-        verdict = read_json(side.analyzer.run.comparison_json).get("verdict")
-    except RunFormatError:
-        return False
-    return isinstance(verdict, dict) and verdict.get("state") == "slower"
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(RunPaths(folder))
-    except HaiprofError:
-        return None
-
-
-def _open(folder: Path) -> ComparedRun | None:
-    try:
-        return open_compared_run(folder)
+        return read(folder)
     except HaiprofError:
         return None

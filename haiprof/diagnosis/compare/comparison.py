@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.compare.accounts import AccountChange, Promise, account_changes, promise
 from haiprof.diagnosis.compare.compared_run import ComparedRun
 from haiprof.diagnosis.compare.counters import CounterChange, Load, counter_changes, load_of
 from haiprof.diagnosis.compare.environment import Differs, differences, unknown
-from haiprof.diagnosis.compare.lines import LineChange, line_changes
-from haiprof.diagnosis.compare.step_time import (
-    MEAN_STEP,
-    Change,
-    Part,
+from haiprof.diagnosis.compare.step_change import (
+    PositionChange,
     RankChange,
+    StepChange,
+    position_changes,
     rank_changes,
     step_change,
-    step_parts,
 )
-from haiprof.diagnosis.thresholds import (
-    COMPARE_DRIFT_RATIO,
-    COMPARE_LOAD_RATIO,
-    COMPARE_SHARED_CORE_RATIO,
-    COMPARE_WAIT_RATIO,
-)
+from haiprof.diagnosis.thresholds import COMPARE_LOAD_RATIO, COMPARE_SHARED_CORE_RATIO
 from haiprof.trace_analysis.diff import TraceDiff
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
@@ -40,13 +36,15 @@ class Comparison:
 
     before: ComparedRun
     after: ComparedRun
-    change: Change
-    parts: tuple[Part, ...]
-    lines: tuple[LineChange, ...]
-    """Functions of the user's whose time per step changed beyond chance."""
-    no_lines: str
+    change: StepChange
+    positions: tuple[PositionChange, ...]
+    accounts: tuple[AccountChange, ...]
+    no_accounts: str
     """Why they could not be compared."""
+    promise: Promise | None
+    """What the baseline's verdict promised for what is gone, and what came."""
     ranks: tuple[RankChange, ...]
+    """Ranks that changed unlike the others."""
     counters: tuple[CounterChange, ...]
     loads: tuple[Load, Load]
     differs: tuple[Differs, ...]
@@ -58,12 +56,12 @@ class Comparison:
     """What could not be compared."""
 
     @property
-    def undecided(self) -> str:
-        """Why nothing is claimed although something may have changed; empty where that is known."""
+    def unjudged(self) -> str:
+        """Why nothing can be claimed, however large the difference; empty where it can."""
         if self.change.unknown:
             return self.change.unknown
         explained_ns = other_load_ns(self.change, self.loads)
-        if not explained_ns or least_ns(self.change) > explained_ns:
+        if not explained_ns or self.change.least_ns > explained_ns:
             return ""
         slower = self.loads[1] if self.change.is_slower else self.loads[0]
         return (
@@ -72,45 +70,46 @@ class Comparison:
         )
 
     @property
+    def most_ratio(self) -> float:
+        """No difference is larger than this: the end of the interval that is farther from 0."""
+        low, high = self.change.low_ratio, self.change.high_ratio
+        return math.inf if low is None or high is None else max(1 - low, high - 1)
+
+    @property
     def state(self) -> State:
-        """What is claimed; `same` says that no difference was found, not that there is none."""
-        if self.undecided:
+        """What is claimed; `same`: no difference as large as what a verdict calls a problem."""
+        if self.unjudged:
             return "undecided"
-        if self.change.is_slower:
-            return "slower"
-        return "faster" if self.change.is_faster else "same"
+        if self.change.is_slower or self.change.is_faster:
+            return "slower" if self.change.is_slower else "faster"
+        return "same" if self.most_ratio <= PROBLEM_RATIO else "undecided"
 
 
 def compare_runs(
     before: ComparedRun, after: ComparedRun, *, read_traces: bool = True
 ) -> Comparison:
-    """Compares two runs.
-
-    Args:
-        before: The baseline.
-        after: What is judged.
-        read_traces: Whether traces are compared, too.
-
-    Raises:
-        UsageError: Both are the same run.
-    """
+    """Compares a new run with a baseline; a UsageError where both are the same run."""
     if before.path.samefile(after.path):
         raise UsageError(
             f"{after.path}: compared with itself, a run never differs",
             hint="name an earlier run as the baseline, or --baseline last-good",
         )
-    change = step_change(before.step_ns, after.step_ns)
-    lines, no_lines = line_changes(before, after, change)
+    old, new = before.ledger, after.ledger
+    medians = [math.nan if found is None else found.ledger.median_ns for found in (old, new)]
+    change = step_change(before.step_ns, after.step_ns, medians)
+    known = not change.unknown
+    accounts, no_accounts = account_changes(old, new) if known else ((), "steps are not compared")
     kernels, why = _kernels(before, after) if read_traces else (None, "left out by --no-traces")
     return Comparison(
         before=before,
         after=after,
         change=change,
-        parts=step_parts(before, after, change),
-        lines=lines,
-        no_lines=no_lines,
-        ranks=rank_changes(before, after),
-        counters=counter_changes(before, after) if not change.unknown else (),
+        positions=position_changes(before, after) if known else (),
+        accounts=accounts,
+        no_accounts=no_accounts,
+        promise=promise(accounts, change),
+        ranks=rank_changes(old, new) if known and old and new else (),
+        counters=counter_changes(before, after) if known else (),
         loads=(load_of(before), load_of(after)),
         differs=differences(before, after),
         kernels=kernels,
@@ -120,37 +119,19 @@ def compare_runs(
 
 
 def exceeds(found: Comparison, limit_ratio: float) -> bool | None:
-    """Whether the new run is slower than a limit allows.
+    """Whether the new run's mean step is longer than a limit allows, and not by chance alone.
 
-    Returns:
-        True where the median step is longer by more than the limit, and by more than 0 beyond
-        chance; null where nobody can say: nothing is claimed for a reason, or the interval reaches
-        from 0 to beyond the limit; else False.
+    None where nobody can say: it cannot be judged, or the interval reaches beyond the limit.
     """
     change = found.change
-    if found.undecided or change.low_ratio is None or change.high_ratio is None:
+    if found.unjudged or change.low_ratio is None or change.high_ratio is None:
         return None
     if change.is_slower:
         return change.ratio - 1 > limit_ratio
     return None if change.high_ratio - 1 > limit_ratio else False
 
 
-def other_load_change(loads: tuple[Load, Load]) -> float | None:
-    """How much more of the cores others used in the new run; None where one is not known."""
-    old, new = (load.other_ratio for load in loads)
-    return None if old is None or new is None else new - old
-
-
-def least_ns(change: Change) -> float:
-    """The end of the difference's interval that is nearer to 0; 0 where nothing is claimed."""
-    if change.is_slower and change.low_ratio is not None:
-        return (change.low_ratio - 1) * change.before_ns
-    if change.is_faster and change.high_ratio is not None:
-        return (1 - change.high_ratio) * change.before_ns
-    return 0.0
-
-
-def other_load_ns(change: Change, loads: tuple[Load, Load]) -> float:
+def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
     """How much of a step's difference others on the cores may explain at most; 0 where none.
 
     What they took in the slower run: a full machine looks alike in both, and is not. Time in which
@@ -168,49 +149,19 @@ def other_load_ns(change: Change, loads: tuple[Load, Load]) -> float:
     return ((load.wait_ratio or 0.0) + COMPARE_SHARED_CORE_RATIO * other * busy) * step_ns
 
 
-def waited_ns(change: Change, loads: tuple[Load, Load]) -> float | None:
-    """How much longer a step's main thread waited for a core; None where not recorded."""
-    old, new = (load.wait_ratio for load in loads)
-    return None if old is None or new is None else new * change.after_ns - old * change.before_ns
-
-
 def caveats(found: Comparison) -> Iterator[str]:
     """What a reader must know before trusting the claim."""
-    change = found.change
-    for word, side, drift in (
-        ("baseline", found.before, change.before_drift_ratio),
-        ("new run", found.after, change.after_drift_ratio),
-    ):
-        if drift is not None and abs(drift) >= COMPARE_DRIFT_RATIO:
-            moved = "slower" if drift > 0 else "faster"
-            yield f"{word}: steps became {ratio_text(abs(drift))} {moved} within the run (drift)"
+    for word, side in (("baseline", found.before), ("new run", found.after)):
         if side.manifest is not None and side.manifest.end_wall_ns is None:
             yield f"{word}: it has no end: it still runs, or was killed"
         elif side.manifest is not None and side.manifest.exit_status != 0:
             yield f"{word}: it did not end with exit status 0"
-    yield from _of_load(found)
-    mean = next((part for part in found.parts if part.name == MEAN_STEP), None)
-    if mean is not None and mean.is_significant and found.state == "same":
-        yield (
-            f"the mean step differs by {duration_text(mean.difference_ns)}, the median does not: "
-            "stalls, in few steps"
-        )
-    if len(found.before.world) != len(found.after.world):
+    old, new = (load.other_ratio for load in found.loads)
+    if old is not None and new is not None and abs(new - old) > COMPARE_LOAD_RATIO:
+        word = "more" if new > old else "less"
+        yield f"others used {ratio_text(abs(new - old))} {word} of the cores in the new run"
+    if len(found.before.inputs.world) != len(found.after.inputs.world):
         yield "the runs have different numbers of ranks: a step is not the same work"
-
-
-def _of_load(found: Comparison) -> Iterator[str]:
-    more = other_load_change(found.loads)
-    if more is not None and abs(more) > COMPARE_LOAD_RATIO and not found.undecided:
-        word = "more" if more > 0 else "less"
-        yield f"others used {ratio_text(abs(more))} {word} of the cores in the new run"
-    waited = waited_ns(found.change, found.loads)
-    claimed = found.change.is_slower or found.change.is_faster
-    if claimed and waited and waited / found.change.difference_ns >= COMPARE_WAIT_RATIO:
-        yield (
-            f"waiting for a core changed by {duration_text(waited)} per step, which is most of the "
-            "difference: other load, fewer cores, or more threads"
-        )
 
 
 def _kernels(before: ComparedRun, after: ComparedRun) -> tuple[TraceDiff | None, str]:

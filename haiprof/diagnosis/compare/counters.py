@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Floats
-from haiprof.base.statistics import Uncertain, adjust_p_values, resample
+from haiprof.base.statistics import adjust_p_values, block_mean
 from haiprof.diagnosis.compare.compared_run import ComparedRun
+from haiprof.diagnosis.compare.step_change import difference
 from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
-    COMPARE_MIN_EFFECTIVE,
     COMPARE_P_VALUE,
 )
+from haiprof.run_analysis.records import number
 from haiprof.run_analysis.training_time import (
     host_windows,
     select_training_samples,
     training_spans,
 )
 
-_REPLICATES = 200
 _LEAST_SAMPLES = 8
 _MOST_SAMPLES = 240  # longer ones are averaged by time: a second more or less tells nothing
 _KEY = ("source", "metric", "unit")
@@ -30,7 +29,7 @@ _KEY = ("source", "metric", "unit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterChange:
-    """One metric of one source: the mean over its entities, then the median over time."""
+    """One metric of one source: the mean over its entities and over time."""
 
     source: str
     metric: str
@@ -71,15 +70,17 @@ class Load:
 def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterChange, ...]:
     """Metrics that differ beyond chance (all asked together) and by enough, the largest first.
 
-    Needs eight samples of each run. Intervals as those of the step time, by
-    `base.statistics`.
+    Needs eight samples of each run. Intervals as those of the mean step, by `block_mean`.
     """
     old, new = _series(before), _series(after)
-    found = [
-        change
-        for key in sorted(old.keys() & new.keys())
-        for change in _change(key, old[key], new[key])
-    ]
+    found = []
+    for key in sorted(old.keys() & new.keys()):
+        series = old[key], new[key]
+        if min(map(len, series)) < _LEAST_SAMPLES or not np.isfinite(np.concatenate(series)).all():
+            continue
+        means = difference(*(block_mean(own, run_ratio=0.0) for own in series))
+        values = {name.removesuffix("_ns"): value for name, value in means.items()}
+        found.append(CounterChange(source=key[0], metric=key[1], unit=key[2], **values))
     together = adjust_p_values([change.p_value for change in found])
     sure = [
         replace(change, adjusted_p_value=p)
@@ -91,7 +92,7 @@ def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterCha
 
 def _inside(side: ComparedRun) -> pl.DataFrame:
     """Samples taken while judged steps ran."""
-    spans = training_spans(side.steps.partition_by("rank", "attempt", maintain_order=True))
+    spans = training_spans(side.inputs.by_rank.values())
     windows = host_windows(spans, side.analyzer.ranks())
     valid = side.analyzer.counters().drop_nulls("value")
     return select_training_samples(valid, windows)
@@ -111,50 +112,29 @@ def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:
     return {(source, metric, unit): np.array(values) for source, metric, unit, values in whole}
 
 
-def _change(key: tuple[str, str, str], old: Floats, new: Floats) -> Iterator[CounterChange]:
-    if min(len(old), len(new)) < _LEAST_SAMPLES or not np.isfinite([*old, *new]).all():
-        return
-    drawn = [resample(own, own[:, None], replicates=_REPLICATES) for own in (old, new)]
-    if min(own.effective_count for own in drawn) < min(COMPARE_MIN_EFFECTIVE, len(old) / 2):
-        return
-    difference = drawn[1].median - drawn[0].median
-    if difference == 0:
-        return
-    error = Uncertain(parts=tuple((own.median_sd**2, own.freedom) for own in drawn))
-    yield CounterChange(
-        source=key[0], metric=key[1], unit=key[2],
-        before=drawn[0].median, after=drawn[1].median,
-        low=difference - error.half_width(), high=difference + error.half_width(),
-        p_value=error.p_value(difference),
-    )  # fmt: skip
-
-
 def load_of(side: ComparedRun) -> Load:
     """What others used of the nodes' cores, and how the ranks waited for one."""
+
+    def mean(metric: str) -> pl.Expr:
+        return pl.col("value").filter(pl.col("metric") == metric).mean().alias(metric)
+
     inside = _inside(side)
-    host = inside.filter((pl.col("source") == "host") & pl.col("entity").is_null())
-    nodes = {
-        metric: dict(host.filter(pl.col("metric") == metric).group_by("host").agg(
-            pl.col("value").mean()).rows())
-        for metric in ("cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio")
-    }  # fmt: skip
-    processes = inside.filter(pl.col("source") == "process")
-    own = processes.filter(pl.col("metric") == "cpu_cores")
-    used = dict(own.group_by("host", "rank").agg(pl.col("value").mean()).group_by("host").agg(
-        pl.col("value").sum()).rows())  # fmt: skip
-    known = sorted(nodes["cpu_count"].keys() & nodes["cpu_utilization_ratio"].keys() & used.keys())
-    cores = sum(nodes["cpu_count"][name] for name in known)
-    taken = {n: nodes["cpu_steal_ratio"].get(n, 0.0) + nodes["cpu_utilization_ratio"][n]
-             for n in known}  # fmt: skip
-    busy = sum(nodes["cpu_count"][name] * taken[name] for name in known)
-    return Load(
-        other_cores=max(busy - sum(used[name] for name in known), 0.0) if known else None,
-        core_count=cores if known else None,
-        wait_ratio=_mean(processes, "run_queue_wait_ratio"),
-        main_cores=_mean(processes, "cpu_main_cores"),
+    nodes = inside.filter((pl.col("source") == "host") & pl.col("entity").is_null())
+    ranks = inside.filter(pl.col("source") == "process").group_by("host", "rank").agg(
+        mean("cpu_cores"), mean("run_queue_wait_ratio"), mean("cpu_main_cores")
+    )  # fmt: skip
+    used = ranks.drop_nulls("cpu_cores").group_by("host").agg(pl.col("cpu_cores").sum())
+    known = nodes.group_by("host").agg(
+        mean("cpu_count"),
+        mean("cpu_utilization_ratio"),
+        mean("cpu_steal_ratio").fill_null(0),
     )
-
-
-def _mean(samples: pl.DataFrame, metric: str) -> float | None:
-    value = samples.filter(pl.col("metric") == metric)["value"].mean()
-    return float(value) if isinstance(value, (int, float)) else None
+    known = known.join(used, on="host").drop_nulls()
+    busy = known["cpu_count"] * (known["cpu_utilization_ratio"] + known["cpu_steal_ratio"])
+    others = float((busy - known["cpu_cores"]).sum())
+    return Load(
+        other_cores=max(others, 0.0) if known.height else None,
+        core_count=float(known["cpu_count"].sum()) if known.height else None,
+        wait_ratio=number(ranks["run_queue_wait_ratio"].mean()),
+        main_cores=number(ranks["cpu_main_cores"].mean()),
+    )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES, FLIGHT_ENTRIES
 from haiprof.diagnosis.compare.compared_run import ComparedRun
-from haiprof.run_analysis.run_files import RankFiles
 
 _NOT_SPEED = ("log_dir", "name", "run_id", "quiet", "tensorboard", "prometheus_port")
+_CODE = ("commit", "branch", "changes_digest", "dirty")
 _MACHINE = ("cpu_model", "cpu_count", "allowed_cpu_count", "memory", "kernel", "architecture",
             "nvidia_driver")  # fmt: skip
-_RANK_FACTS = ("python", "torch", "device", "gpu_name")
-_TORCH_FACTS = ("torch_cuda", "torch_hip", "torch_git_version")
+_VERSIONS = ("python", "torch", "device", "gpu_name")
+_TORCH_VERSIONS = ("torch_cuda", "torch_hip", "torch_git_version")
+_OPEN = ("package", "variable", "option")
+"""Of these the names are the run's own: one that a run lacks is a difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +27,76 @@ class Differs:
     """`command`, `code`, `package`, `version`, `variable`, `machine`, `ranks` or `option`."""
     name: str
     before: Any
-    """Null where the run has none."""
+    """None where the run has none."""
     after: Any
 
 
 def differences(before: ComparedRun, after: ComparedRun) -> tuple[Differs, ...]:
     """What differs, most telling first; only what both runs recorded."""
-    return (*_of_runs(before, after), *_of_ranks(before, after), *_of_options(before, after))
+    sides = _read_facts(before), _read_facts(after)
+    found = []
+    for kind, old in sides[0].items():
+        new = sides[1][kind]
+        if old is None or new is None:
+            continue
+        names = sorted({*old, *new}) if kind in _OPEN else list(old)
+        for name in names:
+            known = kind in _OPEN or None not in (old[name], new[name])
+            if known and old.get(name) != new.get(name):
+                found.append(
+                    Differs(kind=kind, name=name, before=old.get(name), after=new.get(name))
+                )
+    return tuple(found)
+
+
+def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
+    """By kind and name; None where the run did not record that kind."""
+    manifest = side.manifest
+    environment = manifest.environment if manifest else {}
+    files = next((rank for rank in side.analyzer.files.ranks if rank.report), None)
+    report = files.report if files else {}
+    line = next(iter(files.of_type("environment")), {}) if files else {}
+    packages = _part(line, "packages") or {"packages_digest": line.get("packages_digest")}
+    options = dict(manifest.options) if manifest else {}
+    return {
+        "command": {"command": manifest.command if manifest else None},
+        "code": {
+            **{name: _part(environment, "git").get(name) for name in _CODE},
+            "script": _part(environment, "script").get("digest"),
+        },
+        "machine": {
+            **{name: _part(environment, "machine").get(name) for name in _MACHINE},
+            "host": manifest.host if manifest else None,
+        },
+        "ranks": {"ranks with steps": len(side.inputs.world)},
+        "version": {
+            **{name: report.get(name) for name in _VERSIONS},
+            **{name: line.get(name) for name in _TORCH_VERSIONS},
+        },
+        "package": packages if line else None,
+        "variable": _users_variables(line) if line else None,
+        "option": {n: options[n] for n in options if n not in _NOT_SPEED} if manifest else None,
+    }
+
+
+def _users_variables(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that haiprof's launcher did not set."""
+    return {
+        name: value
+        for name, value in _part(line, "variables").items()
+        if name not in ENV_FLIGHT_DUMPS
+        and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
+    }
 
 
 def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
     """What could not be compared, and why."""
     found = []
     for word, side in (("baseline", before), ("new run", after)):
-        environment = _environment(side)
-        git = _part(environment, "git")
+        git = _part(side.manifest.environment, "git") if side.manifest else {}
         if side.manifest is None:
             found.append(f"{word}: run.json is damaged: command, options and code are not compared")
-        elif not environment:
+        elif not side.manifest.environment:
             found.append(f"{word}: recorded by a haiprof that did not note its surroundings")
         elif git.get("commit") is None:
             found.append(f"{word}: code not compared by commit: {git.get('reason')}")
@@ -51,86 +106,6 @@ def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_runs(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
-    if before.manifest is None or after.manifest is None:
-        return
-    if before.manifest.command != after.manifest.command:
-        yield Differs(kind="command", name="command", before=before.manifest.command,
-                      after=after.manifest.command)  # fmt: skip
-    old, new = _environment(before), _environment(after)
-    if not old or not new:
-        return
-    yield from _of_code(old, new)
-    machines = _part(old, "machine"), _part(new, "machine")
-    yield from _pairs("machine", *machines, _MACHINE)
-    if before.manifest.host != after.manifest.host:
-        yield Differs(kind="machine", name="host", before=before.manifest.host,
-                      after=after.manifest.host)  # fmt: skip
-
-
-def _of_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Differs]:
-    gits = _part(old, "git"), _part(new, "git")
-    yield from _pairs("code", *gits, ("commit", "branch", "changes_digest", "dirty"))
-    scripts = _part(old, "script"), _part(new, "script")
-    if all(script.get("digest") for script in scripts):
-        yield from _pairs("code", *scripts, ("digest",), called="script")
-
-
-def _of_ranks(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
-    files = [_first_rank(side) for side in (before, after)]
-    worlds = [len(side.world) for side in (before, after)]
-    if worlds[0] != worlds[1]:
-        yield Differs(kind="ranks", name="ranks with steps", before=worlds[0], after=worlds[1])
-    if files[0] is None or files[1] is None:
-        return
-    yield from _pairs("version", files[0].report, files[1].report, _RANK_FACTS)
-    lines = [_line(own) for own in files if own is not None]
-    if not all(lines):
-        return
-    yield from _pairs("version", lines[0], lines[1], _TORCH_FACTS)
-    tables = [_part(line, "packages") for line in lines]
-    if all(tables):
-        yield from _pairs("package", tables[0], tables[1])
-    elif lines[0].get("packages_digest") != lines[1].get("packages_digest"):
-        yield from _pairs("package", lines[0], lines[1], ("packages_digest",))
-    yield from _pairs("variable", *(_part(lines[side], "variables") for side in (0, 1)))
-
-
-def _of_options(before: ComparedRun, after: ComparedRun) -> Iterator[Differs]:
-    if before.manifest is None or after.manifest is None:
-        return
-    options = before.manifest.options, after.manifest.options
-    names = [n for n in sorted({*options[0], *options[1]}) if n not in _NOT_SPEED]
-    yield from _pairs("option", *options, names)
-
-
-def _pairs(
-    kind: str,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    names: Any = None,  # noqa: ANN401 - any iterable of names; None takes all
-    *,
-    called: str = "",
-) -> Iterator[Differs]:
-    for name in sorted({*old, *new}) if names is None else names:
-        if old.get(name) != new.get(name):
-            yield Differs(kind=kind, name=called or name, before=old.get(name), after=new.get(name))
-
-
-def _environment(side: ComparedRun) -> Mapping[str, Any]:
-    return side.manifest.environment if side.manifest is not None else {}
-
-
 def _part(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = content.get(name)
     return found if isinstance(found, dict) else {}
-
-
-def _first_rank(side: ComparedRun) -> RankFiles | None:
-    files = [rank for rank in side.analyzer.files.ranks if rank.report]
-    return files[0] if files else None
-
-
-def _line(files: RankFiles) -> Mapping[str, Any]:
-    lines = files.of_type("environment")
-    return lines[0] if lines else {}

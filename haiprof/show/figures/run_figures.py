@@ -50,7 +50,7 @@ from haiprof.show.summary import (
     select_judged_steps,
 )
 from haiprof.show.text import count_text, moment_text
-from haiprof.show.views.compare import headline, part_name, step_facts
+from haiprof.show.views.compare import headline, step_facts
 
 if TYPE_CHECKING:
     from haiprof.diagnosis.compare.comparison import Comparison
@@ -346,9 +346,9 @@ def comparison_picture(found: Comparison, *, title: str | None = None) -> go.Fig
     if not len(before) and not len(after):
         return None
     parts = [
-        Difference(name=part_name(part), ns=part.difference_ns, low_ns=part.low_ns,
-                   high_ns=part.high_ns, is_sure=part.is_significant)
-        for part in found.parts if part.before_ns or part.after_ns
+        Difference(name=part.title, ns=part.difference_ns, low_ns=part.low_ns,
+                   high_ns=part.high_ns, is_sure=part.is_certain)
+        for part in found.positions
     ]  # fmt: skip
     if title is None:
         small = f"{found.after.path.name} against {found.before.path.name}: {step_facts(found)}"

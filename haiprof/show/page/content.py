@@ -14,7 +14,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S, duration_text
 from haiprof.diagnosis.compare.baseline import baseline_named
 from haiprof.diagnosis.compare.compared_run import compared_run_of
-from haiprof.diagnosis.compare.comparison import Comparison, caveats, compare_runs
+from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.deaths import Death
@@ -84,31 +84,15 @@ def comparison_section(
     except MissingDataError as error:
         return ComparisonSection(missing=printable(str(error)))
     found = compare_runs(chosen.side, after, read_traces=read_traces)
-    return _part(found, chosen.why)
-
-
-def _part(found: Comparison, why: str) -> ComparisonSection:
-    kernels = rows.kernel_table(found, limit=_KERNEL_LIMIT)
-    tables = (rows.part_table(found), rows.line_table(found), rows.rank_table(found),
-              rows.counter_table(found), *([kernels] if kernels else []),
-              rows.around_table(found))  # fmt: skip
-    evaluation = rows.evaluation_text(found)
-    around = () if found.differs else ("nothing that was recorded around the runs differs",)
-    if found.no_lines:
-        around = (*around, f"lines of code: {found.no_lines}")
-    no_kernels = (f"kernels: {found.no_kernels}",) if kernels is None else ()
-    same = ("kernels: nothing in the traced steps differs beyond chance",)
-    no_kernels = same if kernels is not None and not kernels.rows else no_kernels
-    lines = [rows.step_facts(found), f"baseline {found.before.path}", *([why] if why else []),
-             *([evaluation] if evaluation else [])]  # fmt: skip
+    kernels = [f"kernels: {found.no_kernels}"] if found.no_kernels else []
     return ComparisonSection(
         state=found.state,
         headline=rows.headline(found),
-        lines=tuple(map(printable, lines)),
-        tables=tables,
-        notes=tuple(map(printable, (*caveats(found), *around, *no_kernels, *found.unknown))),
+        lines=tuple(rows.headline_notes(found, chosen.why)),
+        tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
+        notes=tuple(map(printable, (*rows.notes(found), *kernels))),
         figure=comparison_picture(found, title=""),
-        data=compare_data(found, chosen=why),
+        data=compare_data(found, chosen=chosen.why),
         other=found.before.analyzer,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,163 +11,140 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import MISSING, duration_text
+from haiprof.diagnosis.compare.accounts import AccountChange, Promise
 from haiprof.diagnosis.compare.comparison import Comparison, caveats
-from haiprof.diagnosis.compare.lines import LineChange
-from haiprof.diagnosis.compare.step_time import MEAN_STEP, Change, Part
+from haiprof.diagnosis.compare.step_change import Change, PositionChange
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
-from haiprof.show.flame import PHASE_TITLES
 from haiprof.show.frame_table import PageTable, page_table, text_table
 from haiprof.show.text import printable, value_text
 from haiprof.show.views.blocks import notes_block, one_line, plain_table, section
 from haiprof.trace_analysis.diff import KERNEL, NOTHING
 
 _MAIN_RATIO, _ALL_RATIO = 0.5, 0.995
+_SHOWN_RATIO = 0.001
+"""Differences that are a smaller share of the step are in --json alone."""
+_OTHERS_RATIO = 0.1
 _DIGEST = 12
+_STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
+_SHOWN, _KERNELS = 8, 5
+_FOLDED = ("name", "before", "after")
+"""Columns of text that take several lines where they are long."""
 
 
 def headline(found: Comparison) -> str:
-    """`12.4 % slower (11.2 to 13.5 %), dataloader +4.9 ms makes 93 % of it`."""
+    """`12.4 % slower (11.2 to 13.5 %): train.py:40 log_step, after step, python +4.9 ms`."""
     change = found.change
+    low, high = change.low_ratio, change.high_ratio
+    interval = "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
+    if found.unjudged:
+        measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
+        return f"cannot be judged: {found.unjudged}{measured}{interval and f' ({interval})'}"
     if found.state == "undecided":
-        known = f" ({_interval(change)})" if change.low_ratio is not None else ""
-        measured = f"; measured: {_sign_text(change.ratio - 1)}{known}" if change.ratio > 0 else ""
-        return f"cannot be judged: {found.undecided}{measured}"
-    low, high = change.low_ratio or change.ratio, change.high_ratio or change.ratio
+        return f"inconclusive: too noisy (the interval is {interval})"
     if found.state == "same":
-        interval = f"{_sign_text(low - 1)} to {_sign_text(high - 1)}"
-        return f"no difference found: {_sign_text(change.ratio - 1)} ({interval})"
-    ends = sorted(abs(ratio - 1) * 100 for ratio in (low, high))
+        most = 100 * found.most_ratio
+        return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"
+    ends = sorted(abs(ratio - 1) * 100 for ratio in (low or 1.0, high or 1.0))
     text = f"{abs(change.ratio - 1) * 100:.1f} % {found.state} ({ends[0]:.1f} to {ends[1]:.1f} %)"
-    return text + _cause(found)
+    return text + (_cause(found, found.accounts) or _cause(found, found.positions))
 
 
-def _cause(found: Comparison) -> str:
-    shares = [part for part in found.parts if part.share_ratio is not None and part.is_significant]
-    grown = sorted(shares, key=lambda part: -(part.share_ratio or 0.0))[:2]
-    if not grown or (grown[0].share_ratio or 0.0) <= 0:
-        return ""
-    if (grown[0].share_ratio or 0.0) >= _MAIN_RATIO or len(grown) == 1:
-        grown = grown[:1]
-    return f", {' and '.join(_makes(part) for part in grown)} of it{_main_line(found)}"
-
-
-def _main_line(found: Comparison) -> str:
-    """The line that makes most of the difference, where one does."""
-    difference_ns = found.change.difference_ns
-    for one in found.lines[:1]:
-        if one.difference_ns / difference_ns >= _MAIN_RATIO:
-            return f", at {line_name(one)}"
+def _cause(found: Comparison, parts: Sequence[AccountChange | PositionChange]) -> str:
+    """What makes most of the difference, where one does."""
+    for one in parts:
+        share = one.difference_ns / found.change.difference_ns
+        if one.is_certain and share >= _MAIN_RATIO:
+            how_much = "all" if share >= _ALL_RATIO else f"{100 * share:.0f} %"
+            by = f"{printable(one.title)} {_signed_ns(one.difference_ns)}"
+            return f": {by} makes {how_much} of it"
     return ""
-
-
-def _makes(part: Part) -> str:
-    share = part.share_ratio or 0.0
-    how_much = "all" if share >= _ALL_RATIO else f"{100 * share:.0f} %"  # others may have shrunk
-    return f"{part.name} {_signed_ns(part.difference_ns)} makes {how_much}"
 
 
 def what_would_decide(found: Comparison) -> str:
     """What to change if it cannot be decided whether a limit is exceeded."""
     if found.change.unknown:
         return "record more steps of both: a longer --time"
-    if found.undecided:
+    if found.unjudged:
         return "record both again while nothing else runs there"
-    return (
-        "the interval reaches from 0 to beyond the limit: record longer, on a steadier machine, or "
-        "allow more"
-    )
+    return "the interval reaches beyond the limit: record longer, or on a steadier machine"
 
 
 def step_facts(found: Comparison) -> str:
-    """The medians, with the number of steps behind them."""
+    """The means, the medians beside them, and the number of steps behind them."""
     change = found.change
     return (
-        f"median step {duration_text(change.before_ns)} before, "
-        f"{duration_text(change.after_ns)} after; "
-        f"{change.before_step_count} and {change.after_step_count} steps after warm-up"
+        f"mean step {duration_text(change.before_ns)} before, {duration_text(change.after_ns)} "
+        f"after (median {duration_text(change.before_median_ns)} and "
+        f"{duration_text(change.after_median_ns)}); {change.before_step_count} and "
+        f"{change.after_step_count} steps after warm-up"
     )
 
 
-def evaluation_text(found: Comparison) -> str:
-    """Evaluation's share in both runs; empty where there was none."""
-    ratios = [side.evaluation_ratio for side in (found.before, found.after)]
-    if not any(ratios):
-        return ""
-    old, new = (MISSING if r is None else f"{100 * r:.1f} %" for r in ratios)
-    return f"evaluation beside the steps: {old} of the time before, {new} after"
+def headline_notes(found: Comparison, chosen: str) -> list[str]:
+    """Lines below the headline: whether a promise came true, and what was compared."""
+    return [
+        *([printable(promise_text(found.promise))] if found.promise else []),
+        step_facts(found),
+        printable(f"baseline: {found.before.path}"),
+        printable(f"new run: {found.after.path}"),
+        *([printable(f"chosen: {chosen}")] if chosen else []),
+    ]
 
 
-def part_table(found: Comparison) -> PageTable:
-    """The parts of a step, the largest difference first."""
-    claimed = found.state in ("slower", "faster")
-    parts = [part for part in found.parts if part.before_ns or part.after_ns]
-    rows = [
-        (
-            part_name(part), duration_text(part.before_ns), duration_text(part.after_ns),
-            _signed_ns(part.difference_ns),
-            f"{_signed_ns(part.low_ns)} to {_signed_ns(part.high_ns)}",
-            *((_share(part),) if claimed else ()),
-        )
-        for part in parts
-    ]  # fmt: skip
-    head = ("", "before", "after", "difference", "interval", *(("share",) if claimed else ()))
-    return text_table(
-        "What a step is made of; dim: not beyond chance", head, rows, left=("", "interval"),
-        faint=[number for number, part in enumerate(parts) if not part.is_significant],
+def promise_text(promise: Promise) -> str:
+    """`train.py:40 log_step ...: promised 6.9 ms (5.9 to 8.0 ms), came 6.5 ms (6.1 to 6.9 ms)`."""
+    titles = [one.title for one in promise.accounts]
+    more = [f"{len(titles) - 2} more"] if len(titles) > 2 else []
+    promised = _estimate(promise.promised_ns, promise.low_ns, promise.high_ns)
+    came = _estimate(promise.came_ns, promise.came_low_ns, promise.came_high_ns)
+    is_much = abs(promise.others_ns) >= _OTHERS_RATIO * promise.promised_ns
+    others = f", with {_signed_ns(promise.others_ns)} in others" if is_much else ""
+    noisy = ": too noisy to tell" if promise.came_true is None else ""
+    return f"{'; '.join([*titles[:2], *more])}: promised {promised}, came {came}{others}{noisy}"
+
+
+def notes(found: Comparison) -> list[str]:
+    """What a reader must know before trusting the claim, and what could not be compared."""
+    accounts = [f"accounts: {found.no_accounts}"] if found.no_accounts else []
+    same = [] if found.differs else ["nothing that was recorded around the runs differs"]
+    return [*caveats(found), *accounts, *same, *found.unknown]
+
+
+def tables(found: Comparison, *, limit: int) -> list[PageTable]:
+    """What makes the difference first, with so many kernels; empty tables are left out."""
+    kernels = kernel_table(found, limit=limit)
+    all_tables = (
+        _changes("Accounts by how much they changed; dim: not certain", found, found.accounts),
+        _changes("Where in the step, exact by its spans; dim: not certain", found, found.positions),
+        _changes("Ranks that changed unlike the others: their own time", found, found.ranks),
+        _counters(found), *([kernels] if kernels else []), _around(found),
     )  # fmt: skip
+    return [table for table in all_tables if table.rows]
 
 
-def line_table(found: Comparison) -> PageTable:
-    """Lines of user code whose time per step changed."""
+def _changes(title: str, found: Comparison, changes: Sequence[Change]) -> PageTable:
+    least = _SHOWN_RATIO * found.change.before_ns
+    shown = [one for one in changes if abs(one.difference_ns) >= least]
     rows = [
         (
-            line_name(one), PHASE_TITLES.get(one.phase, one.phase),
-            duration_text(one.before_ns) if one.before_sample_count else MISSING,
-            duration_text(one.after_ns) if one.after_sample_count else MISSING,
-            _signed_ns(one.difference_ns),
-            f"{_signed_ns(one.low_ns)} to {_signed_ns(one.high_ns)}",
+            printable(one.title), *(duration_text(ns) if ns else MISSING
+                                    for ns in (one.before_ns, one.after_ns)),
+            _signed_ns(one.difference_ns), f"{_signed_ns(one.low_ns)} to {_signed_ns(one.high_ns)}",
         )
-        for one in found.lines
+        for one in shown
     ]  # fmt: skip
-    head = ("line", "phase", "before", "after", "difference", "interval")
-    return text_table(
-        "Lines of your code whose time per step changed beyond chance", head, rows,
-        left=("line", "phase", "interval"),
-    )  # fmt: skip
+    head = ("", "before", "after", "difference", "interval")
+    faint = [number for number, one in enumerate(shown) if not one.is_certain]
+    return text_table(title, head, rows, left=("", "interval"), faint=faint)
 
 
-def line_name(one: LineChange) -> str:
-    """`train.py:24 metric`, with the line in the new run where it is there."""
-    line = one.before_line if one.after_line is None else one.after_line
-    gone = " (before)" if one.after_line is None else ""
-    return printable(f"{one.file.rpartition('/')[2]}:{line} {one.function}{gone}")
-
-
-def rank_table(found: Comparison) -> PageTable:
-    """Ranks that changed on their own."""
-    moved = [one for one in found.ranks if one.change.is_slower or one.change.is_faster]
+def _counters(found: Comparison) -> PageTable:
     rows = [
-        (
-            str(one.rank), duration_text(one.change.before_ns), duration_text(one.change.after_ns),
-            _sign_text(one.change.ratio - 1), _interval(one.change),
-        )
-        for one in moved
-    ]  # fmt: skip
-    head = ("rank", "before", "after", "ratio", "interval")
-    title = f"Ranks that changed beyond chance: {len(moved)}"
-    return text_table(title, head, rows, left=("interval",))
-
-
-def counter_table(found: Comparison) -> PageTable:
-    """Counters that differ, the largest difference first."""
-    rows = [
-        (
-            printable(f"{one.source} {one.metric}"), value_text(one.before, one.unit),
-            value_text(one.after, one.unit),
-        )
+        (printable(f"{one.source} {one.metric}"),
+         *(value_text(value, one.unit) for value in (one.before, one.after)))
         for one in found.counters
     ]  # fmt: skip
-    title = "Counters that differ beyond chance (medians over the run)"
+    title = "Counters that differ beyond chance (means over the run)"
     return text_table(title, ("counter", "before", "after"), rows, left=("counter",))
 
 
@@ -180,10 +157,11 @@ def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
         names = names.filter(pl.col("of") != KERNEL)  # without a kernel, no idle time
     columns = (("of", ""), ("name", "name"), ("control_ns", "before"), ("test_ns", "after"),
                ("difference_ns", "difference"), ("adjusted_p_value", "p"))  # fmt: skip
-    return page_table("Traced steps: what differs beyond chance", names, columns, limit=limit)
+    title = "Traced steps: what differs beyond chance (all: haiprof trace-diff)"
+    return page_table(title, names, columns, limit=limit)
 
 
-def around_table(found: Comparison) -> PageTable:
+def _around(found: Comparison) -> PageTable:
     """Command, code, packages, variables, machine: only what differs."""
     rows = [
         (one.kind, printable(one.name), _value(one.before), _value(one.after))
@@ -193,25 +171,12 @@ def around_table(found: Comparison) -> PageTable:
     return text_table("What differs around the runs", head, rows, left=head)
 
 
-def part_name(part: Part) -> str:
-    """A part's name, with its clock or statistic if that is not the usual one."""
-    if part.statistic == "mean":
-        return part.name if part.name == MEAN_STEP else f"{part.name}, mean"
-    return part.name if part.clock == "host" else f"{part.name}, device"
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _share(part: Part) -> str:
-    return "" if part.share_ratio is None else f"{100 * part.share_ratio:.0f} %"
-
-
-def _interval(change: Change) -> str:
-    if change.low_ratio is None or change.high_ratio is None:
-        return MISSING
-    return f"{_sign_text(change.low_ratio - 1)} to {_sign_text(change.high_ratio - 1)}"
-
-
-def _sign_text(ratio: float) -> str:
-    return f"{ratio * 100:+.1f} %"
+def _estimate(ns: float, low_ns: float, high_ns: float) -> str:
+    return f"{duration_text(ns)} ({duration_text(low_ns)} to {duration_text(high_ns)})"
 
 
 def _signed_ns(ns: float) -> str:
@@ -226,89 +191,52 @@ def _value(value: Any) -> str:  # noqa: ANN401 - any JSON value
     return printable(text[:_DIGEST] if is_digest else text)
 
 
-_STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
-_SHOWN_PARTS, _SHOWN_LINES, _SHOWN_RANKS, _SHOWN_COUNTERS = 8, 6, 4, 6
-_SHOWN_KERNELS, _SHOWN_AROUND = 5, 12
-
-
 def compare_view(found: Comparison, *, chosen: str = "") -> RenderableType:
-    """The whole view."""
-    parts: list[RenderableType] = [
+    """The whole view; `chosen` says why the baseline is it, where nobody named it."""
+    below = notes(found)
+    return Group(
         Text(headline(found), style=_STYLES[found.state]),
-        Text(step_facts(found), style="dim"),
-        one_line(f"baseline: {found.before.path}", style="dim"),
-        one_line(f"new run: {found.after.path}", style="dim"),
-    ]
-    if chosen:
-        parts.append(Text(printable(f"chosen: {chosen}"), style="dim"))
-    parts += _blocks(found)
-    notes = [*caveats(found), *found.unknown]
-    if notes:
-        parts.append(notes_block(notes))
-    return Group(*parts)
+        *(Text(line, overflow="fold") for line in headline_notes(found, chosen)),
+        *(_block(table) for table in tables(found, limit=_KERNELS)),
+        *([notes_block(below)] if below else []),
+    )
 
 
-def _blocks(found: Comparison) -> Iterator[RenderableType]:
-    evaluation = evaluation_text(found)
-    lines = [Text(evaluation)] if evaluation else []
-    yield from _block(part_table(found), _SHOWN_PARTS, *lines)
-    yield from _block(line_table(found), _SHOWN_LINES)
-    yield from _block(rank_table(found), _SHOWN_RANKS)
-    yield from _block(counter_table(found), _SHOWN_COUNTERS)
-    kernels = kernel_table(found, limit=_SHOWN_KERNELS)
-    if kernels is not None and not kernels.rows:
-        yield section("Traced steps", Text("nothing differs beyond chance", style="dim"))
-    elif kernels is not None:
-        yield from _block(kernels, _SHOWN_KERNELS, where="haiprof trace-diff", folded=("name",))
-    around = around_table(found)
-    if around.rows:
-        yield from _block(around, _SHOWN_AROUND, folded=("before", "after"))
-    else:
-        yield section("Around the runs", Text("nothing that was recorded differs", style="dim"))
-
-
-def _block(
-    table: PageTable, limit: int, *below: RenderableType, where: str = "--json",
-    folded: Sequence[str] = (),
-) -> Iterator[RenderableType]:  # fmt: skip
-    """Its first rows, and how many more there are; nothing where it is empty."""
-    if not table.rows:
-        return
-    left = [name for name, is_text in zip(table.head, table.is_text, strict=True) if is_text]
-    shown = plain_table(*table.head, left=left)
-    for column, name in zip(shown.columns, table.head, strict=True):
+def _block(table: PageTable) -> RenderableType:
+    """Its first rows, and how many more there are."""
+    left = {name for name, is_text in zip(table.head, table.is_text, strict=True) if is_text}
+    folded = left.intersection(_FOLDED)
+    shown = plain_table(*table.head, left=sorted(left))
+    for place, (column, name) in enumerate(zip(shown.columns, table.head, strict=True)):
         if name in folded:
             column.no_wrap, column.overflow, column.min_width = False, "fold", 16
-    cut = set(left) - set(folded)
-    for number, row in enumerate(table.rows[:limit]):
-        pairs = zip(row, table.head, strict=True)
-        cells = [one_line(cell) if head in cut else Text(cell) for cell, head in pairs]
+        column.no_wrap &= place > 0  # where there is too little room, the first one is cut
+    for number, row in enumerate(table.rows[:_SHOWN]):
+        cells = [one_line(row[0]), *(Text(cell) for cell in row[1:])]
         shown.add_row(*cells, style="dim" if number in table.faint else "")
-    more = len(table.rows) + table.more - limit
-    rest = [Text(f"and {more} more, in {where}", style="dim")] if more > 0 else []
-    yield section(table.title, shown, *rest, *below)
+    more = len(table.rows) + table.more - len(table.rows[:_SHOWN])
+    rest = [Text(f"and {more} more, in --json", style="dim")] if more else []
+    return section(table.title, shown, *rest)
 
 
 def compare_data(found: Comparison, *, chosen: str = "") -> dict[str, Any]:
     """The same for scripts, whole; docs/compare.md describes the fields."""
-    change = found.change
+    change, promise = found.change, found.promise
     return {
-        "version": 1,
+        "version": 2,
         "verdict": {"state": found.state, "text": headline(found),
-                    "undecided": found.undecided},
+                    "undecided": found.unjudged},
         "baseline": {"path": str(found.before.path), "chosen": chosen or None},
         "run": {"path": str(found.after.path)},
         "step_time": {**asdict(change), "difference_ns": change.difference_ns},
-        "parts": [
-            {**asdict(part), "difference_ns": part.difference_ns,
-             "is_significant": part.is_significant} for part in found.parts
-        ],
-        "evaluation_ratio": [found.before.evaluation_ratio, found.after.evaluation_ratio],
-        "lines": [
-            {**asdict(one), "difference_ns": one.difference_ns} for one in found.lines
-        ],
-        "no_lines": found.no_lines or None,
-        "ranks": [{"rank": one.rank, **asdict(one.change)} for one in found.ranks],
+        "accounts": [_change_data(one) for one in found.accounts],
+        "no_accounts": found.no_accounts or None,
+        "positions": [_change_data(one) for one in found.positions],
+        "promise": promise and {
+            **asdict(promise), "came_true": promise.came_true,
+            "accounts": [found.accounts.index(one) for one in promise.accounts],
+        },
+        "ranks": [_change_data(one) for one in found.ranks],
         "counters": [asdict(one) for one in found.counters],
         "load": [asdict(load) for load in found.loads],
         "kernels": None if found.kernels is None else found.kernels.names.to_dicts(),
@@ -317,3 +245,7 @@ def compare_data(found: Comparison, *, chosen: str = "") -> dict[str, Any]:
         "caveats": list(caveats(found)),
         "unknown": list(found.unknown),
     }  # fmt: skip
+
+
+def _change_data(one: Change) -> dict[str, Any]:
+    return {**asdict(one), "difference_ns": one.difference_ns, "is_certain": one.is_certain}

@@ -125,7 +125,7 @@ def _phrase(found: DeviceLedger, account: Account, subject: str = "") -> str:
 
 
 def _at(account: Account) -> str:
-    place = account.place or account.function
+    place = account.code_place or account.function
     inner = account.callees[-1] if account.callees else None
     words = [word for word in (place, inner and f"<{_short(inner)}>") if word]
     return f" ({' '.join(words)})" if words else ""

@@ -67,18 +67,6 @@ def test_standard_error_of_a_median_is_the_known_one() -> None:
     assert resample(series, series[:, None]).median_sd == pytest.approx(known, rel=0.2)
 
 
-def test_middle_means_of_parts_add_up() -> None:
-    random = np.random.default_rng(10)
-    parts = random.gamma(4.0, 2.0, (400, 3))
-    series = parts.sum(axis=1)
-    drawn = resample(series, np.column_stack([parts, series]), replicates=200)
-    assert drawn.middles[:3].sum() == pytest.approx(drawn.middles[3])
-    assert drawn.middles[3] == pytest.approx(drawn.median, rel=0.05)
-    low, high = np.quantile(series, [0.25, 0.75])
-    inside = series[(series > low) & (series < high)]
-    assert drawn.middles[3] == pytest.approx(inside.mean(), rel=0.01)
-
-
 def test_drift_leaves_few_independent_values_and_a_wide_error() -> None:
     random = np.random.default_rng(11)
     still = noise(random, 600, 0.3) * 0.02

@@ -49,7 +49,7 @@ def of_python(name: str, function: str = "wait") -> tuple[str, int, str]:
         ((MAIN, MODULE, FORWARD), "h0", {"python": 1 / 4, "operators": 3 / 4}),
         ((MAIN, MODULE, FORWARD), "hh0", {"python": 1 / 2, "operators": 1 / 2}),
         ((MAIN, MODULE, LINEAR), "h", {"python": 1}),
-        ((MAIN, LOG), "-", {"python": 1}),  # nobody looked at the lock
+        ((MAIN, LOG), "-", {"operators": 1}),  # nobody looked at the lock
         ((MAIN, MODULE, LINEAR), "-", {"operators": 1}),
         ((MAIN, LOG, NORM), "0", {"native": 1}),
         ((MAIN, LOG, NORM), "h", {"python": 1}),
@@ -83,6 +83,11 @@ def test_as_often_as_torch_holds_the_lock_is_the_calling_of_operators() -> None:
     assert shares(table_of(torch, own), "loss") == pytest.approx({"operators": 1})
     own = ("loss", (MAIN, LOG), 8, "hhh0")
     assert shares(table_of(torch, own), "loss") == pytest.approx({"python": 0.5, "operators": 0.5})
+
+
+def test_outside_of_the_model_the_jobs_own_line_is_python_where_nobody_looked() -> None:
+    parts: Any = (("forward", (MAIN, MODULE, LINEAR), 6), ("after_step", (MAIN, LOG), 4, "-"))
+    assert shares(table_of(*parts), "after_step") == pytest.approx({"python": 1})
 
 
 def test_collections_are_told_by_their_events_wherever_they_come() -> None:

@@ -190,15 +190,19 @@ def plain_steps(
 def sample(
     run: RunFrames, at: Callable[[str, int], Stack], *, rank: int = 0
 ) -> list[tuple[int, Stack]]:
-    """A sample in the middle of each span of a rank and of what follows it, by phase and step."""
+    """Samples of each span of a rank and of what lies between, one in 5 ms, by phase and step."""
     clock = run.files.ranks[0].report["clock"]
     wall = clock["wall_ns"] - clock["mono_ns"]
-    found = []
+    found, last = [], 0
     for row in run.phases().filter(run.phases()["rank"] == rank).iter_rows(named=True):
-        middle = (row["start_ns"] - wall + row["duration_ns"] // 2) // 1000 * 1000
-        found.append((middle, at(row["phase"], row["step"])))
-        after = (row["start_ns"] - wall + row["duration_ns"] + 100_000) // 1000 * 1000
-        found.append((after, at("other", row["step"])))
+        start, phase, step = row["start_ns"] - wall, row["phase"], row["step"]
+        parts = [(start, start + row["duration_ns"], phase)]
+        for begin, end, name in [(last, start, "other")] * bool(last) + parts:
+            count = max(round((end - begin) / (5 * NS_PER_MS)), 1)
+            for place in range(count):
+                time = begin + (end - begin) * (2 * place + 1) // (2 * count)
+                found.append((time // 1000 * 1000, at(name, step)))
+        last = start + row["duration_ns"]
     return found
 
 

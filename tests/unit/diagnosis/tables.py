@@ -147,7 +147,7 @@ def opportunities(table: TimeTable) -> dict[str, tuple[float, str, str]]:
     assert not needed_rows(table)[rows].any()
     named = {}
     for each in sorted(found, key=lambda each: -float(table.ns[each.rows].sum())):
-        at = each.place
+        at = each.at
         name = f"{at.function}:{at.line}" if at else ACTIVITIES[each.activity]
         assert name not in named, f"two opportunities at {name}"
         ms = float(table.ns[each.rows].sum()) / NS_PER_MS

@@ -161,7 +161,7 @@ def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
     table = table_of(
         *TRAINING, ("input", (SCRIPT, LOOP), 3, "h"), ("after_step", (SCRIPT, LOOP), 2, "h")
     )
-    places = [each.place for each in find_opportunities(table, needed_rows(table))]
+    places = [each.at for each in find_opportunities(table, needed_rows(table))]
     assert [place and place.line for place in places] == [50, 50]
 
 

@@ -12,7 +12,7 @@ from types import CodeType
 
 import pytest
 
-from haiprof.in_job import stack_tree
+from haiprof.in_job import frames, stack_tree
 from haiprof.in_job.frames import read_stacks
 from haiprof.in_job.stack_sampler import StackSampler
 from haiprof.in_job.stack_tree import StackTree
@@ -113,8 +113,13 @@ def test_of_a_deep_recursion_the_innermost_frames_count() -> None:
     assert len(lines_of(tree, number)) == stack_tree.MAX_DEPTH
 
 
-def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of another thread that sleeps: its line, and the sampler's own thread is gone afterwards."""
+    if not compiled:
+        monkeypatch.setattr(frames, "_compiled", None)
     over = threading.Event()
     slept = threading.Thread(target=over.wait, name="sleeper")
     slept.start()
@@ -123,15 +128,15 @@ def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped() -> None:
     )
     sampler.start()
     deadline = time.monotonic() + 20
-    count, frames = 0, []
+    count, seen = 0, []
     while count < 20 and time.monotonic() < deadline:
         line = sampler.take_line()
         if line is not None:
             count += len(line["stack"])
-            frames += line.get("frames", [])
+            seen += line.get("frames", [])
         time.sleep(0.01)
     sampler.stop()
     over.set()
     slept.join()
     assert count >= 20
-    assert any(frame[2].endswith("wait") for frame in frames)
+    assert any(frame[2].endswith("wait") for frame in seen)

@@ -49,8 +49,8 @@ def test_page_claims_what_the_command_claims(
     text = " ".join(section.text.replace("\xa0", " ").split())
     assert claim in text
     assert str(before) in text
-    assert "What a step is made of" in text
-    assert "dataloader" in text
+    assert "Where in the step" in text
+    assert "input" in text
     assert "--workers 0" in text
     assert "no traces in the baseline" in text
     links = [e.attributes["href"] for e in page.all("a")]
@@ -62,7 +62,7 @@ def test_figure_shows_both_runs_and_the_part_that_grew(before: Path, slower: Pat
     traces = {trace["name"]: trace for trace in figure["data"]}
     assert {"baseline", "new run", "beyond chance"} <= set(traces)
     sure = dict(zip(traces["beyond chance"]["y"], traces["beyond chance"]["x"], strict=True))
-    assert sure["dataloader"] == pytest.approx(3.0, abs=0.1)
+    assert sure["input"] == pytest.approx(3.0, abs=0.1)
     assert "forward" not in sure
 
 

@@ -1,0 +1,3 @@
+"""Variables that TrainCheck would read."""
+
+meta_vars = {}

@@ -1,0 +1,449 @@
+"""Facts beside the ledger, and what tells causes apart: memory, loaders, cores, NUMA nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from haiprof import Analyzer
+from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.diagnosis.compare.compared_run import open_compared_run
+from haiprof.diagnosis.compare.counters import load_of
+from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.rule_inputs import gather_inputs
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.tables import CGROUP, GPU, PROCESS
+from tests.unit.analysis.recorded import row_of, write_records
+from tests.unit.diagnosis.stories import (
+    BALANCED,
+    START_NS,
+    counters,
+    judged,
+    note,
+    placed,
+    report,
+    verdict_of,
+    write_beside,
+    write_line,
+    write_story,
+)
+
+PAGES = {"0": 500}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def rules(verdict: Verdict) -> list[str]:
+    return [f.rule for f in verdict.findings]
+
+
+def found(verdict: Verdict, rule: str) -> Finding:
+    (finding,) = [f for f in verdict.findings if f.rule == rule]
+    return finding
+
+
+def numbers(finding: Finding) -> dict[str, float | None]:
+    return {evidence.name: evidence.value for evidence in finding.evidence}
+
+
+def limited(root: Path, limit_bytes: float) -> None:
+    """Memory of a rank that grows by 20 MB a second, and the limit of its control group."""
+    counters(root, lambda t: {"memory_rss_bytes": int(1e9 + 2e7 * t)})
+    times = [START_NS + second * NS_PER_S for second in range(20)]
+    rows = [
+        row_of(CGROUP, time_ns=t, cgroup_index=0, memory_limit_bytes=int(limit_bytes))
+        for t in times
+    ]
+    node = RunPaths(root).node("node0")
+    write_records(node.records("cgroup"), CGROUP, rows, entities=[{"key": [0], "name": "own"}])
+
+
+def loader_story(
+    root: Path, workers: int, *, main: float, all_cores: float, **more: float
+) -> Finding:
+    write_story(root, lambda rank, step: (30.0, *BALANCED[1:]), steps=200)
+    note(root, 0, type="dataloader", workers=workers, batch_size=8, persistent=False)
+    counters(root, lambda t: {"cpu_main_ns": int(main * (t + 2) * NS_PER_S),
+                              "cpu_ns": int(all_cores * (t + 2) * NS_PER_S)})  # fmt: skip
+    placed(root, cpus="0-3")
+    return found(judged(root), "dataloader_bound")
+
+
+def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
+    times = lambda rank, step: (0.2 if step else 5_000.0, *BALANCED[1:])  # noqa: E731
+    finding = found(verdict_of(root, times), "first_batch")
+    assert finding.evidence[0].value == pytest.approx(5_000 * NS_PER_MS, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "main", "all_cores", "cause"),
+    [
+        (0, 0.35, 0.35, "storage"),
+        (0, 1.0, 1.0, "no_workers"),
+        (1, 0.4, 1.4, "few_workers"),
+        (2, 0.4, 0.5, "storage"),
+        (3, 0.6, 3.6, "cores_full"),
+        (3, 0.2, 3.2, "few_workers"),
+    ],
+)
+def test_reason_for_late_batches(
+    root: Path, workers: int, main: float, all_cores: float, cause: str
+) -> None:
+    finding = loader_story(root, workers, main=main, all_cores=all_cores)
+    assert finding.cause == cause
+    more = "num_workers=" in finding.remedy
+    assert more is (cause in ("few_workers", "no_workers") or (cause == "storage" and workers == 0))
+
+
+def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
+    finding = found(verdict_of(root, lambda *_: (30.0, *BALANCED[1:])), "dataloader_bound")
+    assert finding.cause is None
+    assert finding.missing
+
+
+def test_restarted_workers_are_told_by_the_starts_of_epochs(root: Path) -> None:
+    rows, now = [], START_NS
+    for step in range(120):
+        first = step % 10 == 0
+        if first:
+            rows.append((schema.DATA_ITER, 0, now, now + 60 * NS_PER_MS))
+            now += 61 * NS_PER_MS
+        for kind, ms in zip(
+            (schema.DATA, schema.FORWARD, schema.BACKWARD, schema.OPTIMIZER),
+            (100.0 if first else 0.2, *BALANCED[1:]),
+            strict=True,
+        ):
+            rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.1) * NS_PER_MS)
+    write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
+    finding = found(judged(root), "dataloader_bound")
+    assert finding.cause == "epoch_restart"
+    assert "persistent_workers=True" in finding.remedy
+
+
+@pytest.mark.parametrize("usual_ms", [0.2, 14.0])
+def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual_ms: float) -> None:
+    times = lambda rank, step: (usual_ms if step % 15 else 400.0, *BALANCED[1:])  # noqa: E731
+    write_story(root, times, steps=300)
+    note(root, 0, type="dataloader", workers=2)
+    assert found(judged(root), "dataloader_bound").cause == "slow_samples"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None:
+    times = lambda rank, step: (0.2 if step % workers else 40.0 * workers, *BALANCED[1:])  # noqa: E731
+    write_story(root, times, steps=300)
+    note(root, 0, type="dataloader", workers=workers)
+    assert found(judged(root), "dataloader_bound").cause != "slow_samples"
+
+
+@pytest.mark.parametrize(
+    ("rss", "fires"),
+    [
+        (lambda t: 1e9 + 2e7 * t, True),
+        (lambda t: 1e9, False),
+        (lambda t: 1e9 + min(4e8, 2e8 * t), False),  # a cache that fills
+        (lambda t: 1e9 + 5e5 * t, False),  # too little
+    ],
+)
+def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    counters(root, lambda t: {"memory_rss_bytes": int(rss(t))})
+    assert ("memory_creep" in rules(judged(root))) is fires
+
+
+def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root: Path) -> None:
+    step_s, slower = sum(BALANCED) / 1e3, 4
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        data, forward, backward, optimizer = BALANCED
+        times = 1 if step < 400 else slower
+        return data * times, forward * times, backward * times, optimizer * times
+
+    def kept_bytes(seconds: float) -> int:
+        fast = min(seconds / step_s, 400.0)
+        return int(1e9 + 1e6 * (fast + max(seconds / step_s - 400, 0.0) / slower))
+
+    write_story(root, times, steps=700)
+    counters(root, lambda t: {"memory_rss_bytes": kept_bytes(t)})
+    assert "memory_creep" in rules(judged(root))
+
+
+@pytest.mark.parametrize(("limit", "severity"), [(2e9, "critical"), (2e11, "warning")])
+def test_memory_that_ends_the_job_within_the_hour_is_grave(
+    root: Path, limit: float, severity: str
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    limited(root, limit)
+    assert found(judged(root), "memory_creep").severity == severity
+
+
+def test_memory_that_grows_is_said_with_the_time_until_its_limit(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    limited(root, 2e9)
+    (creep,) = [f for f in judged(root).findings if f.rule == "memory_creep"]
+    until = {e.name: e.value for e in creep.evidence}["until its limit, if it goes on so"]
+    last = {e.name: e.value for e in creep.evidence}["at the end"]
+    assert until is not None
+    assert last is not None
+    assert until / NS_PER_S == pytest.approx((2e9 - last) / 2e7, rel=0.1)
+    assert "its limit is " in creep.title
+
+
+@pytest.mark.parametrize(
+    ("held_gib", "peak_gib", "said"),
+    [
+        (lambda step: 40.0, 60.0, None),
+        (lambda step: 40.0, 77.0, "nearly full on rank 0: 96 %"),
+        (lambda step: 10.0 if step < 1 else 40.0, 60.0, None),  # the optimizer's state
+        (lambda step: 10 + min(step, 120) / 4, 60.0, None),  # a cache that fills
+        (lambda step: 10 + step / 8, 0.0, "GPU memory grows by 128 MiB per step on rank 0"),
+        (lambda step: 40 + step / 400, 0.0, None),  # too little
+    ],
+)
+def test_gpu_memory_limit(
+    root: Path, held_gib: Callable[[int], float], peak_gib: float, said: str | None
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    for step in range(0, 400, 10):
+        held = held_gib(step)
+        sizes = {"allocated": held, "peak": max(peak_gib, held + 5), "reserved": 70, "limit": 80}
+        note(root, 0, type="gpu_memory", time_ns=START_NS + step * NS_PER_S // 100, step=step,
+             **{f"{name}_bytes": int(size * 2**30) for name, size in sizes.items()})  # fmt: skip
+    found = [f for f in judged(root).findings if f.rule == "gpu_memory_limit"]
+    assert [said in f.title for f in found if said] == [True] * (said is not None)
+    assert len(found) == (said is not None)
+    if said and "grows" in said:
+        left = {e.name: e.value for e in found[0].evidence}
+        steps = (80 - (10 + 390 / 8 + 5)) * 8
+        assert left["steps until then, if it goes on so"] == pytest.approx(steps, rel=0.05)
+
+
+def test_memory_creep_abstains_without_samples(root: Path) -> None:
+    assert "memory_creep" in dict(verdict_of(root, lambda *_: BALANCED).abstained)
+
+
+@pytest.mark.parametrize(("pressure", "fires"), [(0.3, True), (0.02, False)])
+def test_memory_pressure(root: Path, pressure: float, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=600)
+    counters(root, lambda t: {}, host=lambda t: {
+        "pressure_memory_some_ns": int(pressure * (t + 2) * NS_PER_S)})  # fmt: skip
+    assert ("memory_pressure" in rules(judged(root))) is fires
+
+
+@pytest.mark.parametrize(("retries", "fires"), [(40, True), (1, False)])
+def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED)
+    for place, count in enumerate((0, retries)):
+        note(root, 0, type="allocator", time_ns=START_NS + place * 10 * NS_PER_S,
+             retry_count=count, oom_count=0)  # fmt: skip
+    assert ("allocator_retries" in rules(judged(root))) is fires
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "fires"),
+    [(2, 1.0, True), (2, 1.8, False), (1, 1.0, False), (2, 0.5, False)],
+)
+def test_host_bound(root: Path, threads: int, cores: float, fires: bool) -> None:
+    write_story(root, lambda *_: BALANCED, steps=800)
+    report(root, 0, operator_threads=threads)
+    counters(root, lambda t: {"cpu_ns": int(cores * (t + 2) * NS_PER_S),
+                              "cpu_main_ns": int(cores * (t + 2) * NS_PER_S)})  # fmt: skip
+    placed(root)
+    verdict = judged(root)
+    assert ("host_bound" in rules(verdict)) is fires
+    assert ("spin" in dict(verdict.abstained).get("host_bound", "")) is (cores == 1.8)
+
+
+def test_slow_rank_is_joined_to_its_throttled_gpu(root: Path) -> None:
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    write_story(root, times, ranks=4, gpu=0.9, steps=200)
+    samples = range(START_NS, START_NS + 4 * NS_PER_S, NS_PER_S // 4)
+    rows = [
+        row_of(GPU, time_ns=t, gpu=r, utilization_ratio=0.9,
+               throttle_hw_thermal_ns=int((0.6 if r == 1 else 0.01) * t))
+        for t in samples
+        for r in range(4)
+    ]  # fmt: skip
+    gpus = [{"key": [r], "name": f"gpu {r}", "uuid": f"GPU-{r}"} for r in range(4)]
+    path = RunPaths(root).node("node0").records("gpu")
+    path.unlink()
+    write_records(path, GPU, rows, entities=gpus)
+    finding = found(judged(root), "ranks_uneven")
+    assert (finding.rank, finding.cause) == (1, "throttled")
+    assert "temperature" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("cores", "cause"),
+    [
+        ([(0.1, 0.2), (0.5, 0.4)], "forward"),
+        ([(0.5, 0.12), (0.5, 0.25)], "waits_for_cores"),
+        ([(0.4, 0.12), (0.6, 0.25)], "forward"),
+    ],
+)
+def test_rank_that_works_more_is_not_called_starved(
+    root: Path, cores: list[tuple[float, float]], cause: str
+) -> None:
+    """Rank 1's forward takes a fifth of the step longer. Each runs and waits for a core so long.
+
+    First rank 1 gets a core in more of the cases than rank 0. Then it runs as long, and waits for
+    longer; and then it runs for longer, too.
+    """
+    times = lambda rank, step: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731
+    write_story(root, times, ranks=2, steps=200)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100 + r, start_ticks=7, process_count=1,
+               cpu_main_ns=int(run * (t - START_NS + NS_PER_S)),
+               cpu_ns=int(run * (t - START_NS + NS_PER_S)),
+               run_queue_wait_ns=int(wait * (t - START_NS + NS_PER_S)))
+        for t in np.arange(START_NS - NS_PER_S, START_NS + 6 * NS_PER_S, NS_PER_S / 2)
+        for r, (run, wait) in enumerate(cores)
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    assert found(judged(root), "ranks_uneven").cause == cause
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cause"),
+    [((1000, 1000), "page_faults"), ((1000, 3000), "forward"), ((None, None), "forward")],
+)
+def test_a_rank_is_slow_by_page_faults_only_where_it_is_given_the_same(
+    root: Path, sizes: tuple[int | None, int | None], cause: str
+) -> None:
+    """Rank 1's forward takes 4 ms more, with twice the page faults."""
+    write_story(
+        root, lambda rank, _: (0.2, 5.0 + 4 * rank, 14.0 - 4 * rank, 2.0), steps=800, ranks=2
+    )
+    for rank, size in enumerate(sizes):
+        if size is not None:
+            note(root, rank, type="input_size", time_ns=START_NS, root=1, number_count=size)
+    rows = [
+        row_of(PROCESS, time_ns=int(START_NS + t * NS_PER_S), pid=100 + rank, start_ticks=7,
+               process_count=1, page_fault_count=int(50_000 * (1 + rank) * (t + 2)))
+        for t in np.arange(-1, 25, 0.5)
+        for rank in range(2)
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    finding = found(judged(root), "ranks_uneven")
+    assert (finding.rank, finding.cause) == (1, cause)
+    assert ("LD_PRELOAD" in finding.remedy) is (cause == "page_faults")
+
+
+def test_counters_of_a_job_beside_it_are_none_of_this_one(root: Path) -> None:
+    """That of the first attempt waits for cores; of the judged one nothing is known."""
+    write_story(root, lambda *_: BALANCED, steps=800)
+    counters(root, lambda t: {"cpu_main_ns": int(0.5 * (t + 2) * NS_PER_S),
+                              "run_queue_wait_ns": int(0.5 * (t + 2) * NS_PER_S)})  # fmt: skip
+    assert gather_inputs(Analyzer(root)).core_waits.keys() == {0}
+    write_beside(root, 10.0, steps=600)
+    inputs = gather_inputs(Analyzer(root))
+    assert set(inputs.ranks["attempt"]) == {1}
+    assert inputs.core_waits == {}
+
+
+@pytest.mark.parametrize(("before_s", "is_known"), [(1.0, True), (5.0, False)])
+def test_samples_of_a_start_up_are_not_compared_with_training(
+    root: Path, before_s: float, is_known: bool
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=200)
+    times = START_NS - int(before_s * NS_PER_S) + np.arange(16) * (NS_PER_S // 4)
+    rows = [
+        row_of(PROCESS, time_ns=int(t), pid=100, start_ticks=7, process_count=1,
+               cpu_main_ns=int(0.5 * (t - int(times[0]))))
+        for t in times
+    ]  # fmt: skip
+    write_records(RunPaths(root).node("node0").records("process"), PROCESS, rows)
+    assert (load_of(open_compared_run(root)).main_cores is not None) is is_known
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cores", "wait_ms", "fires"),
+    [(0.3, 1.0, 0.2, True), (0.8, 1.0, 0.2, False), (0.3, 0.4, 0.2, False), (0.3, 1.0, 9.0, False)],
+)
+def test_gpu_waits_for_host(
+    root: Path, *, gpu: float, cores: float, wait_ms: float, fires: bool
+) -> None:
+    verdict = verdict_of(root, lambda rank, step: (wait_ms, *BALANCED[1:]), gpu=gpu, cores=cores)
+    assert ("gpu_waits_for_host" in [f.rule for f in verdict.findings]) is fires
+
+
+def test_gpu_waits_for_host_abstains_without_gpu(root: Path) -> None:
+    verdict = verdict_of(root, lambda rank, step: BALANCED, cores=1.0)
+    assert ("gpu_waits_for_host", "no GPU utilization of a rank") in verdict.abstained
+
+
+def numa(root: Path, *placements: Mapping[str, Any]) -> Verdict:
+    write_story(root, lambda *_: BALANCED, ranks=len(placements), steps=200)
+    for rank, placement in enumerate(placements):
+        more: dict[str, Any] = {"memory_nodes": PAGES} | dict(placement)
+        placed(root, rank, f"{rank * 4}-{rank * 4 + 3}", **more)
+    return judged(root)
+
+
+def test_cores_off_the_node_of_the_gpu_are_named(root: Path) -> None:
+    good = {"cpu_nodes": [0], "gpu_node": 0, "memory_nodes": PAGES}
+    bad = {"cpu_nodes": [0], "gpu_node": 1, "memory_nodes": PAGES}
+    finding = found(numa(root, good, bad), "numa_placement")
+    assert (finding.rule, finding.severity, finding.rank) == ("numa_placement", "warning", 1)
+    assert finding.title == "rank 1 runs on another NUMA node than its GPU"
+    assert numbers(finding) == {
+        "rank 1: cores on node 0, GPU on 1; pages away from its GPU": pytest.approx(1.0)
+    }
+    assert "--numa-binding=node" in finding.remedy
+
+
+def test_memory_off_the_node_of_the_cores_is_named(root: Path) -> None:
+    bad = {"cpu_nodes": [1], "memory_nodes": {"0": 400, "1": 100}}
+    finding = found(numa(root, bad, bad), "numa_placement")
+    assert finding.title == (
+        "ranks 0 and 1 have most of their memory on another NUMA node than their cores"
+    )
+    assert finding.severity == "warning"
+    assert list(numbers(finding).values()) == [pytest.approx(0.8)] * 2
+
+
+def test_unbound_rank_with_memory_away_from_its_gpu_is_information(root: Path) -> None:
+    bad = {"cpu_nodes": [0, 1], "gpu_node": 1, "memory_nodes": {"0": 400, "1": 100}}
+    finding = found(numa(root, bad), "numa_placement")
+    assert finding.severity == "info"
+    assert finding.title.startswith("rank 0 is not bound, and has most of its memory")
+
+
+def test_cores_on_a_node_without_adapter_are_information(root: Path) -> None:
+    nics = [{"name": "mlx5_0", "node": 1}]
+    finding = found(numa(root, {"cpu_nodes": [0], "nics": nics}), "numa_placement")
+    assert (finding.severity, finding.confidence) == ("info", 0.5)
+    assert "network on 1" in finding.evidence[0].name
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"cpu_nodes": [0], "gpu_node": 0},
+        {"cpu_nodes": [0, 1], "gpu_node": 0, "memory_nodes": {"0": 300, "1": 200}},
+        {"cpu_nodes": [0, 1], "memory_nodes": {"0": 250, "1": 250}},
+        {"cpu_nodes": [1], "memory_nodes": {"0": 30}},
+        {"cpu_nodes": [0], "gpu_node": 0, "nics": [{"name": "mlx5_0", "node": 1}]},
+        {"cpu_nodes": [0], "gpu_node": -1, "nics": [{"name": "eth0", "node": -1}]},
+    ],
+    ids=["one node", "near its GPU", "no GPU", "few pages", "as built", "firmware says nothing"],
+)
+def test_sound_placement_is_not_named(root: Path, placement: Mapping[str, Any]) -> None:
+    assert "numa_placement" in numa(root, placement).checked
+
+
+def test_unknown_nodes_abstain(root: Path) -> None:
+    verdict = numa(root, {"cpu_nodes": None, "gpu_node": 1})
+    assert dict(verdict.abstained)["numa_placement"] == (
+        "the NUMA nodes of the ranks' cores are not known"
+    )

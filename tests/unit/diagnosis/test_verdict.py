@@ -1,0 +1,638 @@
+"""What the verdict says first of runs with a known story, and what it is silent about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from haiprof.base.units import NS_PER_MS, NS_PER_S
+from haiprof.diagnosis.document import as_document
+from haiprof.diagnosis.finding import CodeLine, Finding
+from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_format import schema
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.tables import CGROUP, HOST, PROCESS
+from tests.unit.analysis.recorded import (
+    CLOCK,
+    row_of,
+    spans_from,
+    spans_of,
+    write_rank,
+    write_records,
+    write_run,
+)
+from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.diagnosis.stories import (
+    BALANCED,
+    KINDS,
+    START_NS,
+    PhaseTimes,
+    judged,
+    note,
+    placed,
+    plain_steps,
+    verdict_of,
+    write_beside,
+    write_collectives,
+    write_line,
+    write_samples,
+    write_story,
+)
+from tests.unit.diagnosis.tables import (
+    BARRIER,
+    ENGINE,
+    FORWARD,
+    LINEAR,
+    MAIN,
+    MODULE,
+    SCRIPT,
+    SITE,
+    STEP,
+    job,
+)
+
+LOADER = (
+    f"{SITE}/torch/utils/data/dataloader.py", 1300, "_MultiProcessingDataLoaderIter._next_data"
+)  # fmt: skip
+FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
+LOAD, LOG = job(12, "load_image", "data.py"), job(70, "log")
+USUAL: dict[str, Stack] = {
+    "dataloader": (SCRIPT, job(39, "main"), LOADER),
+    "forward": (SCRIPT, job(41, "main"), MODULE, FORWARD, MODULE, LINEAR),
+    "backward": (SCRIPT, job(43, "main"), ENGINE),
+    "optimizer": (SCRIPT, job(44, "main"), STEP),
+    "other": (SCRIPT, job(45, "main")),
+    "evaluation": (SCRIPT, job(46, "main"), job(90, "evaluate"), MODULE, FORWARD),
+}
+Stacks = dict[str, Stack | Callable[[int], Stack]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def every(number: int, stack: Stack, phase: str) -> Callable[[int], Stack]:
+    """The stack at every so many steps, the usual one of its phase at the others."""
+    return lambda step: stack if step is not None and step % number == 0 else USUAL[phase]
+
+
+def write_sampled(
+    root: Path,
+    times: PhaseTimes,
+    stacks: Stacks | Sequence[Stacks] = (),
+    lock: str = "0",
+    collectives_ms: Sequence[float] = (),
+    **story: Any,
+) -> Path:
+    """A run whose samples are the usual ones, but for these; by rank where they differ."""
+    write_story(root, times, **story)
+    for rank in range(story.get("ranks", 1)):
+        own: Any = USUAL | dict(stacks if isinstance(stacks, dict) or not stacks else stacks[rank])
+
+        def at(phase: str, step: int, own: Any = own) -> Stack:
+            stack = own.get(phase, (SCRIPT, MAIN))
+            return stack(step) if callable(stack) else stack
+
+        write_samples(root, at, rank=rank, lock=lock)
+    if collectives_ms:
+        write_collectives(root, collectives_ms)
+    return root
+
+
+def write_spans(root: Path, extra: Any, kind: int = schema.GC) -> None:
+    write_line(root, plain_steps(extra=extra, kind=kind))
+
+
+def write_evaluating(root: Path, ranks: Sequence[int], world: int = 2) -> None:
+    """240 steps; some ranks evaluate for 300 ms every 20 of them, others wait in backward then."""
+    run = write_run(root)
+    for rank in range(world):
+        rows, now = [], START_NS
+        for step in range(240):
+            late = 301.0 * (step % 20 == 11 and rank not in ranks)
+            for kind, ms in zip(KINDS[1:], (5.0, 10.0 + late, 2.0), strict=True):
+                rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+                now += int((ms + 0.1) * NS_PER_MS)
+            if step % 20 == 10 and rank in ranks:
+                rows.append((schema.EVAL, 0, now, now + 300 * NS_PER_MS))
+                now += 301 * NS_PER_MS
+        write_rank(run, spans_from(rows), rank=rank, world_size=world)
+
+
+def write_compiling(root: Path) -> None:
+    """Each 20th step compiles for 100 ms in forward."""
+    rows, spans, now = [], [], START_NS
+    for step in range(200):
+        compiles = step % 20 == 19
+        for kind, ms in zip(KINDS, (0.2, 105.0 if compiles else 5.0, 10.0, 2.0), strict=True):
+            if compiles and kind == schema.FORWARD:
+                spans.append([(now - CLOCK.mono_ns + CLOCK.wall_ns) // 1000, 100_000])
+            rows.append((kind, 0, now, now + int(ms * NS_PER_MS)))
+            now += int((ms + 0.1) * NS_PER_MS)
+    line = {"type": "compile", "time_ns": now, "count": 10, "spent_ns": NS_PER_S, "spans": spans}
+    write_line(root, rows, [line])
+
+
+def write_turns(root: Path, sizes: Callable[[int], int]) -> None:
+    """Two ranks, now one and now the other later; the sizes of their inputs by rank and step."""
+    late = np.random.default_rng(3).integers(0, 2, 400)
+
+    def times(rank: int, step: int) -> tuple[float, float, float, float]:
+        return (0.2, 12.0, 10.0, 2.0) if late[step] == rank else (0.2, 5.0, 17.0, 2.0)
+
+    write_sampled(root, times, ranks=2, steps=400, noise=0.0, collectives_ms=(10.0, 10.0))
+    for rank in range(2):
+        for step in range(0, 400, 8):
+            at = START_NS + step * 25 * NS_PER_MS
+            size = sizes(int(late[step] == rank))
+            note(root, rank, type="input_size", time_ns=at, step=step, root=1, number_count=size)
+
+
+def write_marks(root: Path, lock: str) -> None:
+    """`haiprof.step()` every 20 ms, and nothing else."""
+    times = [START_NS + step * 20 * NS_PER_MS for step in range(100)]
+    write_line(root, [(schema.MARK, 0, time, time + 1_000) for time in times])
+    samples = [(time + 10 * NS_PER_MS, (SCRIPT, MAIN, LOG)) for time in times]
+    write_stacks(RunPaths(root).rank(0).stacks, samples, lock=lock * len(samples))
+
+
+def write_lock(root: Path) -> None:
+    """Each third sample finds the training thread waiting for a lock that another one holds."""
+    write_sampled(root, lambda *_: BALANCED, steps=200)
+    path = RunPaths(root).rank(0).stacks
+    path.unlink()
+    samples = [(START_NS + i * 5 * NS_PER_MS, USUAL["forward"]) for i in range(600)]
+    waits = [i % 3 == 0 for i in range(600)]
+    write_stacks(path, samples, waits=waits, other=(job(12, "refresh", "cache.py"),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """How one rank used its cores."""
+
+    cpus: str = "0-1"
+    main: float = 1.0
+    wait: float = 0.02
+    workers: float = 0.0
+
+
+def write_cores(
+    root: Path,
+    ranks: Sequence[Cores],
+    *,
+    cores: int = 2,
+    others: float = 0.0,
+    steal: float = 0.0,
+    limit: tuple[float, float] | None = None,
+    times: PhaseTimes = lambda *_: BALANCED,
+) -> None:
+    """Ranks that had so many cores; the limit is in cores, with the share of periods stopped."""
+    write_sampled(root, times, ranks=len(ranks), steps=400)
+    node = RunPaths(root).node("node0")
+    at = np.arange(START_NS - NS_PER_S, START_NS + 25 * NS_PER_S, NS_PER_S // 2).tolist()
+    rows = [
+        row_of(PROCESS, time_ns=t, pid=100 + rank, start_ticks=7, process_count=2,
+               cpu_ns=int((each.main + each.workers) * t), cpu_main_ns=int(each.main * t),
+               run_queue_wait_ns=int(each.wait * t))
+        for t in at
+        for rank, each in enumerate(ranks)
+    ]  # fmt: skip
+    write_records(node.records("process"), PROCESS, rows)
+    busy = sum(each.main + each.workers for each in ranks) + others
+    hosts = [
+        row_of(HOST, time_ns=t, cpu_count=cores, cpu_user_ns=int(busy * t),
+               cpu_steal_ns=int(steal * t), cpu_idle_ns=int((cores - busy - steal) * t))
+        for t in at
+    ]  # fmt: skip
+    write_records(node.records("host"), HOST, hosts)
+    if limit is not None:
+        periods = [10 * t // NS_PER_S for t in at]
+        rows = [
+            row_of(CGROUP, time_ns=t, cgroup_index=0, cpu_limit_cores=limit[0],
+                   cpu_period_count=n, cpu_throttled_period_count=int(limit[1] * n))
+            for t, n in zip(at, periods, strict=True)
+        ]  # fmt: skip
+        write_records(node.records("cgroup"), CGROUP, rows)
+    for rank, each in enumerate(ranks):
+        placed(root, rank, each.cpus)
+        if each.workers:
+            note(root, rank, type="dataloader", time_ns=START_NS, workers=1)
+
+
+def numpy_in_forward(step: int) -> Stack:
+    """A third of forward is in numpy, in a method of the model's."""
+    own = (job(6, "Net.forward", "net.py"), job(46, "Net.normalise", "net.py"))
+    numpy = (f"{SITE}/numpy/lib/function_base.py", 4000, "_quantile")
+    return USUAL["forward"] if step % 3 else (SCRIPT, job(41, "main"), MODULE, *own, numpy)
+
+
+SLOW_RANK: PhaseTimes = lambda rank, _: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731,E501  # fmt: skip
+WAITS = Cores(main=0.5, wait=0.45)
+STARVED_LOADER: PhaseTimes = lambda *_: (20.0, 4.0, 8.0, 2.0)  # noqa: E731
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A run, and what is said of it first."""
+
+    write: Callable[[Path], object]
+    slug: str
+    lost: float
+    cause: str | None = None
+    says: str = ""
+    place: str = ""
+    rank: int | None = None
+
+
+def sampled(times: PhaseTimes, *args: Any, **more: Any) -> Callable[[Path], object]:
+    return lambda root: write_sampled(root, times, *args, **{"steps": 120, **more})
+
+
+def busy(*args: Any, **more: Any) -> Callable[[Path], object]:
+    return lambda root: write_cores(root, *args, **more)
+
+
+STORIES = {
+    # input
+    "batches on the training thread": Story(
+        write=sampled(
+            lambda *_: (30.0, *BALANCED[1:]), {"dataloader": (SCRIPT, MAIN, FETCH, LOAD, OPEN)}
+        ),
+        slug="dataloader_bound", cause="no_workers", lost=0.63, place="data.py:12 load_image",
+        says="batches are made on the training thread",
+    ),
+    "waiting for workers": Story(
+        write=sampled(lambda *_: (30.0, *BALANCED[1:])), slug="dataloader_bound", lost=0.63,
+        says="training waits for batches",
+    ),
+    "bursts of four workers": Story(
+        write=sampled(lambda _, step: (0.1 if step % 4 else 40.0, *BALANCED[1:])),
+        slug="dataloader_bound", lost=0.36,
+    ),
+    # the model
+    "numpy in forward": Story(
+        write=sampled(lambda *_: (0.2, 30.0, 20.0, 2.0), {"forward": numpy_in_forward}),
+        slug="forward_bound", cause="native", lost=0.19, place="net.py:46 Net.normalise",
+        says="numpy in numpy.lib.function_base._quantile",
+    ),
+    "Python in a hook of forward": Story(
+        write=sampled(
+            lambda *_: (0.2, 30.0, 20.0, 2.0),
+            {"forward": every(3, (SCRIPT, MAIN, MODULE, job(4, "hook")), "forward")}, "h",
+        ),
+        slug="forward_bound", cause="python", lost=0.19, place="train.py:4 hook",
+    ),
+    "Python in a hook of backward": Story(
+        write=sampled(
+            lambda *_: (0.2, 10.0, 60.0, 2.0),
+            {"backward": every(2, (SCRIPT, MAIN, ENGINE, job(4, "hook")), "backward")}, "h",
+        ),
+        slug="backward_bound", cause="python", lost=0.41, place="train.py:4 hook",
+    ),
+    "Python in the optimizer": Story(
+        write=sampled(
+            lambda *_: (0.2, 10.0, 20.0, 20.0), {"optimizer": (SCRIPT, MAIN, STEP, job(9, "norm"))},
+            "h",
+        ),
+        slug="optimizer_bound", cause="python", lost=0.39, place="train.py:9 norm",
+    ),
+    "forward of every tenth step": Story(
+        write=sampled(
+            lambda _, step: (0.2, 5.0 if step % 10 else 90.0, 10.0, 2.0),
+            {"forward": every(10, (SCRIPT, MAIN, MODULE, job(7, "sometimes")), "forward")}, "h",
+            steps=200,
+        ),
+        slug="forward_bound", lost=0.34, place="train.py:7 sometimes",
+        says="paid every 10th step, 90",
+    ),
+    "forward since a step": Story(
+        write=sampled(
+            lambda _, step: (0.2, 20.0 if step >= 150 else 5.0, 10.0, 2.0),
+            {"forward": lambda step: (SCRIPT, MAIN, MODULE, job(7, "late")) if step >= 150
+             else USUAL["forward"]}, "h", steps=300,
+        ),
+        slug="forward_bound", lost=0.4, place="train.py:7 late", says="paid since step 15",
+    ),
+    "a list that grows": Story(
+        write=sampled(
+            lambda _, step: (0.2, 5.0, 10.0, 2.0),
+            {"other": (SCRIPT, MAIN, LOG)}, "h", steps=300, gap_ms=lambda step: 0.1 * step,
+        ),
+        slug="outside_the_model", lost=0.77, place="train.py:70 log", says="paid growing",
+    ),
+    "compiling again and again": Story(
+        write=write_compiling, slug="recompiles", lost=0.22, says="paid every 20th step, 100 ms",
+    ),
+    # between the phases
+    "logging in each step": Story(
+        write=sampled(lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=8.0),
+        slug="outside_the_model", cause="python", lost=0.65, place="train.py:70 log",
+    ),
+    "logging nobody sampled": Story(
+        write=lambda root: write_story(root, lambda *_: (0.1, 2.0, 4.0, 1.0), gap_ms=5.0),
+        slug="outside_the_model", cause="unknown", lost=0.185, says="time that was not sampled",
+    ),
+    "Python of marked steps": Story(
+        write=lambda root: write_marks(root, "h"), slug="outside_the_model", lost=1.0,
+        place="train.py:70 log",
+    ),
+    "a barrier in each step": Story(
+        write=sampled(
+            lambda *_: (1.0, 4.0, 8.0, 2.0),
+            {"other": (SCRIPT, MAIN, job(61, "share"), BARRIER)}, ranks=2, gap_ms=3.0,
+        ),
+        slug="blocking_collectives", lost=0.33, says="collectives called between the phases",
+    ),
+    "collections": Story(
+        write=lambda root: write_spans(root, lambda _, now: [(now, 12 * NS_PER_MS)]),
+        slug="garbage_collection", lost=0.4, says="up to 12.0 ms at once",
+    ),
+    "checkpoints": Story(
+        write=lambda root: write_spans(
+            root, lambda step, now: [(now, 200 * NS_PER_MS)] * (step % 10 == 9), schema.SAVE
+        ),
+        slug="checkpoint_stalls", lost=0.52, says="paid every 10th step, 200 ms",
+    ),
+    "evaluation": Story(
+        write=lambda root: write_evaluating(root, (0, 1)), slug="evaluation_heavy", lost=0.46,
+        says="paid every 20th step, 300 ms",
+    ),
+    "evaluation of rank 0": Story(
+        write=lambda root: write_evaluating(root, (0,)), slug="evaluation_heavy", lost=0.46, rank=0,
+        says="rank 0 evaluates alone while the others wait",
+    ),
+    "another thread holds the lock": Story(
+        write=write_lock, slug="interpreter_lock", lost=0.33, place="cache.py:12 refresh",
+    ),
+    # ranks
+    "a slow rank of two": Story(
+        write=sampled(SLOW_RANK, ranks=2), slug="ranks_uneven", rank=1, cause="forward", lost=0.18,
+        says="rank 1 is a straggler: 4.0",
+    ),
+    "a slow rank of four, not sampled": Story(
+        write=lambda root: write_story(root, SLOW_RANK, ranks=4), slug="ranks_uneven", rank=1,
+        lost=0.18, says="most of it in forward",
+    ),
+    "a slow rank beside two stalls": Story(
+        write=lambda root: write_story(
+            root, lambda rank, step: (0.2, 5.0 + 10 * rank, 1000.0 if step in (30, 40) else
+                                      20.0 - 10 * rank, 2.0), ranks=2, noise=0.0, steps=100,
+        ),
+        slug="ranks_uneven", rank=1, lost=0.2, says="10.0 ms of each step",
+    ),
+    "a rank late in backward": Story(
+        write=sampled(lambda *_: (0.0, 5.0, 30.0, 2.0), ranks=2, noise=0.0,
+                      collectives_ms=(5.0, 25.0)),
+        slug="ranks_uneven", rank=1, cause="backward", lost=0.53, says="straggler: 20.0 ms",
+    ),
+    "work of one rank while the other waits in a barrier": Story(
+        write=sampled(
+            lambda *_: (0.0, 0.5, 1.0, 0.5),
+            [{"other": (SCRIPT, job(15, "main"), BARRIER)}, {"other": (SCRIPT, MAIN, LOG)}], "h",
+            ranks=2, gap_ms=10.0, noise=0.0, collectives_ms=(2.0, 26.0),
+        ),
+        slug="outside_the_model", rank=1, lost=0.75, place="train.py:70 log",
+    ),
+    "a slow link in backward": Story(
+        write=sampled(lambda *_: (0.0, 5.0, 30.0, 2.0), ranks=2, noise=0.0,
+                      collectives_ms=(5.0, 5.0)),
+        slug="link_bound", lost=0.59, says="over a slow link",
+    ),
+    "inputs that differ": Story(
+        write=lambda root: write_turns(root, lambda large: 3000 if large else 1000),
+        slug="data_imbalance", lost=0.14,
+    ),
+    # cores
+    "ranks on one core": Story(
+        write=busy([Cores(cpus="0", main=0.5, wait=0.48)] * 2, cores=64), slug="shared_cores",
+        lost=0.48, says="ranks 0 and 1 share 1 core of 64",
+    ),
+    "more workers than cores": Story(
+        write=busy([Cores(workers=0.98, wait=0.35)], cores=32), slug="too_few_cores", lost=0.35,
+        says="too few cores: rank 0 may use 2 of 32",
+    ),
+    "stopped at a limit": Story(
+        write=busy([Cores(cpus="0-31", workers=2.9, wait=0.4)], cores=32, limit=(4.0, 0.9)),
+        slug="cpu_throttled", lost=0.4, says="limit of 4 cores in 90 % of the periods",
+    ),
+    "a busy neighbour": Story(
+        write=busy([Cores(main=0.5, wait=0.5)], others=1.5), slug="busy_neighbours", lost=0.5,
+        says="others use the CPUs (1.5 cores)",
+    ),
+    "a busy neighbour of two": Story(
+        write=busy([WAITS] * 2, others=1.0), slug="busy_neighbours", lost=0.45,
+    ),
+    "a neighbour of the loader's worker": Story(
+        write=busy([Cores(main=0.5, wait=0.4, workers=0.55)], others=0.95, times=STARVED_LOADER),
+        slug="busy_neighbours", lost=0.575, says="training waits for loader workers",
+    ),
+    "one worker that is too few": Story(
+        write=busy([Cores(cpus="0-3", main=0.4, wait=0.0, workers=1.0)], cores=4,
+                   times=STARVED_LOADER),
+        slug="dataloader_bound", cause="few_workers", lost=0.575,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_the_cause_is_said_first(root: Path, name: str) -> None:
+    story = STORIES[name]
+    story.write(root)
+    verdict = judged(root)
+    first = verdict.findings[0]
+    assert (first.rule, first.rank) == (story.slug, story.rank), verdict.findings
+    assert first.severity != "info"
+    assert verdict.headline == first.title
+    assert first.lost_ratio == pytest.approx(story.lost, abs=0.02)
+    assert story.says in first.title
+    assert story.cause in (None, first.cause)
+    assert [line.location for line in first.code_lines][:1] == [story.place] * bool(story.place)
+    assert first.gain is not None
+    assert first.gain.low_ns <= first.gain.left_ns <= first.gain.high_ns <= first.gain.step_ns
+    left = first.gain.step_ns * (1 - first.lost_ratio)
+    assert first.gain.left_ns == pytest.approx(left, rel=1e-6)
+    others = [f for f in verdict.findings[1:] if f.severity != "info"]
+    assert all((f.lost_ratio or 0) <= first.lost_ratio for f in others)
+    if story.rank is not None:
+        assert verdict.next_command == f"haiprof rank {root} {story.rank}"
+
+
+HEALTHY: dict[str, Callable[[Path], object]] = {
+    "balanced": sampled(lambda *_: BALANCED, ranks=2),
+    "not sampled": lambda root: write_story(root, lambda *_: BALANCED, gpu=0.95, cores=1.0),
+    "steps that vary": sampled(lambda *_: BALANCED, noise=0.5),
+    "a frozen backbone": sampled(lambda *_: (0.2, 25.0, 0.5, 0.5)),
+    "dear gradients": sampled(lambda *_: (0.2, 5.0, 90.0, 2.0)),
+    "an optimizer that searches": sampled(lambda *_: (0.2, 5.0, 10.0, 60.0)),
+    "steps of two sizes": sampled(lambda _, s: (0.2, 15.0, 30.0, 2.0) if s % 5 else BALANCED),
+    "steps that become faster": sampled(lambda _, s: (0.2, 5.0, 14.0 if s < 60 else 10.0, 2.0)),
+    "a curriculum": sampled(lambda _, s: (0.2, 5.0 + s / 10, 10.0 + s / 5, 2.0)),
+    "a little loading": sampled(lambda *_: (0.6, *BALANCED[1:])),
+    "short collections": lambda root: write_spans(
+        root, lambda step, now: [(now, NS_PER_MS)] * (step % 10 == 0)
+    ),
+    "one long collection": lambda root: write_spans(
+        root, lambda step, now: [(now, 700 * NS_PER_MS)] * (step == 60)
+    ),
+    "small checkpoints": lambda root: write_spans(
+        root, lambda step, now: [(now, 5 * NS_PER_MS)] * (step % 10 == 9), schema.SAVE
+    ),
+    "operators of marked steps": lambda root: write_marks(root, "0"),
+    "marked steps, nobody looked at the lock": lambda root: write_marks(root, "-"),
+    "ranks that differ by chance": sampled(lambda *_: BALANCED, noise=0.08, ranks=4),
+    "two ranks that fill two cores": busy([Cores(wait=0.03), Cores(wait=0.04)]),
+    "own cores": busy([Cores(cpus="0"), Cores(cpus="1")]),
+    "many idle threads": busy([Cores(main=0.3, wait=0.01)], others=0.1),
+    "a wait of unknown cause": busy([Cores(main=0.5, wait=0.4)], others=0.1),
+    "cores that the hypervisor takes": busy([Cores(wait=0.0)], steal=0.4),
+    "limited now and then": busy([Cores(cpus="0-31", wait=0.02)], cores=32, limit=(4.0, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_a_problem_where_nothing_is_wrong(root: Path, name: str) -> None:
+    HEALTHY[name](root)
+    verdict = judged(root)
+    assert [f for f in verdict.findings if f.severity != "info"] == []
+    assert as_document(verdict)["problem_count"] == 0
+    assert verdict.headline.startswith("nothing stands out: ")
+    assert verdict.ledger is not None
+    assert sum(v or 0 for v in verdict.split.values()) == pytest.approx(verdict.step_ns)
+
+
+# -- what else a verdict says ---------------------------------------------------------------------
+
+
+def test_a_gain_above_the_limit_is_a_problem_and_one_below_a_fact(root: Path) -> None:
+    found = {}
+    for ms in (0.5, 1.5, 6.0):
+        verdict = judged(write_sampled(root.parent / str(ms), lambda *_: (ms, *BALANCED[1:])))  # noqa: B023
+        found[ms] = next(f for f in verdict.findings if f.rule == "dataloader_bound").severity
+    assert found == {0.5: "info", 1.5: "warning", 6.0: "critical"}
+
+
+def test_what_is_seen_in_less_than_a_second_is_a_note_and_says_so(root: Path) -> None:
+    verdict = verdict_of(root, lambda *_: (30.0, *BALANCED[1:]), steps=15)
+    assert {f.severity for f in verdict.findings} == {"info"}
+    assert any(note.startswith("less than 1 s of training was") for note in verdict.notes)
+
+
+def test_few_steps_are_judged_with_less_confidence(root: Path) -> None:
+    few, many = (
+        verdict_of(root.parent / str(n), lambda *_: (300.0, *BALANCED[1:]), steps=n).findings[0]
+        for n in (5, 80)
+    )
+    assert few.confidence < many.confidence
+
+
+def test_steal_is_noted(root: Path) -> None:
+    write_cores(root, [Cores(wait=0.0)], steal=0.4)
+    (said,) = [note for note in judged(root).notes if "hypervisor" in note]
+    assert " 29 % " in said
+
+
+def test_a_job_beside_it_is_none_of_this_one(root: Path) -> None:
+    """Two scripts that one shell script runs at once: both are rank 0, and know of no other."""
+    write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=8.0)
+    write_beside(root, 30.0, steps=150)
+    times = [START_NS + 20_000_000 * at for at in range(1, 200)]
+    write_stacks(RunPaths(root).rank(0).stacks, [(time, (MAIN, LOAD)) for time in times])
+    first = judged(root).findings[0]
+    assert (first.rule, first.code_lines[0].function) == ("outside_the_model", "log")
+
+
+@pytest.mark.parametrize(("gap_ms", "said"), [(-800, "at the same time"), (500, "started 2 times")])
+def test_processes_side_by_side_are_told_from_restarts(root: Path, gap_ms: int, said: str) -> None:
+    run, rows = write_run(root), plain_steps(60)
+    later = rows[-1][3] - START_NS + gap_ms * NS_PER_MS
+    write_rank(run, spans_from(rows))
+    again = [(kind, tag, begin + later, end + later) for kind, tag, begin, end in rows]
+    write_rank(run, spans_from(again), attempt=1)
+    verdict = judged(root)
+    assert any(said in note for note in verdict.notes), verdict.notes
+    assert verdict.step_count == 60
+
+
+def test_same_run_gives_the_same_document_and_it_is_plain_json(root: Path) -> None:
+    times: PhaseTimes = lambda rank, step: (3.0, 9.0 + rank, 10.0 if step < 60 else 14.0, 2.0)  # noqa: E731
+    first = json.dumps(as_document(verdict_of(root, times, ranks=3, cores=1.0)), allow_nan=False)
+    assert first == json.dumps(as_document(judged(root)))
+    content = json.loads(first)
+    assert content["findings"][0]["slug"] == "dataloader_bound"
+    assert content["cost"]["hook_ns_per_step"] == pytest.approx(4_000)
+    assert content["cost"]["agent_cpu_ratio"] == pytest.approx(0.005)
+    total = sum(row["ns_per_step"] for row in content["ledger"]) + content["step"]["residual_ns"]
+    assert total == pytest.approx(content["step"]["mean_ns"], rel=1e-9)
+    gains = [content["ledger"][row]["gain_ns"] for row in content["opportunities"]]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_every_rule_is_a_finding_checked_or_abstained(root: Path) -> None:
+    verdict = verdict_of(root, lambda *_: BALANCED)
+    names = [rule.__name__ for rule in RULES]
+    told = [f.rule for f in verdict.findings if f.rule in names]
+    assert sorted([*told, *verdict.checked, *dict(verdict.abstained)]) == sorted(names)
+
+
+def test_a_run_without_training_says_why(tmp_path: Path) -> None:
+    write_run(tmp_path / "none")
+    nobody = judged(tmp_path / "none")
+    assert nobody.headline.startswith("no training steps: no process of the job reported in")
+    assert nobody.step_ns is None
+    assert [rule for rule, _ in nobody.abstained] == [rule.__name__ for rule in RULES]
+    write_rank(write_run(tmp_path / "evaluated"), spans_of("D E END"))
+    assert "only evaluated" in judged(tmp_path / "evaluated").headline
+    write_rank(write_run(tmp_path / "repeated"), spans_of("D E " * 30 + "END"))
+    repeated = judged(tmp_path / "repeated")
+    assert repeated.step_count == 30
+    assert repeated.notes[0] == "steps begin with the loader's batches: no optimizer seen"
+    assert not {"backward", "optimizer"} & {what for what, _ in repeated.not_measured}
+
+
+def test_pauses_and_saves_are_counted_and_what_is_missing_is_said(root: Path) -> None:
+    write_rank(write_run(root), spans_of("F(GC) B O SAVE F B O E"))
+    verdict = judged(root)
+    assert {name: event.count for name, event in verdict.events.items()} == {"gc": 1, "save": 1}
+    assert verdict.evaluation_ns == 100
+    assert ("dataloader", "no torch DataLoader ran in a training step") in verdict.not_measured
+    assert verdict.split["dataloader"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "train.py:88 load_image: 61 % of the step (55 to 67 %), in PIL.Image.open"),
+        ({"low": None, "callees": (), "callers": ("train.py:9 evaluate", "train.py:2 main")},
+         "train.py:88 load_image: 61 % of the step, called by train.py:9 evaluate < "
+         "train.py:2 main"),
+    ],
+)  # fmt: skip
+def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) -> None:
+    fields = {"file": "/home/me/train.py", "line": 88, "function": "load_image", "share": 0.61,
+              "low": 0.55, "high": 0.67, "of": "the step", "sample_count": 90,
+              "callees": ("PIL.Image.open",)}  # fmt: skip
+    assert CodeLine(**(fields | more)).describe() == said
+    steering = fields | {"file": "/tmp/\x1b[2Jx\n.py", "function": "f\u202e", "callees": ("\x1b]",)}
+    assert CodeLine(**steering).describe().isprintable()
+
+
+def by_rule(verdict: Verdict) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in verdict.findings}
+
+
+def test_workers_lines_are_named_not_the_wait_for_them(root: Path) -> None:
+    write_sampled(root, lambda *_: (30.0, *BALANCED[1:]))
+    stacks: list[Stack] = [(FETCH, LOAD)] * 40 + [(MAIN,)] * 20
+    samples = [(START_NS + 20_000_000 * (i + 10), stack) for i, stack in enumerate(stacks)]
+    write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
+    line = by_rule(judged(root))["dataloader_bound"].code_lines[0]
+    assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
