@@ -41,7 +41,7 @@ def history(bench: Bench) -> None:
 
 def _reads_the_same(path: Path, snapshot: Mapping[str, Any]) -> bool:
     """Whether haiprof's reader sees as many segments, blocks and events as torch wrote."""
-    from haiprof.trace_format.dumps import read_memory_snapshot
+    from haiprof.trace_format.memory_snapshot import read_memory_snapshot
 
     found = read_memory_snapshot(path)
     segments = snapshot["segments"]

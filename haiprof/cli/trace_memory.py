@@ -41,7 +41,7 @@ def memory_timeline(
 def _show_file(path: Path, output: Output) -> bool:
     """Shows a file that is no trace; False where it is one."""
     from haiprof.trace_analysis.memory_timeline import is_memory_timeline
-    from haiprof.trace_format.dumps import is_pickle
+    from haiprof.trace_format.memory_snapshot import is_pickle
 
     if is_pickle(path):
         from haiprof.show.views.memory_timeline import snapshot_answers, snapshot_view

@@ -12,7 +12,7 @@ from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series, 
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
 from haiprof.run_analysis.process_ends import ProcessEnd
 from haiprof.run_analysis.run_files import RunFiles
-from haiprof.trace_format.dumps import read_memory_snapshot, sum_by_line
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 
 BEFORE_NS = 60 * NS_PER_S
 """A caught failure so long before a death is worth a word."""

@@ -14,7 +14,7 @@ from haiprof.base.intervals import Ints
 from haiprof.run_analysis.clock_offsets import estimate_offsets
 from haiprof.run_analysis.records import text
 from haiprof.run_analysis.run_files import RunFiles
-from haiprof.trace_format.dumps import FLIGHT_SCHEMA, read_flight, read_torch_dump
+from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
 
 MIN_MATCHES = 8
 """Fewer common collectives than this say nothing about a rank."""

@@ -1,4 +1,4 @@
-/* Whether a pickle holds plain values alone, for trace_format/dumps.py.
+/* Whether a pickle holds plain values alone, for trace_format/memory_snapshot.py.
  *
  * Python's compiled reader is ten times as fast as the one in Python, and trusts what it reads: it
  * calls what a pickle names, makes room for any place of the memo that a pickle claims, and hashes

@@ -27,14 +27,15 @@ from haiprof.trace_analysis.report_cache import read_summary, write_summary
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
-from haiprof.trace_format.dumps import read_flight, read_memory_snapshot, sum_by_line
 from haiprof.trace_format.execution import load_execution_trace
+from haiprof.trace_format.flight_recorder import read_flight
 from haiprof.trace_format.kineto import load as native
 from haiprof.trace_format.kineto.columns import Names
 from haiprof.trace_format.kineto.decode import add_marks, with_number
 from haiprof.trace_format.kineto.events import TABLE_OF_CATEGORY, TABLES, TEXTS
 from haiprof.trace_format.kineto.load import NativeColumns
 from haiprof.trace_format.kineto.text import TraceText
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from haiprof.trace_format.merge import RankEvents
 from haiprof.trace_format.merge_inputs import trace_input
 from tests.fuzz.scratch import folder, put

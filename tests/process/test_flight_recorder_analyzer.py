@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 from haiprof.run_analysis.mismatches import find_mismatches
-from haiprof.trace_format.dumps import read_torch_dump
+from haiprof.trace_format.flight_recorder import read_torch_dump
 from tests.process.jobs import PYTHON
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
-from haiprof.trace_format.dumps import read_memory_snapshot, sum_by_line
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from tests.conftest import Once
 from tests.process.jobs import REPOSITORY, Job, run_job
 

@@ -22,9 +22,9 @@ from haiprof.show.card import view_text
 from haiprof.trace_analysis.memory_timeline import memory_by_category
 from haiprof.trace_analysis.sql import ask
 from haiprof.trace_analysis.sql_tables import SqlTable, sql_tables
-from haiprof.trace_format.dumps import read_flight
 from haiprof.trace_format.execution import load_execution_trace
 from haiprof.trace_format.find import rank_of
+from haiprof.trace_format.flight_recorder import read_flight
 from haiprof.trace_format.kineto.load import read_trace
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 from tests.unit.report.many_ranks import write_flight, write_many

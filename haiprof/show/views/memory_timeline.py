@@ -19,7 +19,7 @@ from haiprof.show.terminal import Sparkline
 from haiprof.show.views.blocks import missing_block, section
 from haiprof.trace_analysis.memory_timeline import CATEGORIES, memory_by_category
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_format.dumps import read_memory_snapshot, sum_by_line
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 
 _COLUMNS = (
     ("name", "category"), ("at_peak_bytes", "at the peak"), ("share_ratio", "share"),

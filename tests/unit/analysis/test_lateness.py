@@ -19,7 +19,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.lateness import arrivals, host_clock_offsets, lateness
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import PROCESS
-from haiprof.trace_format.dumps import read_flight
+from haiprof.trace_format.flight_recorder import read_flight
 from tests.unit.analysis.recorded import row_of, write_records
 from tests.unit.diagnosis.stories import START_NS, write_story
 

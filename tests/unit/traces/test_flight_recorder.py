@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.trace_format.dumps import read_torch_dump
+from haiprof.trace_format.flight_recorder import read_torch_dump
 from tests.unit.analysis.test_deaths import Job
 
 DUMPS = Path(__file__).parents[2] / "data/flight_recorder"

@@ -14,7 +14,11 @@ import pytest
 from benchmarks.gpu.simulated_allocator import MIB, Allocator, Block
 from haiprof.base.errors import TraceFormatError
 from haiprof.cli import main
-from haiprof.trace_format.dumps import read_memory_snapshot, read_plain_pickle, sum_by_line
+from haiprof.trace_format.memory_snapshot import (
+    read_memory_snapshot,
+    read_plain_pickle,
+    sum_by_line,
+)
 
 
 def take(allocator: Allocator, size: int) -> Block:
@@ -129,7 +133,7 @@ def test_hostile_bytes_are_an_error_and_take_no_memory(content: bytes) -> None:
 
 
 def test_lists_that_hold_each_other_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("haiprof.trace_format.dumps._ITEM_LIMIT", 100_000)
+    monkeypatch.setattr("haiprof.trace_format.memory_snapshot._ITEM_LIMIT", 100_000)
     deep: list[Any] = []
     for _ in range(60):  # 2 to the power of 60 leaves, a hundred objects
         deep = [deep, deep]

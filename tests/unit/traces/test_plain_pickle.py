@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.trace_format import dumps as plain_pickle
-from haiprof.trace_format.dumps import read_plain_pickle
+from haiprof.trace_format import memory_snapshot as plain_pickle
+from haiprof.trace_format.memory_snapshot import read_plain_pickle
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
 VALUES = st.recursive(
