@@ -14,18 +14,7 @@ import numpy as np
 
 from haiprof.base.arrays import Ints
 from haiprof.run_analysis.code_samples import CodeTree
-from haiprof.run_analysis.ledger import (
-    COLLECTION,
-    GIL_WAIT,
-    LINK_WAIT,
-    LOADER_WAIT,
-    NO_CORE,
-    OPERATORS,
-    PEER_WAIT,
-    PYTHON,
-    UNKNOWN,
-    TimeTable,
-)
+from haiprof.run_analysis.ledger import NO_LINE, OPERATORS, PYTHON, UNKNOWN, TimeTable
 from haiprof.run_analysis.lines import functions_of, written_in
 from haiprof.run_analysis.nesting import Bools
 from haiprof.run_analysis.step_positions import (
@@ -44,8 +33,6 @@ FRAMEWORKS = frozenset({
 })  # fmt: skip
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
 _MODEL = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-_BY_ACTIVITY = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT)
-"""Activities that no line of the training thread is the cause of."""
 _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
@@ -123,7 +110,7 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    for activity in (*_BY_ACTIVITY, LOADER_WAIT):
+    for activity in NO_LINE:
         rows = np.flatnonzero(free & (table.activity == activity))
         free[rows] = False
         if len(rows):

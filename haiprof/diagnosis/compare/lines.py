@@ -21,9 +21,10 @@ from haiprof.diagnosis.thresholds import (
     COMPARE_P_VALUE,
 )
 from haiprof.run_analysis.code_samples import CODE_PHASES, WORKER, CodeSamples
-from haiprof.run_analysis.flame_graph import IN_STEP, own_path
+from haiprof.run_analysis.flame_graph import own_path
 from haiprof.run_analysis.lines import functions_of, innermost_stack
 from haiprof.run_analysis.nesting import Bools
+from haiprof.run_analysis.step_frame import STEP_PHASES
 
 _REPLICATES = 300
 Key = tuple[str, str, str]
@@ -118,7 +119,7 @@ def _load_samples(side: ComparedRun) -> _Sampled | None:
     ranks = side.world[:: max(len(side.world) // COMPARE_LINE_RANKS, 1)]
     samples = side.analyzer.code_samples(set(ranks))
     row = _rows(samples, side)
-    phases = [CODE_PHASES.index(phase) for phase in IN_STEP] + [WORKER]
+    phases = [CODE_PHASES.index(phase) for phase in (*STEP_PHASES, "checkpoint")] + [WORKER]
     samples = samples.take(chosen := (row >= 0) & np.isin(samples.phase, phases))
     if not len(samples.stack):
         return None
