@@ -24,7 +24,7 @@ from haiprof.show.summary import OverviewSummary, rank_name
 from haiprof.show.text import moment_text, number_text, printable, share_text
 from haiprof.trace_analysis.files import files_by_window
 
-_SLOW_LIMIT, _LATE_LIMIT = 10, 16
+_SLOW_LIMIT, _LATE_LIMIT = 5, 16
 _ONLY_GPU = ("GPU", "GPU memory")
 """Columns that are left out where no rank has a value."""
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
@@ -80,7 +80,7 @@ def phase_table(steps: pl.DataFrame, split: Mapping[str, float | None]) -> PageT
             phase, share_text(split.get(phase), whole), *map(duration_text, spread),
             duration_text(number(times.max())), duration_text(number(device.median())),
         ))  # fmt: skip
-    head = ("phase", "of the usual step", "5 %", "median", "95 %", "longest", "median on the GPU")
+    head = ("phase", "of the mean step", "5 %", "median", "95 %", "longest", "median on the GPU")
     return text_table("", head, rows, left=("phase",))
 
 
