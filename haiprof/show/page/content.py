@@ -229,7 +229,10 @@ class PageContent:
     windows: tuple[tuple[Path, ...], ...]
     """Trace files by window."""
     snapshots: PageTable | None
-    environment: PageTable
+    environment: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...]
+    one_rank: tuple[tuple[str, str], ...]
+    """Facts of the only rank and its host."""
     flames: RunFlames
     comparison: ComparisonSection | None
     """With the run that was asked for."""
@@ -252,6 +255,7 @@ def page_content(
     verdict, found = judge(analyzer, trace_limit_bytes=None if read_traces else 0)
     ledger = ledger_part(verdict, found)
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0)
+    ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     steps, late = analyzer.steps(), analyzer.lateness()
     judged = select_judged_steps(steps)
     windows, no_windows = parts.trace_files(analyzer.run)
@@ -270,9 +274,9 @@ def page_content(
         verdict=verdict,
         ledger=ledger,
         summary=summary,
-        ranks=parts.rank_table(summary),
-        nodes=parts.node_table(summary),
-        phases=parts.phase_table(judged, verdict.split),
+        ranks=ranks,
+        nodes=nodes,
+        phases=parts.phase_table(judged),
         slowest=parts.slow_table(judged),
         slow_step=slow_step_part(analyzer, judged),
         late=parts.late_table(late),
@@ -282,9 +286,11 @@ def page_content(
         memory=memory,
         windows=tuple(map(tuple, windows)),
         snapshots=parts.snapshot_table(analyzer.run),
-        environment=parts.environment_table(
+        environment=parts.environment_pairs(
             analyzer.run, analyzer.files.manifest, analyzer.ranks()
         ),
+        options=parts.option_pairs(analyzer.files.manifest),
+        one_rank=parts.one_rank_facts(ranks, nodes),
         not_measured=tuple(
             by_reason({
                 **dict(verdict.not_measured), **summary.missing, **dict(memory.missing),

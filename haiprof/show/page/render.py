@@ -236,6 +236,7 @@ def _template(name: str) -> Template:
         duration_text=duration_text,
         bytes_text=bytes_text,
     )
+    environment.globals["zip"] = zip
     return environment.get_template(name)
 
 
@@ -285,10 +286,10 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
         yield "lines", "Lines of your code"
     if content.verdict.step_count:
         yield "phases", "Phases"
-    if content.data["counters"]["panels"]:
+    if content.data["counters"]["panels"] or content.memory.data["panels"]:
         yield "counters", "Counters"
     memory, traces = content.memory, content.traces
-    if memory.data["panels"] or memory.peaks.rows or memory.gpu.rows or memory.held.rows:
+    if memory.gpu.rows or memory.held.rows or traces.memory:
         yield "memory", "Memory"
     if content.late.rows or content.collectives.rows:
         yield "collectives", "Collectives"
@@ -304,8 +305,6 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
     if content.snapshots:
         yield "snapshots", "Snapshots"
     yield "environment", "Environment"
-    if content.not_measured or content.verdict.abstained or content.verdict.notes:
-        yield "unknown", "Not measured"
 
 
 def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:

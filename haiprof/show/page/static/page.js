@@ -405,7 +405,7 @@
     const place = details.querySelector("[data-account]"), number = place?.dataset.account;
     if (!details.open || !place || place.childElementCount || !data.accounts.counts[number]) return;
     const plot = element("figure", "", "plot"), tree = data.flame.accounts[number];
-    Object.assign(plot.dataset, { figure: "account", account: number, height: 150 });
+    Object.assign(plot.dataset, { figure: "account", account: number, height: 120 });
     plot.style.minHeight = `${height(plot)}px`;
     place.append(element("h4", "Its time in each step"), plot);
     watch(plot, () => drawAccount(plot));
@@ -424,7 +424,7 @@
     return lines.map((line) => { const first = sum; sum += line.count; return first; });
   }
 
-  const PANEL_PX = 160;
+  const PANEL_PX = 150;
 
   /** What a group of panels is drawn from. */
   function sourceOf(place) { return place.dataset.panels === "memory" ? data.memory : data.counters; }
@@ -536,12 +536,7 @@
     const { lines } = sourceOf(place);
     for (const old of place.querySelectorAll(".plot")) forget(old);
     place.replaceChildren();
-    let row = "";
-    for (const [panel, own] of shown) {
-      if (panel.row !== row) place.append(element("h3", panel.row));
-      row = panel.row;
-      place.append(makePanel(panel, own.map((i) => lines[i])));
-    }
+    for (const [panel, own] of shown) place.append(makePanel(panel, own.map((i) => lines[i])));
   }
 
   // ---- drawing what is looked at -----------------------------------------------------------
