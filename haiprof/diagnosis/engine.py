@@ -57,6 +57,13 @@ def diagnose(
         RunNotFoundError: There is no run.
         RunFormatError: It is of another version, or nothing in it can be read.
     """
+    return judge(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)[0]
+
+
+def judge(
+    analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
+) -> tuple[Verdict, RunLedger | None]:
+    """The same, with what its ledger is made of; None without judged steps."""
     inputs = gather_inputs(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)
     manifest = analyzer.files.manifest
     deaths = analyzer.deaths()
@@ -67,7 +74,7 @@ def diagnose(
     findings = _findings(inputs, found, facts)
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
-    return Verdict(
+    verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
         headline=death.headline if death else _headline(analyzer, inputs, findings, ledger),
@@ -104,6 +111,7 @@ def diagnose(
         traces=traced_lines(analyzer.windows(), analyzer.steps(), analyzer.run),
         reactions=reacted_lines(inputs.reactions, analyzer.run),
     )
+    return verdict, found
 
 
 def read_ledger(analyzer: RunFrames, inputs: RuleInputs) -> RunLedger | None:
@@ -156,8 +164,12 @@ def _findings(
     rows: list[Finding] = []
     if found is not None:
         ledger = found.ledger
-        listed = [a for a in ledger.largest() if a.gain_ns >= _LISTED_RATIO * ledger.mean_ns]
-        rows = [_finding(inputs, found, account, priced) for account in listed[:_LISTED]]
+        listed = [(row, account) for row, account in zip(ledger.opportunities, ledger.largest(),
+                  strict=True) if account.gain_ns >= _LISTED_RATIO * ledger.mean_ns]  # fmt: skip
+        rows = [
+            replace(_finding(inputs, found, account, priced), account=row)
+            for row, account in listed[:_LISTED]
+        ]
     named = {row.rule for row in rows}
     others = [fact for fact in facts if fact.rule not in named]
     everything = [*rows, *others]

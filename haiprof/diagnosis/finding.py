@@ -101,6 +101,8 @@ class Finding:
     Findings are ordered by it, and with the confidence it gives the severity."""
     gain: Gain | None = None
     """What the step becomes without it; None of facts that are no opportunity."""
+    account: int | None = None
+    """The account of the ledger that it is about; None of facts beside it."""
     missing: tuple[str, ...] = ()
     """What could not be measured and would make it surer."""
     rank: int | None = None

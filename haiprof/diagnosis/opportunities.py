@@ -15,14 +15,9 @@ import numpy as np
 from haiprof.base.intervals import Ints
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
-    COLLECTION,
-    GIL_WAIT,
-    LINK_WAIT,
-    LOADER_WAIT,
     MODEL_POSITIONS,
-    NO_CORE,
+    NO_LINE,
     OPERATORS,
-    PEER_WAIT,
     PYTHON,
     UNKNOWN,
     TimeTable,
@@ -47,8 +42,6 @@ FRAMEWORKS = frozenset({
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
 _WITHOUT_PHASES = (PREPARE, AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
-_BY_ACTIVITY = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT)
-"""Activities that no line of the training thread is the cause of."""
 _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
@@ -128,7 +121,7 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    for activity in (*_BY_ACTIVITY, LOADER_WAIT):
+    for activity in NO_LINE:
         rows = np.flatnonzero(free & (table.activity == activity))
         free[rows] = False
         if len(rows):

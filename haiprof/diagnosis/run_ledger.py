@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from haiprof.diagnosis.opportunities import (
     needed_rows,
     opportunity,
 )
-from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.thresholds import (
     LIKE_RATIO,
     LINK_BYTES_PER_S,
@@ -68,14 +68,40 @@ class RunLedger:
 
     ledger: Ledger
     samples: CodeSamples
-    time: JobTime
-    table: TimeTable
     straggler_ns: float
     """What the straggler needs beyond the others, per step; 0 without one."""
+    time: JobTime
+    table: TimeTable
+    rows: tuple[Ints, ...]
+    """Rows of the table by account."""
+
+    def series(self, account: int) -> Floats:
+        """[step of `time.step`]: what an account takes, of the one rank that has it or on average.
+
+        In each step it has its share of the exact time of its positions.
+        """
+        parts = self.time.series_of(self.table, self.rows[account])
+        of = self.ledger.accounts[account].ranks
+        found: Floats = parts[self.time.ranks.index(of[0])] if of else parts.mean(axis=0)
+        return found
+
+    def rank_positions(self) -> dict[int, dict[str, float]]:
+        """By rank, the one with the longest mean step first: its mean step by position."""
+        means = self.time.totals_ns.sum(axis=1) / len(self.time.step)
+        order = np.argsort(-means.sum(axis=1), kind="stable").tolist()
+        return {
+            self.time.ranks[row]: {
+                name: ns for name, ns in zip(POSITIONS, means[row].tolist(), strict=True) if ns
+            }
+            for row in order
+        }
 
 
 def run_ledger(
-    analyzer: RunFrames, inputs: RuleInputs, settings: Sequence[PricedSetting] = ()
+    analyzer: RunFrames,
+    inputs: RuleInputs,
+    settings: Sequence[PricedSetting] = (),
+    also: Collection[int] = (),
 ) -> RunLedger | None:
     """Builds the ledger of a run; None without judged steps.
 
@@ -83,6 +109,7 @@ def run_ledger(
         analyzer: The run.
         inputs: Its judged steps, and what was recorded beside them.
         settings: Those that are on and have a price.
+        also: Ranks whose samples are read beside those that are read anyway.
     """
     steps = {rank: own["step"].to_numpy() for rank, own in inputs.by_rank.items()}
     if not steps:
@@ -90,7 +117,7 @@ def run_ledger(
     groups = analyzer.arrivals()
     peers = peer_waits(groups, analyzer.step_starts(steps)) if groups else None
     time = job_time(steps, analyzer.position_times, analyzer.used_positions(), peers)
-    chosen = _sampled_ranks(time)
+    chosen = _sampled_ranks(time) | (set(also) & set(time.ranks))
     samples = analyzer.code_samples(chosen)
     parts = [
         _rank_samples(analyzer, rank, steps[rank], time, inputs.core_waits)
@@ -118,10 +145,16 @@ def run_ledger(
         table, needed, more = _split_setting(table, needed, setting)
         found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
-    ledger = replace(_ledger(table, time, found, needed, left), median_ns=median)
+    ledger, rows = _ledger(table, time, found, needed, left)
     return RunLedger(
-        ledger=ledger, samples=samples, time=time, table=table, straggler_ns=straggler_ns
-    )
+        ledger=replace(ledger, median_ns=median), samples=samples, straggler_ns=straggler_ns,
+        time=time, table=table, rows=rows,
+    )  # fmt: skip
+
+
+def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:
+    """The ledger alone, for views that say no verdict; None without judged steps."""
+    return run_ledger(analyzer, gather_inputs(analyzer, trace_limit_bytes=0), also=also)
 
 
 def _keep_needed_link(
@@ -238,25 +271,32 @@ def _ledger(
     found: Sequence[Opportunity],
     needed: np.ndarray,
     left: Floats,
-) -> Ledger:
-    rows = sorted((_account(table, time, each, left) for each in found), key=lambda a: -a.gain_ns)
+) -> tuple[Ledger, tuple[Ints, ...]]:
+    """The ledger, and the rows of the table by account."""
+    priced = [(_account(table, time, each, left), each.rows) for each in found]
+    priced.sort(key=lambda one: -one[0].gain_ns)
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
         rest[each.rows] = False
     others, unseen = _other_accounts(table, time, np.flatnonzero(rest), needed)
-    accounts = (*rows, *others)
+    accounts = tuple(account for account, _ in (*priced, *others))
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
-    return Ledger(
+    ledger = Ledger(
         mean_ns=mean,
         median_ns=0.0,
         count=len(time.step),
         residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
         positions=time.positions,
         accounts=accounts,
-        opportunities=tuple(place for place, a in enumerate(rows) if a.gain_ns > 0),
-        rests_on=f"spans of {len(time.step)} steps and {int(table.count.sum())} samples",
+        opportunities=tuple(place for place, (a, _) in enumerate(priced) if a.gain_ns > 0),
+        rests_on=f"spans of {len(time.step)} steps and {_sample_count(table)} samples",
     )
+    return ledger, tuple(rows for _, rows in (*priced, *others))
+
+
+def _sample_count(table: TimeTable) -> int:
+    return len(np.unique(table.sample[table.sample >= 0]))
 
 
 def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) -> Account:
@@ -321,7 +361,7 @@ def _package(table: TimeTable, rows: Ints) -> str | None:
 
 def _other_accounts(
     table: TimeTable, time: JobTime, rows: Ints, needed: np.ndarray
-) -> tuple[list[Account], float]:
+) -> tuple[list[tuple[Account, Ints]], float]:
     """What no opportunity holds, by position, activity, package and function; and the residual.
 
     Work of the model that was never sampled is the residual: its position is known, and no more.
@@ -346,8 +386,9 @@ def _other_accounts(
     found = []
     for number in range(int(group.max(initial=-1)) + 1):
         own = np.flatnonzero(group == number)
-        found.append(_plain_account(table, time, rows[own], keys[:, own[0]], names, frame[own]))
-    return sorted(found, key=lambda account: -account.ns_per_step), unseen
+        account = _plain_account(table, time, rows[own], keys[:, own[0]], names, frame[own])
+        found.append((account, rows[own]))
+    return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
 
 
 def _plain_account(

@@ -11,14 +11,14 @@ import polars as pl
 
 from haiprof.base.code_places import code_name
 from haiprof.base.intervals import Floats, Ints
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import visible
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
+from haiprof.run_analysis.ledger import ACTIVITIES, NO_LINE, TimeTable
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.step_frame import STEP_PHASES
 
-IN_STEP = (*STEP_PHASES, "checkpoint")
-"""Phases that make up a step; others are shown on their own."""
-_SHOWN = (*IN_STEP, "evaluation", "worker", "worker_waiting", "other_threads")
+OTHER_THREADS = ("worker", "worker_waiting", "other_threads")
+"""Shown beside the positions of a step, on their own."""
 _Key = TypeVar("_Key", int, str)
 _LEAST_RATIO = 0.001
 """Frames below this share of a step, in every rank, count as their caller's own time."""
@@ -33,8 +33,12 @@ class FlameSource:
     folder: str
     """Where the job was started: files below it are named from there."""
     samples: CodeSamples
+    table: TimeTable
+    """What the training thread did in the steps that count."""
     steps: pl.DataFrame
-    """The steps that count, in the columns of `step_frame`: only samples in them are shown."""
+    """These steps, in the columns of `step_frame`."""
+    accounts: Sequence[tuple[Ints, float]] = ()
+    """Rows of the table that are drawn on their own, and what they take per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +49,10 @@ class FlameFrame:
     """Its function; a phase has its own name."""
     place: str
     """`data.py:14` of the user's code, of two runs the file alone; the module of a library's; empty
-    for a phase."""
+    for a position."""
     kind: str
-    """`phase`, `user` or `library`."""
+    """`phase` (a position of the step, or other threads), `user`, `library`, or `activity`: time
+    that no line is the cause of, such as waiting for a core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class FlameNode:
     """A frame below its callers; numbers count from 0, callers come before the called."""
 
     parent: int
-    """-1: a phase."""
+    """-1: a position."""
     frame: int
 
 
@@ -69,11 +74,19 @@ class FlameSeries:
     step_count: int
     sample_count: int
     sample_ns: dict[str, float]
-    """By phase: what one sample stands for, per step. A time of `a` ns strays by the square root of
-    `a` times that, as counts do (Poisson)."""
+    """By position: what one sample stands for, per step. A time of `a` ns strays by the square
+    root of `a` times that, as counts do (Poisson)."""
     self_ns: dict[int, float]
-    """By node: its own time without what it calls, per step. The nodes of a step's phases add up
-    to the mean step."""
+    """By node: its own time without what it calls, per step. The nodes of a step's
+    positions add up to the mean step."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "run": visible(self.run), "rank": self.rank, "step_count": self.step_count,
+            "sample_count": self.sample_count, "sample_ns": self.sample_ns,
+            "nodes": list(self.self_ns), "self_ns": [round(ns) for ns in self.self_ns.values()],
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,47 +97,47 @@ class FlameGraph:
     nodes: tuple[FlameNode, ...]
     series: tuple[FlameSeries, ...]
     """The mean of the ranks first, then each rank, in order of runs."""
+    accounts: tuple[FlameSeries, ...] = ()
+    """Those of the first run that were asked for, each alone."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: what a page draws."""
         return {
-            "in_step": list(IN_STEP),
+            "in_step": list(POSITIONS),
             "frames": [
                 [visible(frame.name), visible(frame.place), frame.kind] for frame in self.frames
             ],
             "parents": [node.parent for node in self.nodes],
             "places": [node.frame for node in self.nodes],
-            "series": [
-                {
-                    "run": visible(one.run), "rank": one.rank, "step_count": one.step_count,
-                    "sample_count": one.sample_count, "sample_ns": one.sample_ns,
-                    "nodes": list(one.self_ns),
-                    "self_ns": [round(ns) for ns in one.self_ns.values()],
-                }
-                for one in self.series
-            ],
-        }  # fmt: skip
+            "series": [one.as_json() for one in self.series],
+            "accounts": [one.as_json() for one in self.accounts],
+        }
 
 
 def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
     """One tree of all stacks that were sampled in the steps that count.
 
     A frame of user code is a line, and of two runs a function, as lines move when code changes; a
-    library's is a function. Times are per step: a phase has the time that its spans tell, shared
-    among its samples, so that phases add up to the mean step. Evaluation, workers and other
-    threads are per step, too. Source: Gregg, The Flame Graph, CACM 59 (6), 2016.
+    library's is a function. Times are per step and those of the ledger: positions add up to the
+    mean step. Workers and other threads are per step, too. Source: Gregg, The Flame Graph, CACM 59
+    (6), 2016.
 
     Args:
         sources: The run; then the one that it is compared with.
     """
     grower = _Grower(by_line=len(sources) == 1)
-    series = [one for source in sources for one in _series_of(source, grower)]
-    return _prune(grower, series)
+    placers = [_Placer(source, grower) for source in sources]
+    series = [
+        one
+        for source, placer in zip(sources, placers, strict=True)
+        for one in _series_of(source, placer)
+    ]
+    accounts = [_of_account(sources[0], *each, placers[0]) for each in sources[0].accounts]
+    return _prune(grower, series, accounts)
 
 
-def _series_of(source: FlameSource, grower: _Grower) -> Iterator[FlameSeries]:
+def _series_of(source: FlameSource, placer: _Placer) -> Iterator[FlameSeries]:
     """The mean of the ranks, then each of them."""
-    placer = _Placer(source, grower)
     ranks = [
         _of_rank(source, rank, placer)
         for rank in np.unique(source.samples.rank).tolist()
@@ -157,64 +170,82 @@ def _mean(parts: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
 
 def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
     steps = source.steps.filter(pl.col("rank") == rank)
-    samples = source.samples.take(source.samples.rank == rank)
-    samples = samples.take(in_steps(samples, steps))
-    known_ns = _phase_ns(steps, samples)
+    table = source.table
+    own = np.flatnonzero(table.rank == rank)
     self_ns: dict[int, float] = {}
     sample_ns: dict[str, float] = {}
-    for phase in _SHOWN:
-        rows = samples.phase == CODE_PHASES.index(phase)
-        weight = samples.weight_ns[rows]
-        total_ns = known_ns.get(phase, float(weight.sum())) / steps.height
-        if total_ns <= 0:
-            continue
-        sample_ns[phase] = total_ns / max(len(weight), 1)
-        for stack, share in _shares(samples.stack[rows], weight):
-            node = placer.node(stack, phase)
-            self_ns[node] = self_ns.get(node, 0.0) + share * total_ns
+    for number in np.unique(table.position[own]).tolist():
+        rows = own[table.position[own] == number]
+        total_ns = float(table.ns[rows].sum()) / steps.height
+        sample_ns[POSITIONS[number]] = total_ns / max(_sample_count(table, rows), 1)
+        _add_rows(self_ns, placer, table, rows, 1 / steps.height)
+    samples = source.samples.take(_beside(source.samples, rank, steps))
+    for name in OTHER_THREADS:
+        rows = np.flatnonzero(samples.phase == CODE_PHASES.index(name))
+        if weight := float(samples.weight_ns[rows].sum()):
+            sample_ns[name] = weight / steps.height / len(rows)
+            stacks, place = np.unique(samples.stack[rows], return_inverse=True)
+            times = np.bincount(place, samples.weight_ns[rows]) / steps.height
+            for stack, ns in zip(stacks.tolist(), times.tolist(), strict=True):
+                self_ns[placer.node(stack, name)] = ns
     return FlameSeries(
         run=source.run,
         rank=rank,
         step_count=steps.height,
-        sample_count=len(samples.stack),
+        sample_count=_sample_count(table, own) + len(samples.stack),
         sample_ns=sample_ns,
         self_ns=self_ns,
     )
 
 
-def _shares(stack: Ints, weight: Floats) -> Iterator[tuple[int, float]]:
-    """(stack, its share of the weight); without samples all of it is nobody's: stack 0."""
-    total = float(weight.sum())
-    if not total:
-        yield 0, 1.0
-        return
-    stacks, place = np.unique(stack, return_inverse=True)
-    yield from zip(stacks.tolist(), (np.bincount(place, weight) / total).tolist(), strict=True)
+def _of_account(source: FlameSource, rows: Ints, ns: float, placer: _Placer) -> FlameSeries:
+    """Its rows, so scaled that they add up to what it takes per step on average over ranks."""
+    table = source.table
+    self_ns: dict[int, float] = {}
+    scale = ns / max(float(table.ns[rows].sum()), 1.0)
+    _add_rows(self_ns, placer, table, rows, scale)
+    return FlameSeries(
+        run=source.run, rank=None, step_count=source.steps.height, self_ns=self_ns,
+        sample_count=_sample_count(table, rows), sample_ns={},
+    )  # fmt: skip
 
 
-def _phase_ns(steps: pl.DataFrame, samples: CodeSamples) -> dict[str, float]:
-    """How long the phases of a rank's steps were in all; saves are taken out of `other`."""
-    found = {phase: float(steps[f"{phase}_host_ns"].sum() or 0) for phase in STEP_PHASES}
-    saves = samples.phase == CODE_PHASES.index("checkpoint")
-    saved_ns = min(float(samples.weight_ns[saves].sum()), found["other"])
-    return {**found, "other": found["other"] - saved_ns, "checkpoint": saved_ns}
+def _sample_count(table: TimeTable, rows: Ints) -> int:
+    """A sample can be in several rows, with a share of its time in each."""
+    samples = table.sample[rows]
+    return len(np.unique(samples[samples >= 0]))
 
 
-def in_steps(samples: CodeSamples, steps: pl.DataFrame) -> Bools:
-    """Samples of one rank in steps that count; of other phases and threads, between them.
+def _add_rows(
+    self_ns: dict[int, float], placer: _Placer, table: TimeTable, rows: Ints, scale: float
+) -> None:
+    """Puts the time of some rows below their positions."""
+    activity = table.activity[rows]
+    activity = np.where(np.isin(activity, NO_LINE), activity, -1)
+    stack = np.where(activity < 0, table.stack[rows], 0)
+    keys = np.stack([table.position[rows], activity, stack])
+    cells, place = np.unique(keys, axis=1, return_inverse=True)
+    times = np.bincount(place.ravel(), scale * table.ns[rows]).tolist()
+    for (position, nobodys, own), ns in zip(cells.T.tolist(), times, strict=True):
+        name = POSITIONS[position]
+        node = placer.node(own, name) if nobodys < 0 else placer.of_activity(nobodys, name)
+        self_ns[node] = self_ns.get(node, 0.0) + ns
 
-    Args:
-        samples: Of one rank.
-        steps: The steps that count, of one or several attempts of that rank.
-    """
-    inside = np.zeros(len(samples.stack), dtype=np.bool_)
-    in_step = np.isin(samples.phase, [CODE_PHASES.index(phase) for phase in IN_STEP])
-    for own in steps.partition_by("attempt"):
-        start_ns = own["start_ns"].to_numpy()
-        end_ns = (start_ns + own["step_ns"].to_numpy()).max()
-        during = (samples.time_ns >= start_ns.min()) & (samples.time_ns <= end_ns)
-        inside |= during & (~in_step | np.isin(samples.step, own["step"].to_numpy()))
-    return inside
+
+def _beside(samples: CodeSamples, rank: int, steps: pl.DataFrame) -> Bools:
+    """Samples of a rank's workers and other threads from its first step that counts to its last."""
+    start_ns = steps["start_ns"].to_numpy()
+    end_ns = start_ns + steps["step_ns"].to_numpy()
+    beside = np.isin(samples.phase, [CODE_PHASES.index(name) for name in OTHER_THREADS])
+    during = (samples.time_ns >= start_ns.min()) & (samples.time_ns <= end_ns.max())
+    found: Bools = beside & during & (samples.rank == rank)
+    return found
+
+
+def own_path(file: str, folder: str) -> str:
+    """A file of the user's as it is named from where the job was started."""
+    below = f"{folder.rstrip('/')}/"
+    return file.removeprefix(below) if folder else file
 
 
 class _Grower:
@@ -249,7 +280,7 @@ class _Placer:
         self._known: dict[tuple[int, str], int] = {}
 
     def node(self, stack: int, phase: str) -> int:
-        """The node of a stack in a phase; stack 0 is the phase itself."""
+        """The node of a stack in a position; stack 0 is the position itself."""
         known = self._known.get((stack, phase))
         if known is not None:
             return known
@@ -261,6 +292,11 @@ class _Placer:
             found = self._grower.node(parent, self._frames[self._tree.place[stack]])
         self._known[stack, phase] = found
         return found
+
+    def of_activity(self, activity: int, position: str) -> int:
+        """The node of an activity that has no line."""
+        frame = FlameFrame(name=ACTIVITIES[activity], place="", kind="activity")
+        return self._grower.node(self.node(0, position), self._grower.frame(frame, key=""))
 
 
 def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:
@@ -275,13 +311,9 @@ def _add_frame(grower: _Grower, tree: CodeTree, place: int, folder: str) -> int:
     return grower.frame(found, key=place_text)
 
 
-def own_path(file: str, folder: str) -> str:
-    """A file of the user's as it is named from where the job was started."""
-    below = f"{folder.rstrip('/')}/"
-    return file.removeprefix(below) if folder else file
-
-
-def _prune(grower: _Grower, series: Sequence[FlameSeries]) -> FlameGraph:
+def _prune(
+    grower: _Grower, series: Sequence[FlameSeries], accounts: Sequence[FlameSeries]
+) -> FlameGraph:
     """Without nodes that are too small to be seen: their time is their caller's own."""
     parents = [parent for parent, _ in grower.nodes]
     largest = np.zeros(len(parents))
@@ -300,14 +332,17 @@ def _prune(grower: _Grower, series: Sequence[FlameSeries]) -> FlameGraph:
         FlameNode(parent=number.get(parents[node], -1), frame=used[places[node]]) for node in number
     )
     moved = []
-    for one in series:
+    for one in (*series, *accounts):
         self_ns: dict[int, float] = {}
         for node, ns in one.self_ns.items():
             place = number[target[node]]
             self_ns[place] = self_ns.get(place, 0.0) + ns
         moved.append(replace(one, self_ns=self_ns))
     frames = tuple(grower.shown[frame] for frame in used)
-    return FlameGraph(frames=frames, nodes=nodes, series=tuple(moved))
+    shown = len(series)
+    return FlameGraph(
+        frames=frames, nodes=nodes, series=tuple(moved[:shown]), accounts=tuple(moved[shown:])
+    )
 
 
 def inclusive_ns(parents: Sequence[int], self_ns: Mapping[int, float]) -> Floats:

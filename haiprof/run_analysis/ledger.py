@@ -41,11 +41,14 @@ ACTIVITIES = (
     FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
-_COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count")
+_COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count",
+            "sample")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
 """Where operators are the model's own."""
+NO_LINE = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT, LOADER_WAIT)
+"""What no line of the training thread is the cause of."""
 JOB = "job"
 """The package of the user's own code."""
 _PACKAGE = re.compile(
@@ -115,6 +118,8 @@ class TimeTable:
     """Of all judged steps together."""
     count: Floats
     """Samples that it rests on."""
+    sample: Ints
+    """Which sample it is, or a part of: a row of the `CodeSamples`; -1: none."""
     packages: Sequence[str]
     """Per frame of the tree: whose code it is."""
 
@@ -243,13 +248,13 @@ def _rank_rows(
     rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
     rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
-    del rows["sample"]
     rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
     none = np.zeros(len(unseen))
     others = {
         "cell": np.array(rest[0]), "position": np.array(rest[0]),
         "activity": np.array(rest[1]), "stack": none,
         "step": none - 1, "spike": np.array(rest[2]), "ns": np.array(rest[3]), "count": none,
+        "sample": none - 1,
     }  # fmt: skip
     joined = {
         name: np.concatenate([column, others[name].astype(column.dtype)])

@@ -15,7 +15,7 @@ from haiprof.base.units import NS_PER_S, duration_text
 from haiprof.diagnosis.compare.baseline import baseline_named
 from haiprof.diagnosis.compare.compared_run import compared_run_of
 from haiprof.diagnosis.compare.comparison import compare_runs
-from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.engine import judge
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.last_seconds import RankTimeline, last_seconds, time_range
@@ -31,6 +31,7 @@ from haiprof.show.flame import RunFlames, run_flames
 from haiprof.show.frame_table import PageTable, text_table
 from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
+from haiprof.show.page.ledger_part import LedgerPart, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
 from haiprof.show.page.run_sections import SlowStepPart, slow_step_part
 from haiprof.show.page.trace_sections import (
@@ -197,6 +198,7 @@ class PageContent:
 
     header: RunHeader
     verdict: Verdict
+    ledger: LedgerPart | None
     summary: OverviewSummary
     ranks: PageTable
     nodes: PageTable
@@ -210,30 +212,39 @@ class PageContent:
     memory: MemoryPart
     windows: tuple[tuple[Path, ...], ...]
     """Trace files by window."""
-    no_windows: str
-    """Why there is none."""
     snapshots: PageTable | None
-    environment: PageTable
+    environment: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...]
+    one_rank: tuple[tuple[str, str], ...]
+    """Facts of the only rank and its host."""
     flames: RunFlames
     comparison: ComparisonSection | None
     """With the run that was asked for."""
     not_measured: tuple[tuple[str, str], ...]
-    """Rows of counters that have no sample, with the reason."""
+    """What has no number anywhere on the page, with the reason."""
     data: Mapping[str, Any]
     """What the figures are drawn of, as plain JSON values."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether several ranks trained."""
+        steps = self.data["steps"]
+        return steps is not None and len(steps["ranks"]) > 1
 
 
 def page_content(
     analyzer: RunFrames, *, read_traces: bool = True, baseline: str | None = None
 ) -> PageContent:
     """Reads a run for its page, also one that still runs."""
-    verdict = diagnose(analyzer, trace_limit_bytes=None if read_traces else 0)
+    verdict, found = judge(analyzer, trace_limit_bytes=None if read_traces else 0)
+    ledger = ledger_part(verdict, found)
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0)
+    ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     steps, late = analyzer.steps(), analyzer.lateness()
     judged = select_judged_steps(steps)
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
-    flames = run_flames(analyzer, compared.other if compared else None)
+    flames = run_flames(analyzer, compared.other if compared else None, found)
     traces = trace_sections(analyzer.run, read=read_traces)
     memory = memory_part(
         analyzer,
@@ -245,10 +256,11 @@ def page_content(
     return PageContent(
         header=summary.run,
         verdict=verdict,
+        ledger=ledger,
         summary=summary,
-        ranks=parts.rank_table(summary),
-        nodes=parts.node_table(summary),
-        phases=parts.phase_table(judged, verdict.split),
+        ranks=ranks,
+        nodes=nodes,
+        phases=parts.phase_table(judged),
         slowest=parts.slow_table(judged),
         slow_step=slow_step_part(analyzer, judged),
         late=parts.late_table(late),
@@ -257,16 +269,29 @@ def page_content(
         traces=traces,
         memory=memory,
         windows=tuple(map(tuple, windows)),
-        no_windows=no_windows,
         snapshots=parts.snapshot_table(analyzer.run),
-        environment=parts.environment_table(
+        environment=parts.environment_pairs(
             analyzer.run, analyzer.files.manifest, analyzer.ranks()
         ),
-        not_measured=tuple(by_reason(summary.missing)),
+        options=parts.option_pairs(analyzer.files.manifest),
+        one_rank=parts.one_rank_facts(ranks, nodes),
+        not_measured=tuple(
+            by_reason(
+                {
+                    **dict(verdict.not_measured),
+                    **summary.missing,
+                    **dict(memory.missing),
+                    **dict(traces.missing),
+                    **({"lines of code": flames.missing} if flames.missing else {}),
+                    **({"traces": no_windows} if no_windows else {}),
+                }
+            )
+        ),
         flames=flames,
         comparison=compared,
         data={
             **_data(analyzer, summary, late, compared, traces),
+            "accounts": ledger.data if ledger else {"counts": {}},
             "memory": memory.data,
             "flame": flames.graph.as_json(),
         },
@@ -294,7 +319,7 @@ def _data(
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
         "window": _seconds(summary.window, start_ns),
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
-        "map": map_data(grid, start_ns) if grid else None,
+        "map": map_data(grid, start_ns) if grid and len(grid.ranks) > 1 else None,
         "steps": step_data(steps, start_ns) if grid else None,
         "counters": counter_data(counters, start_ns),
         "hosts": {str(row.rank): row.host for row in summary.ranks},
@@ -316,7 +341,7 @@ def _figures(
     grid: RankGrid | None, late: pl.DataFrame, compared: ComparisonSection | None, start_ns: int
 ) -> Iterator[tuple[str, Any]]:
     """The figures that do not depend on the reader's choices, as plain JSON values."""
-    if grid is not None:
+    if grid is not None and len(grid.ranks) > 1:
         yield "over-time", plain_figure(over_time_figure(grid, title="", start_ns=start_ns))
     if late["late_ns_per_step"].is_finite().any():
         yield "late", plain_figure(late_ranks_figure(late, title=""))

@@ -27,7 +27,7 @@ _LEVELS = ("allocated_bytes", "peak_bytes", "reserved_bytes")
 _RSS = ("process", "memory_rss_bytes")
 _PEAK_WORDS = (
     "Resident memory of a rank's process and its workers, while the steps ran that count; pages "
-    "that they share count once for each."
+    "that they share count once for each. ▼ marks it in the figure."
 )
 _GPU_WORDS = (
     "As PyTorch's caching allocator counted where steps began. Kept between steps: parameters, "

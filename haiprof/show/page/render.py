@@ -19,7 +19,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
 from haiprof.show.card import cost_text
 from haiprof.show.figures.panel_table import by_reason
-from haiprof.show.figures.style import FONT, PHASES, write_text
+from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
 from haiprof.show.frame_table import page_table
 from haiprof.show.page.content import MARKS, PageContent, page_content
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("tables.js", "time.js", "live.js", "flame.js", "page.js")
-_OVERVIEW = ("verdict", "death", "overview", "ranks", "phases", "counters", "memory",
+_OVERVIEW = ("verdict", "death", "overview", "ranks", "rank", "phases", "counters", "memory",
              "collectives")  # fmt: skip
 _RANK = ("rank", "lines", "ranks", "phases")
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 14, 60, 220, 720
@@ -53,15 +53,6 @@ _UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
 
 Link = Callable[[Path], str]
 """Address at which a trace opens in Perfetto; empty for none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One phase in the split bar."""
-
-    phase: str
-    ns: float | None
-    share: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +200,8 @@ def _render(
         windows=windows,
         sections=sections,
         shown={name for name, _ in sections},
-        split=list(_split(verdict)),
+        folded=True,
+        first=verdict.findings[0] if verdict.findings and not content.death else None,
         abstained=_abstentions(verdict),
         cost=cost_text(verdict.cost),
         marks=MARKS,
@@ -244,6 +236,7 @@ def _template(name: str) -> Template:
         duration_text=duration_text,
         bytes_text=bytes_text,
     )
+    environment.globals["zip"] = zip
     return environment.get_template(name)
 
 
@@ -283,27 +276,35 @@ def _sections(content: PageContent) -> Iterator[tuple[str, str]]:
         yield "death", "The end"
     if content.comparison:
         yield "comparison", "Comparison"
-    yield from (
-        ("overview", "Overview"), ("ranks", "Ranks over time"),
-        ("rank", "One rank"), ("lines", "Lines of your code"), ("phases", "Phases"),
-        ("counters", "Counters"), ("memory", "Memory"),
-        ("collectives", "Collectives"), ("kernels", "Kernels"),
-    )  # fmt: skip
-    if content.traces.operators:
+    if content.has_ranks:
+        yield "overview", "Overview"
+    if len(content.ranks.rows) > 1:
+        yield "ranks", "Ranks over time"
+    if content.data["steps"]:
+        yield "rank", "One rank" if content.has_ranks else "Steps"
+    if not content.flames.missing:
+        yield "lines", "Lines of your code"
+    if content.verdict.step_count:
+        yield "phases", "Phases"
+    if content.data["counters"]["panels"] or content.memory.data["panels"]:
+        yield "counters", "Counters"
+    memory, traces = content.memory, content.traces
+    if memory.gpu.rows or memory.held.rows or traces.memory:
+        yield "memory", "Memory"
+    if content.late.rows or content.collectives.rows:
+        yield "collectives", "Collectives"
+    pictures = [each for each in traces.pictures if each.name != "trace-memory"]
+    if pictures or any(table.rows for table in traces.kernels) or traces.notes:
+        yield "kernels", "Kernels"
+    if traces.operators:
         yield "operators", "Operators"
-    if content.traces.functions:
+    if traces.functions:
         yield "functions", "Functions"
-    yield "traces", "Traces"
+    if content.windows or content.verdict.traces:
+        yield "traces", "Traces"
     if content.snapshots:
         yield "snapshots", "Snapshots"
     yield "environment", "Environment"
-
-
-def _split(verdict: Verdict) -> Iterator[_Part]:
-    whole = sum(ns or 0.0 for ns in verdict.split.values())
-    for phase in PHASES:
-        ns = verdict.split.get(phase)
-        yield _Part(phase=phase, ns=ns, share=text.share_text(ns, whole))
 
 
 def _abstentions(verdict: Verdict) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
 from haiprof.show.frame_table import PageTable, page_table, text_table
 from haiprof.show.summary import OverviewSummary, rank_name
-from haiprof.show.text import moment_text, number_text, printable, share_text
+from haiprof.show.text import moment_text, number_text, printable
 from haiprof.trace_analysis.files import files_by_window
 
-_SLOW_LIMIT, _LATE_LIMIT = 10, 16
+_SLOW_LIMIT, _LATE_LIMIT = 5, 16
 _ONLY_GPU = ("GPU", "GPU memory")
 """Columns that are left out where no rank has a value."""
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
@@ -69,25 +69,24 @@ def node_table(summary: OverviewSummary) -> PageTable:
     return text_table("", head, rows, left=("host",))
 
 
-def phase_table(steps: pl.DataFrame, split: Mapping[str, float | None]) -> PageTable:
+def phase_table(steps: pl.DataFrame) -> PageTable:
     """Each phase over the steps given: of all ranks, warm and not traced."""
-    whole = sum(ns or 0.0 for ns in split.values())
+    head = ("phase", "5 %", "median", "95 %", "longest", "median on the GPU")
     rows = []
     for phase in PHASES:
         times, device = steps[f"{phase}_host_ns"], steps[f"{phase}_device_ns"]
-        spread = [number(times.quantile(q)) for q in (0.05, 0.5, 0.95)]
-        rows.append((
-            phase, share_text(split.get(phase), whole), *map(duration_text, spread),
-            duration_text(number(times.max())), duration_text(number(device.median())),
-        ))  # fmt: skip
-    head = ("phase", "of the usual step", "5 %", "median", "95 %", "longest", "median on the GPU")
-    return text_table("", head, rows, left=("phase",))
+        spread = [times.quantile(q) for q in (0.05, 0.5, 0.95)]
+        known = [number(value) for value in (*spread, times.max(), device.median())]
+        rows.append((phase, *map(duration_text, known)))
+    shown = len(head) - all(row[-1] == MISSING for row in rows)
+    return text_table("Phases", head[:shown], [row[:shown] for row in rows], left=("phase",))
 
 
 def slow_table(steps: pl.DataFrame) -> PageTable:
     """The slowest steps of all ranks, and what each consists of."""
     slowest = steps.sort("step_ns", "rank", "step", descending=[True, False, False])
-    columns = [("rank", "rank"), ("step", "step"), ("step_ns", "took"),
+    rank = [("rank", "rank")] if steps["rank"].n_unique() > 1 else []
+    columns = [*rank, ("step", "step"), ("step_ns", "took"),
                *((f"{phase}_host_ns", phase) for phase in PHASES)]  # fmt: skip
     return page_table("Slowest steps", slowest.head(_SLOW_LIMIT), columns, limit=_SLOW_LIMIT)
 
@@ -161,8 +160,29 @@ def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
         )
 
 
-def environment_table(run: RunPaths, manifest: Manifest | None, ranks: pl.DataFrame) -> PageTable:
-    """What was run, where, with which versions and options."""
+def one_rank_facts(ranks: PageTable, nodes: PageTable) -> tuple[tuple[str, str], ...]:
+    """What the tables of ranks and hosts say of the only rank, without what the ledger says."""
+    if len(ranks.rows) != 1:
+        return ()
+    said = {"rank", "steps", "mean step", "median step", *PHASES}
+    own = [pair for pair in zip(ranks.head, ranks.rows[0], strict=True) if pair[0] not in said]
+    host = zip(nodes.head[1:], nodes.rows[0][1:], strict=True) if len(nodes.rows) == 1 else ()
+    return (*own, *host)
+
+
+def option_pairs(manifest: Manifest | None) -> tuple[tuple[str, str], ...]:
+    """The options that were set."""
+    options = manifest.options.items() if manifest else ()
+    return tuple(
+        (f"--{printable(name).replace('_', '-')}", printable(_option(value)))
+        for name, value in options if value not in _UNSET
+    )  # fmt: skip
+
+
+def environment_pairs(
+    run: RunPaths, manifest: Manifest | None, ranks: pl.DataFrame
+) -> tuple[tuple[str, str], ...]:
+    """What was run, where, and with which versions."""
     known = manifest or Manifest(haiprof_version="", name=run.root.name, command=[])
     versions = [
         (name, ", ".join(sorted(printable(v) for v in ranks[column].drop_nulls().unique())))
@@ -171,7 +191,7 @@ def environment_table(run: RunPaths, manifest: Manifest | None, ranks: pl.DataFr
     hosts = sorted(printable(host) for host in ranks["host"].drop_nulls().unique())
     shown = ", ".join(hosts[:_LATE_LIMIT])
     shown += f" and {len(hosts) - _LATE_LIMIT} more" if len(hosts) > _LATE_LIMIT else ""
-    rows = [
+    return (
         ("command", printable(shlex.join(map(str, known.command)))),
         ("folder", printable(known.cwd) or MISSING),
         ("started", moment_text(known.start_wall_ns or None)),
@@ -179,10 +199,7 @@ def environment_table(run: RunPaths, manifest: Manifest | None, ranks: pl.DataFr
         *((name, text or MISSING) for name, text in versions),
         ("haiprof", printable(known.haiprof_version) or MISSING),
         ("run directory", printable(str(run.root))),
-        *((f"--{printable(name).replace('_', '-')}", printable(_option(value)))
-          for name, value in known.options.items() if value not in _UNSET),
-    ]  # fmt: skip
-    return text_table("", ("", ""), rows, left=("",))
+    )
 
 
 def _option(value: object) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from haiprof.run_analysis.flame_graph import IN_STEP, FlameGraph, inclusive_ns
+from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis.flame_graph import FlameGraph, inclusive_ns
 from haiprof.show.flame import run_flames
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -48,11 +49,11 @@ def times(graph: FlameGraph, series: int = 0) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_phases_add_up_to_the_step_and_samples_share_their_time(tmp_path: Path) -> None:
+def test_positions_add_up_to_the_step_and_samples_share_their_time(tmp_path: Path) -> None:
     run = record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN, LOAD, OPEN), (MAIN,)]})
     graph = run_flames(run).graph
     found = times(graph)
-    assert sum(found[(phase,)] for phase in IN_STEP if (phase,) in found) == pytest.approx(
+    assert sum(found[(name,)] for name in POSITIONS if (name,) in found) == pytest.approx(
         STEP_NS, rel=0.01
     )
     assert found["forward", "main"] == pytest.approx(SPAN_NS)

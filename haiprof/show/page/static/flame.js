@@ -4,10 +4,11 @@
 const drawFlame = (() => {
   const ROW_PX = 21, LEAST_RATIO = 0.0015, CHANCE = 2.58; // 99 % of a normal distribution
   const TITLES = {
-    other: "outside the model", worker: "DataLoader workers, loading",
+    worker: "DataLoader workers, loading",
     worker_waiting: "DataLoader workers, waiting", other_threads: "other Python threads",
   };
   const STEP = "a training step";
+  const titleOf = (position) => TITLES[position] || position.replace("_", " ");
 
   function element(tag, text, className) {
     const made = document.createElement(tag);
@@ -45,7 +46,7 @@ const drawFlame = (() => {
     const nameOf = (node) => frames[places[node]][0];
     const shown = tops.filter((node) => (part === STEP ? data.in_step.includes(nameOf(node)) : nameOf(node) === part));
     shown.sort((a, b) => data.in_step.indexOf(nameOf(a)) - data.in_step.indexOf(nameOf(b)));
-    const root = made(part === STEP ? STEP : TITLES[part] || part, "", "root", null);
+    const root = made(part === STEP ? STEP : titleOf(part), "", "root", null);
 
     function add(node, into, phase) {
       chosen.forEach((one, which) => {
@@ -69,7 +70,7 @@ const drawFlame = (() => {
       const name = nameOf(node);
       let into = root;
       if (part === STEP) {
-        into = made(TITLES[name] || name, "", "phase", root);
+        into = made(titleOf(name), "", "phase", root);
         into.phase = name;
         root.below.set(`phase ${name}`, into);
       }
@@ -120,8 +121,9 @@ const drawFlame = (() => {
   }
 
   class Graph {
-    constructor(place, data) {
+    constructor(place, data, title) {
       this.data = data;
+      this.title = title;
       this.place = place;
       this.bar = element("div", "", "flame-bar");
       this.keys = element("ul", "", "keys flame-keys");
@@ -133,6 +135,7 @@ const drawFlame = (() => {
       this.found.setAttribute("role", "status");
       place.replaceChildren(this.bar, this.keys, this.found, this.tree, this.about);
       this.makeBar();
+      this.bar.hidden = this.keys.hidden = Boolean(title);
       this.tree.addEventListener("click", (event) => this.clicked(event));
       this.tree.addEventListener("keydown", (event) => this.pressed(event));
       this.tree.addEventListener("mouseover", (event) => this.tell(this.frameAt(event.target)));
@@ -144,8 +147,8 @@ const drawFlame = (() => {
 
     makeBar() {
       const tops = this.data.parents.map((p, node) => (p < 0 ? this.data.frames[this.data.places[node]][0] : null));
-      const phases = [...this.data.in_step, "evaluation", "worker", "worker_waiting", "other_threads"];
-      const parts = [[STEP, STEP], ...phases.filter((phase) => tops.includes(phase)).map((phase) => [phase, TITLES[phase] || phase])];
+      const phases = [...this.data.in_step, "worker", "worker_waiting", "other_threads"];
+      const parts = [[STEP, STEP], ...phases.filter((phase) => tops.includes(phase)).map((phase) => [phase, titleOf(phase)])];
       this.part = this.select("Time in", parts);
       const series = seriesOf(this.data);
       const names = series.map(({ number, name }) => [String(number), name]);
@@ -216,6 +219,7 @@ const drawFlame = (() => {
       const of = series[Number(this.of?.value ?? 0)];
       this.both = Boolean(than) && than !== of;
       this.root = treeOf(this.data, this.part.value, [of, this.both ? than : null], this.inner.checked);
+      if (this.title) this.root.name = this.title;
       this.zoom = this.root;
       this.makeKeys();
       this.render();
@@ -379,5 +383,6 @@ const drawFlame = (() => {
     }
   }
 
-  return (place, data) => new Graph(place, data);
+  /** With a title it is of one thing, and there is nothing to choose. */
+  return (place, data, title = "") => new Graph(place, data, title);
 })();

@@ -346,7 +346,7 @@
   }
 
   function drawRank(place) {
-    const rank = byId("chooser").value, steps = details.get(rank) || data.steps;
+    const rank = chosenRank(), steps = details.get(rank) || data.steps;
     const at = steps.ranks.indexOf(Number(rank));
     const first = steps.counts.slice(0, at).reduce((a, b) => a + b, 0);
     const end = first + steps.counts[at];
@@ -378,7 +378,44 @@
     describe(place, `Phases of each step of rank ${rank}: ${rangesOf(traces, unit)}`);
   }
 
-  const DRAW = { map: drawMap, rank: drawRank };
+  /** Of a run with one rank that one. */
+  function chosenRank() { return byId("chooser")?.value ?? String(data.steps.ranks[0]); }
+
+  // ---- accounts of the ledger --------------------------------------------------------------
+
+  /** The time of an account in each step, from what was packed for all of them. */
+  function drawAccount(place) {
+    const { counts, step, ms } = data.accounts, number = place.dataset.account;
+    const keys = Object.keys(counts).map(Number).sort((a, b) => a - b);
+    const first = keys.filter((key) => key < number).reduce((sum, key) => sum + counts[key], 0);
+    const x = numbers(step).subarray(first, first + counts[number]);
+    const times = numbers(ms).subarray(first, first + counts[number]);
+    const [unit, unitMs] = unitOf(times.reduce((a, b) => Math.max(a, b), 0));
+    const y = times.map((value) => value / unitMs);
+    const line = { color: tinted("#0072B2"), width: 1.2 };
+    Plotly.react(place, [{ type: "scatter", mode: "lines", x, y, line, hovertemplate: `step %{x}: %{y:.3g} ${unit}<extra></extra>` }], layout(height(place), {
+      margin: { l: 52, r: 12, t: 12, b: 30 }, xaxis: axis({ title: { text: "step", standoff: 2 } }),
+      yaxis: axis({ rangemode: "tozero", nticks: 4, ticksuffix: ` ${unit}` }),
+    }), { ...CONFIG, displayModeBar: false });
+    describe(place, `Time in each step: ${rangesOf([{ name: "", y }], unit)}`);
+  }
+
+  /** What an account shows once it is opened: its series over steps and its code. */
+  function openAccount(details) {
+    const place = details.querySelector("[data-account]"), number = place?.dataset.account;
+    if (!details.open || !place || place.childElementCount || !data.accounts.counts[number]) return;
+    const plot = element("figure", "", "plot"), tree = data.flame.accounts[number];
+    Object.assign(plot.dataset, { figure: "account", account: number, height: 120 });
+    plot.style.minHeight = `${height(plot)}px`;
+    place.append(element("h4", "Its time in each step"), plot);
+    watch(plot, () => drawAccount(plot));
+    if (!tree?.nodes.some((node) => data.flame.frames[data.flame.places[node]][2] === "user")) return;
+    const graph = element("div", "", "flame-graph");
+    place.append(element("h4", "Where in the code"), graph);
+    drawFlame(graph, { ...data.flame, series: [tree] }, "this account");
+  }
+
+  const DRAW = { map: drawMap, rank: drawRank, account: drawAccount };
 
   // ---- counters ----------------------------------------------------------------------------
 
@@ -387,7 +424,7 @@
     return lines.map((line) => { const first = sum; sum += line.count; return first; });
   }
 
-  const PANEL_PX = 178;
+  const PANEL_PX = 150;
 
   /** What a group of panels is drawn from. */
   function sourceOf(place) { return place.dataset.panels === "memory" ? data.memory : data.counters; }
@@ -395,7 +432,7 @@
   function linesFor(place) {
     const all = sourceOf(place).lines;
     if (place.dataset.panels !== "rank") return all.map((_, i) => i).filter((i) => all[i].all);
-    const rank = Number(byId("chooser").value), host = data.hosts[rank];
+    const rank = Number(chosenRank()), host = data.hosts[rank];
     return all.map((_, i) => i).filter((i) => all[i].own &&
       (all[i].rank === rank || (all[i].rank === null && all[i].host === host)));
   }
@@ -486,7 +523,8 @@
   /** Draws the panels of a group; those that are there stay where they have the same lines. */
   function fillPanels(place) {
     const { panels, lines } = sourceOf(place), chosen = linesFor(place);
-    const shown = panels.map((panel, number) => [panel, chosen.filter((i) => lines[i].panel === number)])
+    const elsewhere = place.dataset.panels === "all" ? data.memory.panels.map((panel) => panel.title) : [];
+    const shown = panels.map((panel, number) => [panel, elsewhere.includes(panel.title) ? [] : chosen.filter((i) => lines[i].panel === number)])
       .filter(([, own]) => own.length);
     const names = JSON.stringify([isDark(), shown.map(([panel, own]) => [panel.title, own.map((i) => lines[i].name)])]);
     if (place.dataset.names !== names) makePanels(place, shown);
@@ -498,13 +536,7 @@
     const { lines } = sourceOf(place);
     for (const old of place.querySelectorAll(".plot")) forget(old);
     place.replaceChildren();
-    let row = "";
-    for (const [panel, own] of shown) {
-      if (panel.row !== row) place.append(element("h3", panel.row));
-      row = panel.row;
-      place.append(makePanel(panel, own.map((i) => lines[i])));
-    }
-    if (!shown.length) place.append(element("p", "No counter has a sample.", "dim"));
+    for (const [panel, own] of shown) place.append(makePanel(panel, own.map((i) => lines[i])));
   }
 
   // ---- drawing what is looked at -----------------------------------------------------------
@@ -518,12 +550,28 @@
   }, { rootMargin: "400px" });
   const waiting = new Map();
 
-  function watch(place, how) { waiting.set(place, how); seen.observe(place); }
+  function watch(place, how) {
+    waiting.set(place, how);
+    seen.observe(place);
+    idle ||= whenIdle(drawNext);
+  }
+
+  /** What nobody has looked at yet is drawn while there is nothing else to do: paper does not scroll. */
+  const whenIdle = globalThis.requestIdleCallback || ((work) => setTimeout(work, 50));
+  let idle = 0;
+  function drawNext() {
+    idle = 0;
+    const next = [...waiting.keys()].find((place) => place.offsetParent);
+    if (!next) return;
+    draw(next);
+    idle ||= whenIdle(drawNext);
+  }
 
   function draw(place) {
     const how = waiting.get(place);
     if (!how) return;
     waiting.delete(place);
+    if (!place.isConnected) return;
     drawn.set(place, how);
     how();
     place.dataset.drawn = "1";
@@ -547,7 +595,7 @@
   function showWhole() { time.forget(); redraw(); }
 
   /** Paper has no scrolling: what was not looked at is drawn, too. */
-  function drawAll() { for (const place of [...waiting.keys()]) draw(place); }
+  function drawAll() { for (const place of [...waiting.keys()]) if (place.offsetParent) draw(place); }
 
   /** Draws all for paper, or for the screen again: what is drawn keeps its width until it is told. */
   function print(begins) {
@@ -577,7 +625,7 @@
   }
 
   function showRank() {
-    showAbout(byId("chooser").value);
+    showAbout(chosenRank());
     again(document.querySelector('[data-figure="rank"]'));
     fillPanels(document.querySelector('[data-panels="rank"]'));
     fetchDetail(byId("chooser").value).catch(() => {}); // the page has enough to show without it
@@ -610,6 +658,7 @@
       const row = event.target.closest("#rank-table tbody tr");
       if (row && byId("chooser")) choose(row.cells[0].textContent.split(".")[0]);
     });
+    addEventListener("toggle", ({ target }) => { if (target.querySelector?.(":scope > [data-account]")) openAccount(target); }, true);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     addEventListener("beforeprint", () => print(true));
     addEventListener("afterprint", () => print(false));
@@ -623,6 +672,7 @@
   function prepare(section) {
     section.querySelectorAll("table").forEach(makeSortable);
     for (const place of section.querySelectorAll("[data-flame]")) showFlames(place);
+    for (const details of section.querySelectorAll(".accounts details")) openAccount(details);
     for (const place of section.querySelectorAll("figure.plot")) {
       place.style.minHeight = `${height(place)}px`;
       const how = DRAW[place.dataset.figure] || drawMade;
@@ -652,6 +702,7 @@
     details.clear();
     const stay = readerPlace();
     renewSections(page, sent, () => {});
+    for (const place of [...drawn.keys()]) if (!place.isConnected) forget(place);
     for (const section of sectionsOf(document).values()) prepare(section);
     if (!byId("problem").hidden) byId("problem").hidden = true;
     drawPanelGroups();
