@@ -368,7 +368,8 @@ def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
     rises = np.diff(parts)
     if (rises > 0).mean() >= 0.7 and rises.max() < np.ptp(parts) / 2:
         return "growing"
-    spread = parts[: cut // part].std(), parts[-(-cut // part) :].std()
+    later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
+    spread = parts[: cut // part].std(), parts[later:].std()
     if max(spread) < 0.5 * part * (after - before):
         return f"since step {step[0] + cut}"
     return "each step"
