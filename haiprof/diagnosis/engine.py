@@ -135,10 +135,12 @@ def _judge_facts(
 
 
 def _grade(found: Finding) -> Finding:
-    """A fact of a traced window whose share of it is below the one limit is no problem."""
-    if found.lost_ratio is None or found.lost_ratio >= PROBLEM_RATIO:
+    """A fact with a share of the time is a problem above the one limit, as an opportunity is."""
+    if found.lost_ratio is None or found.severity == "info":
         return found
-    return replace(found, severity="info")
+    if found.lost_ratio < PROBLEM_RATIO:
+        return replace(found, severity="info")
+    return replace(found, severity="critical" if found.lost_ratio >= CRITICAL_RATIO else "warning")
 
 
 def _less_sure(found: Finding) -> Finding:

@@ -16,8 +16,7 @@ from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.setting_prices import PRICES
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.setting_lines import FLAGS
-from tests.unit.diagnosis.stories import START_NS, write_story
-from tests.unit.diagnosis.test_run_rules import placed
+from tests.unit.diagnosis.stories import START_NS, placed, write_story
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
