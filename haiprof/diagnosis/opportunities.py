@@ -29,7 +29,9 @@ from haiprof.run_analysis.step_positions import (
     BACKWARD,
     COMPILE,
     FORWARD,
+    GRADIENTS,
     INPUT,
+    LOSS,
     OPTIMIZER,
     PREPARE,
 )
@@ -42,6 +44,7 @@ FRAMEWORKS = frozenset({
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
 _WITHOUT_PHASES = (PREPARE, AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
+_AFTER_INPUT = (FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
 _PURE = 0.5
 """A function whose time is avoidable for more than this is one opportunity as a whole."""
 _MOST = 0.7
@@ -256,12 +259,17 @@ class _Walk:
                 yield from self.nodes(call)
 
     def is_driver(self, function: _Function) -> bool:
-        """Whether the training loop passes through it: who runs both model and backward."""
+        """Whether the training loop passes through it: who runs both model and backward.
+
+        Of a model so small that it was never sampled, who takes batches and goes on after them.
+        """
         known = self._drivers.get(id(function))
         if known is None:
-            rows = np.array(function.rows)
-            at = np.unique(self.table.position[rows[self.needed[rows]]]) if len(rows) else rows
-            known = len(np.intersect1d(at, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
+            rows = np.array(function.rows, dtype=np.int64)
+            model = np.unique(self.table.position[rows[self.needed[rows]]])
+            at = np.unique(self.table.position[rows])
+            known = len(np.intersect1d(model, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
+            known |= INPUT in at and len(np.intersect1d(at, _AFTER_INPUT)) > 0
             self._drivers[id(function)] = known
         return known
 

@@ -327,15 +327,6 @@ def test_a_rank_with_other_settings_is_named(root: Path) -> None:
     assert "use_deterministic_algorithms True in place of False" in finding.title
 
 
-def test_notes_of_a_short_run_stand_in_the_order_of_what_they_cost(root: Path) -> None:
-    slow = (USUAL[0], 8 * USUAL[1], *USUAL[2:])
-    write_story(root, lambda rank, step: slow if rank == 1 else USUAL, ranks=2, steps=6)
-    told(root, 0)
-    told(root, 1, optimizer={"foreach": False})  # costs nothing that is known, and is surer
-    rules = [finding.rule for finding in judged(root).findings]
-    assert rules.index("ranks_uneven") < rules.index("settings_differ")
-
-
 @pytest.mark.parametrize(("gone", "is_found"), [(True, False), (False, True)])
 def test_ranks_differ_by_an_optimizer_only_where_all_were_read(
     root: Path, gone: bool, is_found: bool
@@ -385,6 +376,6 @@ def test_compiling_evaluation_is_compilation(root: Path) -> None:
             "spans": [[wall_us, 2_900_000]]}  # fmt: skip
     write_rank(write_run(root), spans_from(rows), lines=[line])
     verdict = judged(root)
-    assert "evaluation_heavy" in verdict.checked
+    assert "evaluation_heavy" not in [f.rule for f in verdict.findings if f.severity != "info"]
     assert verdict.compile_ns == pytest.approx(2.9 * NS_PER_S)
     assert verdict.evaluation_ns == pytest.approx(0.1 * NS_PER_S, rel=0.1)
