@@ -59,10 +59,9 @@ def lines(
     haiprof looks at the training thread's Python stack up to 100 times a second (less often
     later), and at those of DataLoader workers. `itself` is the share of samples in which a line was
     the innermost one of your code: it ran, or a library that it called. `with what it calls` counts
-    all samples that have the line anywhere, `per step` its time in the mean step, as in the
-    verdict. Libraries are not listed; --html draws them as a flame
-    graph by rank and position, with --baseline also against another run; --speedscope and --collapsed
-    have all stacks.
+    all samples that have the line anywhere, `per step` is its time in the mean step, as in the
+    verdict. Libraries are not listed; --html draws them as a flame graph by rank and position, with
+    --baseline also against another run; --speedscope and --collapsed have all stacks.
 
     For example:
 

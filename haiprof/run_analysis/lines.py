@@ -85,12 +85,13 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
             of the mean step, in ns.
 
     Returns:
-        `rank`, `worker` (None: the training thread), `phase` (of `CODE_PHASES`), with a ledger
-        `position` (of POSITIONS, in steps that count; null elsewhere), `file`, `line`, `function`; `self_count`: samples in which it was the innermost line of user code;
+        `rank`, `worker` (None: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
+        `function`; `self_count`: samples in which it was the innermost line of user code;
         `inclusive_count`: samples that have it anywhere; `sample_count`: samples of that rank,
         thread, phase and position; `self_ratio` with its 95 % interval `self_low` to `self_high`,
         `inclusive_ratio`; `time_ns`: its self time in the recorded steps (null for workers, and
-        outside steps); with a ledger `ns_per_step`: of the mean step, as in the ledger's accounts, without what no
+        outside steps). With a ledger also `position` (of POSITIONS, in steps that count; null
+        elsewhere) and `ns_per_step`: of the mean step, as in the ledger's accounts, without what no
         line is the cause of. Most samples first.
     """
     tree = samples.tree
@@ -112,7 +113,8 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
-        self_count=pl.col("len").sum(), time_ns=pl.col("weight").sum(),
+        self_count=pl.col("len").sum(),
+        time_ns=pl.col("weight").sum(),
         ns_per_step=pl.col("of_step").sum(),
     )
     inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
@@ -120,7 +122,9 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
         inclusive.agg(inclusive_count=pl.col("len").sum())
         .join(own, on=[*group, "frame"], how="left")
         .join(totals, on=group)
-        .with_columns(pl.col("self_count").fill_null(0), pl.col("time_ns", "ns_per_step").fill_null(0.0))
+        .with_columns(
+            pl.col("self_count").fill_null(0), pl.col("time_ns", "ns_per_step").fill_null(0.0)
+        )
     )
     named = _with_names(found, tree)
     return named if ledger else named.drop("position", "ns_per_step")

@@ -32,8 +32,8 @@ _UNSET: tuple[object, ...] = (None, False, "", [], {})
 
 def rank_table(summary: OverviewSummary) -> PageTable:
     """A row per rank and attempt."""
-    head = ("rank", "host", "device", "steps", "mean step", "median step", *PHASES, "CPU cores", "memory",
-            "read", "GPU", "GPU memory")  # fmt: skip
+    head = ("rank", "host", "device", "steps", "mean step", "median step", *PHASES, "CPU cores",
+            "memory", "read", "GPU", "GPU memory")  # fmt: skip
     rows = [
         (
             rank_name(r), printable(r.host or MISSING), printable(r.device or MISSING),
@@ -54,8 +54,8 @@ def rank_table(summary: OverviewSummary) -> PageTable:
 
 def node_table(summary: OverviewSummary) -> PageTable:
     """A row per host."""
-    head = ("host", "CPUs", "CPU", "memory used", "memory in all", "disk read", "disk write", "received",
-            "sent")  # fmt: skip
+    head = ("host", "CPUs", "CPU", "memory used", "memory in all", "disk read", "disk write",
+            "received", "sent")  # fmt: skip
     rows = [
         (
             printable(n.host or MISSING), number_text(n.cpu_count),
