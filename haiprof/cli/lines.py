@@ -1,4 +1,4 @@
-"""`haiprof lines`: which lines of the job's own code take the time, by rank and phase."""
+"""`haiprof lines`: which lines of the job's own code take the time, by rank and position."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ OnePhase = Annotated[
     typer.Option(
         "--phase",
         metavar="PHASE",
-        help="Only this one: dataloader, forward, backward, optimizer, other (in a step, outside "
-        "the model), checkpoint, evaluation, between_steps, worker, worker_waiting, other_threads.",
+        help="Only this position of the step: input, prepare, forward, loss, backward, gradients, "
+        "optimizer, after_step, evaluation, checkpoint, compile, between_steps; or only worker, "
+        "worker_waiting, other_threads.",
         show_default=False,
     ),
 ]
@@ -53,14 +54,14 @@ def lines(
     html: HtmlFile = None, baseline: Baseline = None, speedscope: SpeedscopeFile = None,
     collapsed: CollapsedFile = None, force: Force = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Show which lines of your code take the time, by rank and phase, as they were sampled.
+    """Show which lines of your code take the time, by rank and position, as they were sampled.
 
     haiprof looks at the training thread's Python stack up to 100 times a second (less often
     later), and at those of DataLoader workers. `itself` is the share of samples in which a line was
     the innermost one of your code: it ran, or a library that it called. `with what it calls` counts
-    all samples that have the line anywhere. Libraries are not listed; --html draws them as a flame
-    graph by rank and phase, with --baseline also against another run; --speedscope and --collapsed
-    have all stacks.
+    all samples that have the line anywhere, `per step` is its time in the mean step, as in the
+    verdict. Libraries are not listed; --html draws them as a flame graph by rank and position, with
+    --baseline also against another run; --speedscope and --collapsed have all stacks.
 
     For example:
 
@@ -68,7 +69,7 @@ def lines(
 
       haiprof lines --phase worker                what DataLoader workers do
 
-      haiprof lines --rank 3 --phase other        rank 3, outside the model
+      haiprof lines --rank 3 --phase after_step   rank 3, between optimizer and next batch
 
       haiprof lines --html lines.html             a flame graph, in one file
 
@@ -77,16 +78,13 @@ def lines(
       haiprof lines --json | jq '.lines[0]'
     """
     from haiprof.run_analysis import stack_export
-    from haiprof.run_analysis.code_samples import CODE_PHASES
-    from haiprof.run_analysis.lines import line_frame
+    from haiprof.show.flame import LINE_PARTS, sampled_lines
     from haiprof.show.views.run import lines_view
 
-    if phase is not None and phase not in CODE_PHASES:
-        raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(CODE_PHASES)}")
+    if phase is not None and phase not in LINE_PARTS:
+        raise UsageError(f"--phase {phase}: no such phase", hint=f"one of {', '.join(LINE_PARTS)}")
     analyzer = open_target(directory)
-    samples = analyzer.code_samples(None if rank is None else {rank})
-    if phase is not None:
-        samples = samples.take(samples.phase == CODE_PHASES.index(phase))
+    samples, found, notes = sampled_lines(analyzer, rank, phase)
     output = Output(json=as_json)
     if speedscope is not None:
         _write(speedscope, stack_export.speedscope(samples, name=analyzer.run.root.name), force)
@@ -100,9 +98,8 @@ def lines(
         output.hint(f"wrote {write_lines_page(analyzer, html, baseline=baseline)}")
     elif baseline is not None:
         raise UsageError("--baseline needs --html FILE: both runs are drawn there, side by side")
-    found = line_frame(samples)
-    data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(samples.notes)}
-    output.show(lambda _: lines_view(found, samples.notes), data)
+    data = {"run": str(analyzer.run.root), "lines": found.to_dicts(), "notes": list(notes)}
+    output.show(lambda _: lines_view(found, notes), data)
 
 
 def _write(path: Path, content: bytes, force: bool) -> None:

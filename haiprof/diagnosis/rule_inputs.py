@@ -323,7 +323,7 @@ def _passes(inputs: RuleInputs) -> float:
 
 
 def usual_share(inputs: RuleInputs, phase: str) -> float | None:
-    """A phase's share of the usual step; None where it is not measured."""
+    """A phase's share of the mean step; None where it is not measured."""
     split = usual_split(inputs.of_rank(typical_rank(inputs)))
     value, whole = split[phase], sum(ns or 0.0 for ns in split.values())
     return None if value is None or not whole else value / whole

@@ -31,6 +31,7 @@ from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     LINK_WAIT,
+    NO_LINE,
     PEER_WAIT,
     UNKNOWN,
     RankSamples,
@@ -84,6 +85,23 @@ class RunLedger:
         of = self.ledger.accounts[account].ranks
         found: Floats = parts[self.time.ranks.index(of[0])] if of else parts.mean(axis=0)
         return found
+
+    def of_samples(self) -> tuple[Ints, Floats]:
+        """Per sample: its position, -1 without one; and what it stands for of its rank's mean step.
+
+        Without what no line is the cause of, so that a line's samples add up to its accounts.
+        """
+        table = self.table
+        position, ns = np.full(len(self.samples.stack), -1), np.zeros(len(self.samples.stack))
+        seen = table.sample >= 0
+        position[table.sample[seen]] = table.position[seen]
+        means = dict(zip(self.time.ranks, self.time.period_ns.mean(axis=1).tolist(), strict=True))
+        for rank in np.unique(table.rank).tolist():
+            own = table.rank == rank
+            scale = means[rank] / max(float(table.ns[own].sum()), 1.0)
+            rows = own & seen & ~np.isin(table.activity, NO_LINE)
+            np.add.at(ns, table.sample[rows], scale * table.ns[rows])
+        return position, ns
 
     def rank_positions(self) -> dict[int, dict[str, float]]:
         """By rank, the one with the longest mean step first: its mean step by position."""

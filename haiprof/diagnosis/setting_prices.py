@@ -1,4 +1,4 @@
-"""What settings cost, measured, and what of the usual step each of them touches."""
+"""What settings cost, measured, and what of the mean step each of them touches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Price:
 
 
 def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
-    """Share of the usual step in some phases."""
+    """Share of the mean step in some phases."""
     return min(sum(usual_share(inputs, phase) or 0.0 for phase in phases), 1.0)
 
 
 def lost_ratio(inputs: RuleInputs, price: Price, *, on: float = 1.0) -> float:
-    """Of the usual step, what a setting costs at least.
+    """Of the mean step, what a setting costs at least.
 
     Args:
         inputs: The run.

@@ -1,4 +1,4 @@
-"""Floating-point work of the usual step and MFU, where a traced window has recorded shapes."""
+"""Floating-point work of the mean step and MFU, where a traced window has recorded shapes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from haiprof.run_format.layout import RunPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Work of one rank in the usual step, the mean over the ranks that were traced."""
+    """Work of one rank in the mean step, the mean over the ranks that were traced."""
 
     model_flops: float
     """Of matrix products, convolutions and attention in one step, without recomputation."""
     flops_per_s: float
-    """The same over the usual step's time, which tracing did not make longer."""
+    """The same over the mean step's time, which tracing did not make longer."""
     mfu_ratio: float | None
     """Share of the device's dense peak; None where that is not known."""
     is_lower_bound: bool
@@ -38,11 +38,11 @@ class StepWork:
 def step_work(
     run: RunPaths, step_ns: float | None, *, limit_bytes: int | None = None
 ) -> StepWork | None:
-    """The work of a run's usual step; None where no window recorded shapes.
+    """The work of a run's mean step; None where no window recorded shapes.
 
     Args:
         run: The run; of its last whole window.
-        step_ns: The usual step, traced ones left out.
+        step_ns: The mean step, traced ones left out.
         limit_bytes: Larger traces are left alone; None reads all.
 
         Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time

@@ -12,6 +12,7 @@ import polars as pl
 
 from haiprof.base.code_places import code_name
 from haiprof.base.intervals import Floats, Ints
+from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.stack_files import Frame
 
@@ -19,6 +20,7 @@ LINE_SCHEMA = {
     "rank": pl.Int64,
     "worker": pl.Int64,
     "phase": pl.String,
+    "position": pl.String,
     "file": pl.String,
     "line": pl.Int64,
     "function": pl.String,
@@ -30,6 +32,7 @@ LINE_SCHEMA = {
     "self_high": pl.Float64,
     "inclusive_ratio": pl.Float64,
     "time_ns": pl.Float64,
+    "ns_per_step": pl.Float64,
 }
 _COMPREHENSION = re.compile(r"(?:\.<locals>)?\.<(?:genexpr|listcomp|dictcomp|setcomp)>\Z")
 """What runs in a comprehension is its function's."""
@@ -73,43 +76,58 @@ class FunctionTime:
     """The user's lines through which most of that time came there, from the nearest outwards."""
 
 
-def line_frame(samples: CodeSamples) -> pl.DataFrame:
+def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) -> pl.DataFrame:
     """Lines of user code, by rank, thread and phase.
+
+    Args:
+        samples: Those asked about.
+        ledger: Per sample the position that the ledger gives it (-1: none), and what it stands for
+            of the mean step, in ns.
 
     Returns:
         `rank`, `worker` (None: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
         `function`; `self_count`: samples in which it was the innermost line of user code;
         `inclusive_count`: samples that have it anywhere; `sample_count`: samples of that rank,
-        thread and phase; `self_ratio` with its 95 % interval `self_low` to `self_high`,
+        thread, phase and position; `self_ratio` with its 95 % interval `self_low` to `self_high`,
         `inclusive_ratio`; `time_ns`: its self time in the recorded steps (null for workers, and
-        outside steps). Most samples first.
+        outside steps). With a ledger also `position` (of POSITIONS, in steps that count; null
+        elsewhere) and `ns_per_step`: of the mean step, as in the ledger's accounts, without what no
+        line is the cause of. Most samples first.
     """
     tree = samples.tree
+    position, of_step = ledger or (np.full(len(samples.stack), -1), np.zeros(len(samples.stack)))
     columns = {
         "rank": samples.rank,
         "worker": samples.worker,
         "phase": samples.phase,
+        "position": position,
         "stack": samples.stack,
         "weight": samples.weight_ns,
+        "of_step": of_step,
     }
-    cells = pl.DataFrame(columns).group_by("rank", "worker", "phase", "stack")
-    counted = cells.agg(pl.len(), pl.col("weight").sum())
-    group = ("rank", "worker", "phase")
+    group = ("rank", "worker", "phase", "position")
+    cells = pl.DataFrame(columns).group_by(*group, "stack")
+    counted = cells.agg(pl.len(), pl.col("weight", "of_step").sum())
     totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
     pairs = _user_pairs(tree)
     inner = pl.DataFrame({"stack": np.arange(len(tree.place)), "frame": innermost_frame(tree)})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
-        self_count=pl.col("len").sum(), time_ns=pl.col("weight").sum()
+        self_count=pl.col("len").sum(),
+        time_ns=pl.col("weight").sum(),
+        ns_per_step=pl.col("of_step").sum(),
     )
     inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
     found = (
         inclusive.agg(inclusive_count=pl.col("len").sum())
         .join(own, on=[*group, "frame"], how="left")
         .join(totals, on=group)
-        .with_columns(pl.col("self_count").fill_null(0), pl.col("time_ns").fill_null(0.0))
+        .with_columns(
+            pl.col("self_count").fill_null(0), pl.col("time_ns", "ns_per_step").fill_null(0.0)
+        )
     )
-    return _with_names(found, tree)
+    named = _with_names(found, tree)
+    return named if ledger else named.drop("position", "ns_per_step")
 
 
 def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
@@ -118,6 +136,10 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
     frame = found["frame"].to_list()
     named = found.with_columns(
         phase=pl.Series(CODE_PHASES, dtype=pl.String).gather(found["phase"]),
+        position=pl.Series([*POSITIONS, None], dtype=pl.String).gather(
+            found["position"] % (len(POSITIONS) + 1)
+        ),
+        ns_per_step=pl.when(pl.col("position") >= 0).then("ns_per_step"),
         file=pl.Series([tree.frames[f].file for f in frame], dtype=pl.String),
         line=pl.Series([tree.frames[f].line for f in frame], dtype=pl.Int64),
         function=pl.Series([tree.frames[f].function for f in frame], dtype=pl.String),
@@ -129,8 +151,8 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
         time_ns=pl.when((pl.col("time_ns") > 0) & (pl.col("worker") < 0)).then("time_ns"),
     )
     chosen = named.select(pl.col(name).cast(dtype) for name, dtype in LINE_SCHEMA.items())
-    order = ["rank", "worker", "phase", "self_count", "inclusive_count", "file", "line"]
-    descending = [False, False, False, True, True, False, False]
+    order = ["rank", "worker", "phase", "position", "self_count", "inclusive_count", "file", "line"]
+    descending = [False, False, False, False, True, True, False, False]
     return chosen.sort(order, descending=descending, nulls_last=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.ledger import POSITIONS
@@ -12,7 +13,9 @@ from haiprof.base.units import duration_text
 from haiprof.diagnosis.compare.baseline import baseline_named
 from haiprof.diagnosis.compare.compared_run import compared_run_of
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSource, flame_graph
+from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
 from haiprof.show.frame_table import PageTable, text_table
@@ -110,6 +113,36 @@ def _why_none(found: FlameSource) -> str:
         return "no stacks were sampled (`--recorder` left them out, or the run was too short)"
     seen = (found.table.sample >= 0).any()
     return "" if seen else "no sample fell into the steps that count"
+
+
+LINE_PARTS = (*POSITIONS, *(name for name in CODE_PHASES if name not in POSITIONS))
+"""What lines can be asked about: positions, and phases where the ledger has none."""
+
+
+def sampled_lines(
+    analyzer: RunFrames, rank: int | None, part: str | None
+) -> tuple[CodeSamples, pl.DataFrame, tuple[str, ...]]:
+    """Samples, their lines (`line_frame`) and notes; of one rank or of one of LINE_PARTS alone."""
+    found = plain_ledger(analyzer, () if rank is None else (rank,))
+    known = found is not None and (rank is None or rank in found.time.ranks)
+    if found is None or not known:
+        samples = analyzer.code_samples(None if rank is None else {rank})
+        position = np.full(len(samples.stack), -1)
+        of_step = np.zeros(len(samples.stack))
+        left_out = 0
+    else:
+        samples, (position, of_step) = found.samples, found.of_samples()
+        left_out = len(found.time.ranks) - len(np.unique(found.table.rank))
+    chosen = np.ones(len(samples.stack), bool) if rank is None else samples.rank == rank
+    if part in POSITIONS:
+        chosen &= position == POSITIONS.index(part)
+    elif part is not None:
+        chosen &= samples.phase == CODE_PHASES.index(part)
+    samples = samples.take(chosen)
+    notes = samples.notes
+    if left_out and rank is None:
+        notes = (*notes, f"{count_text(left_out, 'rank')} left out: --rank RANK shows one of them")
+    return samples, line_frame(samples, (position[chosen], of_step[chosen])), tuple(notes)
 
 
 def line_table(graph: FlameGraph, *, limit: int = _LINE_LIMIT) -> PageTable:

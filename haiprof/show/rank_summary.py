@@ -19,6 +19,7 @@ from haiprof.show.summary import (
     counters_over_time,
     find_judged_time,
     lasting_values,
+    mean_step_ns,
     missing_sources,
     phase_split,
     rank_steps,
@@ -41,7 +42,7 @@ class PhaseStat:
     p95_ns: float | None
     max_ns: float | None
     share_ratio: float | None
-    """Of the middle step, as in the split."""
+    """Of the mean step, as in the split."""
     device_median_ns: float | None
 
 
@@ -84,8 +85,10 @@ class OneRankSummary:
     about: Mapping[str, Any]
     """The rank's row of `Analyzer.ranks()`."""
     step_count: int
+    mean_step_ns: float | None
+    """Of the steps that the verdict judges, with what is paid between them; so is the split."""
     median_step_ns: float | None
-    """Without the first, slower steps, as in the verdict; so is the split."""
+    """Of the same steps, without that."""
     split_ns: Mapping[str, float | None]
     boundary: str | None
     """The most frequent kind of step boundary."""
@@ -131,6 +134,7 @@ def one_rank_summary(data: RunData, rank: int) -> OneRankSummary:
         ),
         about=about,
         step_count=steps.height,
+        mean_step_ns=mean_step_ns(steps),
         median_step_ns=number(counted["step_ns"].median()),
         split_ns=split,
         boundary=_most_common(steps["boundary"]),

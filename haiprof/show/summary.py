@@ -10,12 +10,12 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.recorded_windows import traced_lines
-from haiprof.diagnosis.rule_inputs import judged_steps, typical_of, usual_split
+from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
 from haiprof.run_analysis.records import number
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_boundaries import WORDS
-from haiprof.run_analysis.step_frame import last_attempts, untrained_boundary
+from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.training_time import host_windows, select_training_samples, training_spans
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
@@ -64,12 +64,26 @@ def find_judged_time(judged: pl.DataFrame, whole: TimeRange | None) -> TimeRange
     return time_range(judged, pl.DataFrame(schema={"time_ns": pl.Int64})) or whole
 
 
+def mean_step_ns(steps: pl.DataFrame) -> float | None:
+    """The mean step of one attempt of one rank, as in the verdict: from begin to begin.
+
+    What is paid between steps, at every Nth step or at the start of an epoch counts in full.
+    """
+    begin = pl.col("start_ns")
+    period = (begin.shift(-1) - begin).fill_null(pl.col("step_ns"))
+    return number(settled_steps(steps.sort("step").with_columns(period))["start_ns"].mean())
+
+
 def phase_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """Time per phase of the usual step (`usual_split`), of the settled steps.
+    """The mean step of one attempt of one rank by phase; what lies between steps is `other`.
 
     None for a phase without a value on that clock.
     """
-    return usual_split(settled_steps(steps), clock=clock)
+    found = usual_split(settled_steps(steps), clock=clock)
+    mean = mean_step_ns(steps) if clock == "host" else None
+    if mean is not None:
+        found["other"] = mean - sum(ns or 0.0 for name, ns in found.items() if name != "other")
+    return found
 
 
 class RunData(Protocol):
@@ -285,10 +299,12 @@ class RankSummary:
     pid: int | None
     device: str | None
     step_count: int
+    mean_step_ns: float | None
+    """Of the steps that the verdict judges, with what is paid between them."""
     median_step_ns: float | None
-    """Without the first, slower steps, as in the verdict; so are the splits."""
+    """Of the same steps, without that."""
     split_ns: Split
-    """Host time of a middle step by phase; None for a phase never seen."""
+    """Host time of the mean step by phase; None for a phase never seen."""
     device_split_ns: Split | None
     """The same on the device's clock; None without a device."""
     cpu_cores: float | None
@@ -349,7 +365,7 @@ class OverviewSummary:
     """Reason by source that has no sample."""
     series: tuple[Series, ...]
     work: StepWork | None
-    """FLOPs and MFU of the usual step of the typical rank, where shapes were traced."""
+    """FLOPs and MFU of the mean step, where shapes were traced."""
     traces: tuple[str, ...]
     """Traced windows, and why others were not."""
     reactions: tuple[str, ...]
@@ -396,22 +412,18 @@ def overview_summary(
         ),
         missing=missing_sources(data.run, manifest, counters),
         series=tuple(overview_series(counted, samples, window)) if window and with_series else (),
-        work=step_work(data.run, _usual_step_ns(counted), limit_bytes=trace_limit_bytes),
+        work=step_work(data.run, _job_step_ns(by_rank), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data.windows(), steps, data.run),
         reactions=tuple(map(_reaction_line, data.reactions().iter_rows(named=True))),
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
     )
 
 
-def _usual_step_ns(judged: pl.DataFrame) -> float | None:
-    """Of the typical rank in its last attempt, as on the card."""
-    steps = last_attempts(judged)
-    by_rank = {
-        int(rank): part for (rank,), part in steps.partition_by("rank", as_dict=True).items()
-    }
-    if not by_rank:
-        return None
-    return sum(ns or 0.0 for ns in usual_split(by_rank[typical_of(by_rank)]).values())
+def _job_step_ns(by_rank: Mapping[Any, pl.DataFrame]) -> float | None:
+    """The mean of the ranks' mean steps, of the last attempt of each."""
+    last = {rank: steps for (rank, _), steps in sorted(by_rank.items(), key=lambda one: one[0])}
+    means = [ns for steps in last.values() if (ns := mean_step_ns(steps)) is not None]
+    return sum(means) / len(means) if means else None
 
 
 def _reaction_line(row: Mapping[str, Any]) -> str:
@@ -444,6 +456,7 @@ def _rank_summary(row: Mapping[str, Any], own: pl.DataFrame, stats: Metrics) -> 
         pid=row["pid"],
         device=row["device"],
         step_count=own.height,
+        mean_step_ns=mean_step_ns(own),
         median_step_ns=number(median),
         split_ns=phase_split(own),
         device_split_ns=device_split if any(device_split[p] is not None for p in PHASES) else None,

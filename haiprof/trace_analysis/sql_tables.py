@@ -250,7 +250,7 @@ _RUN_TABLES: dict[str, tuple[str, _Schema, dict[str, str]]] = {
             "rank": "whose steps",
             "step": "the first slower one; with hang the last that ended",
             "reason": "what was compared",
-            "before_step_ns": "usual step; null with hang",
+            "before_step_ns": "median step before; null with hang",
             "after_step_ns": "slower step; null with hang",
             "silent_ns": "without a step; null with slow",
             "action": "snapshot, trace-now or none",

@@ -71,13 +71,13 @@ def overview_figure(
     title: str,
     start_ns: int,
 ) -> go.Figure:
-    """Split of a middle step per rank; over time the step, and one row of panels per source.
+    """Split of the mean step per rank; over time the step, and one row of panels per source.
 
     Series longer than about 5000 points are thinned; the highest and lowest point of each stretch
     stay. A pause of a series is a gap in its line. Sources that are missing as a whole are named
     below the panels, each with the reason.
     """
-    head = ["Middle step by phase (ms)", "Step time (ms)"]
+    head = ["Mean step by phase (ms)", "Step time (ms)"]
     rows = source_rows(counters, start_ns)
     height = min(max(ROW_PX, _BAR_PX * len(splits) + _BAR_FRAME_PX), _HEAD_MAX_PX)
     figure = panel_grid(head, rows, head_px=height, title=title, missing=missing)
@@ -364,15 +364,15 @@ def _title(run: RunHeader, step_facts: str) -> str:
 
 
 def _overview_facts(summary: OverviewSummary) -> str:
-    medians = [r.median_step_ns for r in summary.ranks if r.median_step_ns is not None]
+    means = [r.mean_step_ns for r in summary.ranks if r.mean_step_ns is not None]
     ranks = count_text(len({rank.rank for rank in summary.ranks}), "rank")
-    if not medians:
+    if not means:
         return f"{ranks} · no step recorded"
-    low, high = duration_text(min(medians)), duration_text(max(medians))
-    return f"{ranks} · median step {low if low == high else f'{low} to {high}'}"
+    low, high = duration_text(min(means)), duration_text(max(means))
+    return f"{ranks} · mean step {low if low == high else f'{low} to {high}'}"
 
 
 def _rank_facts(summary: OneRankSummary) -> str:
     name = f"rank {summary.rank}" + (f", attempt {summary.attempt}" if summary.attempt else "")
-    median = duration_text(summary.median_step_ns) if summary.step_count else MISSING
-    return f"{name} · {count_text(summary.step_count, 'step')} · median step {median}"
+    mean = duration_text(summary.mean_step_ns) if summary.step_count else MISSING
+    return f"{name} · {count_text(summary.step_count, 'step')} · mean step {mean}"

@@ -253,6 +253,7 @@ def page_content(
         traced=bool(traces.memory),
         start_ns=time_start_ns(summary),
     )
+    others = {"lines of code": flames.missing, "traces": no_windows}
     return PageContent(
         header=summary.run,
         verdict=verdict,
@@ -275,18 +276,7 @@ def page_content(
         ),
         options=parts.option_pairs(analyzer.files.manifest),
         one_rank=parts.one_rank_facts(ranks, nodes),
-        not_measured=tuple(
-            by_reason(
-                {
-                    **dict(verdict.not_measured),
-                    **summary.missing,
-                    **dict(memory.missing),
-                    **dict(traces.missing),
-                    **({"lines of code": flames.missing} if flames.missing else {}),
-                    **({"traces": no_windows} if no_windows else {}),
-                }
-            )
-        ),
+        not_measured=tuple(by_reason(_not_measured(verdict, summary, memory, traces, others))),
         flames=flames,
         comparison=compared,
         data={
@@ -296,6 +286,20 @@ def page_content(
             "flame": flames.graph.as_json(),
         },
     )
+
+
+def _not_measured(
+    verdict: Verdict,
+    summary: OverviewSummary,
+    memory: MemoryPart,
+    traces: TraceSections,
+    others: Mapping[str, str],
+) -> dict[str, str]:
+    """What has no number anywhere on the page, and why."""
+    return {
+        **dict(verdict.not_measured), **summary.missing, **dict(memory.missing),
+        **dict(traces.missing), **{what: why for what, why in others.items() if why},
+    }  # fmt: skip
 
 
 def time_start_ns(summary: OverviewSummary) -> int:

@@ -32,12 +32,12 @@ _UNSET: tuple[object, ...] = (None, False, "", [], {})
 
 def rank_table(summary: OverviewSummary) -> PageTable:
     """A row per rank and attempt."""
-    head = ("rank", "host", "device", "steps", "median step", *PHASES, "CPU cores", "memory",
-            "read", "GPU", "GPU memory")  # fmt: skip
+    head = ("rank", "host", "device", "steps", "mean step", "median step", *PHASES, "CPU cores",
+            "memory", "read", "GPU", "GPU memory")  # fmt: skip
     rows = [
         (
             rank_name(r), printable(r.host or MISSING), printable(r.device or MISSING),
-            str(r.step_count), duration_text(r.median_step_ns),
+            str(r.step_count), duration_text(r.mean_step_ns), duration_text(r.median_step_ns),
             *(duration_text(r.split_ns.get(p)) for p in PHASES),
             number_text(r.cpu_cores), bytes_text(r.memory_rss_bytes),
             rate_text(r.read_bytes_per_s), ratio_text(r.gpu_utilization_ratio),
@@ -54,8 +54,8 @@ def rank_table(summary: OverviewSummary) -> PageTable:
 
 def node_table(summary: OverviewSummary) -> PageTable:
     """A row per host."""
-    head = ("host", "CPUs", "CPU", "memory used", "of", "disk read", "disk write", "received",
-            "sent")  # fmt: skip
+    head = ("host", "CPUs", "CPU", "memory used", "memory in all", "disk read", "disk write",
+            "received", "sent")  # fmt: skip
     rows = [
         (
             printable(n.host or MISSING), number_text(n.cpu_count),

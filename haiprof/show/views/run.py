@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import (
     MISSING,
     NS_PER_S,
@@ -20,6 +21,7 @@ from haiprof.base.units import (
     visible,
 )
 from haiprof.run_analysis.code_samples import CODE_PHASES
+from haiprof.run_analysis.flame_graph import OTHER_THREADS
 from haiprof.run_analysis.settings import ModelSettings, OptimizerSettings, RankSettings
 from haiprof.run_analysis.step_boundaries import WORDS
 from haiprof.show.card import work_text
@@ -181,7 +183,7 @@ def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
     """All ranks, or the slowest of many."""
     if len(ranks) <= SHOWN_RANKS:
         return list(ranks)
-    slowest = sorted(ranks, key=lambda rank: rank.median_step_ns or 0.0, reverse=True)
+    slowest = sorted(ranks, key=lambda rank: rank.mean_step_ns or 0.0, reverse=True)
     return slowest[:SHOWN_RANKS]
 
 
@@ -193,19 +195,20 @@ def _header(summary: OverviewSummary) -> RenderableType:
 
 def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:
     bars = width >= BAR_WIDTH
-    names = ["rank", "steps", "median"]
+    names = ["rank", "steps", "mean", "median"]
     table = plain_table(*names, left=["rank"], gap=2 if width >= COMPACT_BELOW_WIDTH else 1)
     for phase in PHASES:
         table.add_column(phase_heading(phase, width), justify="right", no_wrap=True)
     if bars:
-        table.add_column("middle step", ratio=1)
-    longest = max((rank.median_step_ns or 0.0 for rank in ranks), default=0.0)
+        table.add_column("mean step", ratio=1)
+    longest = max((rank.mean_step_ns or 0.0 for rank in ranks), default=0.0)
     for rank in ranks:
         for clock, split in _splits(rank):
             cells = [rank_name(rank) + clock, str(rank.step_count)]
-            cells += [duration_text(rank.median_step_ns) if not clock else ""]
+            times = (rank.mean_step_ns, rank.median_step_ns)
+            cells += ["" if clock else duration_text(ns) for ns in times]
             row: list[RenderableType] = [*cells, *_split_cells(split, width)]
-            scale = (rank.median_step_ns or 0.0) / longest if longest else 1.0
+            scale = (rank.mean_step_ns or 0.0) / longest if longest else 1.0
             table.add_row(*row, *([SplitBar(split, scale=scale)] if bars else []))
     table.expand = bars
     yield table
@@ -360,7 +363,7 @@ def _identity(summary: OneRankSummary) -> Text:
 
 
 def _step_parts(summary: OneRankSummary) -> Iterator[RenderableType]:
-    yield section("Middle step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
+    yield section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary)))
     yield section("Phases", _phases(summary))
     yield section("Over time", _over_time(summary, summary.phase_series))
     yield section("Slowest steps", _slowest(summary))
@@ -371,7 +374,8 @@ def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableT
 
 
 def _steps_line(summary: OneRankSummary) -> str:
-    parts = [f"median {duration_text(summary.median_step_ns)}"]
+    mean, median = duration_text(summary.mean_step_ns), duration_text(summary.median_step_ns)
+    parts = [f"mean step {mean}", f"median step {median}"]
     boundary = _BOUNDARIES.get(summary.boundary or "")
     if boundary:
         parts.append(f"{boundary} (confidence {ratio_text(summary.confidence)})")
@@ -453,42 +457,50 @@ def lines_view(lines: pl.DataFrame, notes: tuple[str, ...]) -> RenderableType:
 
 
 def _sections(lines: pl.DataFrame) -> Iterator[RenderableType]:
-    workers = pl.col("worker").is_not_null()
+    """By position where the ledger gives one, else by phase."""
+    workers, placed = pl.col("worker").is_not_null(), pl.col("position").is_not_null()
     for (rank,), of_rank in lines.group_by("rank", maintain_order=True):
-        for phase in CODE_PHASES:
-            found = of_rank.filter(pl.col("phase") == phase)
+        parts = [(name, pl.col("position") == name) for name in POSITIONS]
+        known = of_rank.select(placed.any()).item()
+        shown = OTHER_THREADS if known else CODE_PHASES
+        parts += [(name, ~placed & (pl.col("phase") == name)) for name in shown]
+        for name, chosen in parts:
+            found = of_rank.filter(chosen)
             if found.is_empty():
                 continue
             threads = found.filter(workers)["worker"].n_unique()
             who = f", {count_text(threads, 'worker')}" if threads else ""
-            title = f"rank {rank}: {_TITLES.get(phase, phase)}{who}"
+            title = f"rank {rank}: {_TITLES.get(name, name.replace('_', ' '))}{who}"
             yield section(title, _table(_merge_workers(found)))
 
 
 def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
-    """The lines of one phase, those of all workers together."""
-    total = found.group_by("worker").agg(pl.col("sample_count").first())["sample_count"].sum()
+    """The lines of one part, those of all workers together."""
+    totals = found.group_by("worker", "phase").agg(pl.col("sample_count").first())
     sums = found.group_by("file", "line", "function").agg(
-        pl.col("self_count", "inclusive_count", "time_ns").sum()
+        pl.col("self_count", "inclusive_count", "time_ns").sum(),
+        pl.when(pl.col("ns_per_step").is_not_null().any()).then(pl.col("ns_per_step").sum()),
     )
     order = ["self_count", "inclusive_count", "file", "line"]
-    merged = sums.with_columns(sample_count=pl.lit(total))
+    merged = sums.with_columns(sample_count=pl.lit(totals["sample_count"].sum()))
     return merged.sort(order, descending=[True, True, False, False])
 
 
 def _table(found: pl.DataFrame) -> RenderableType:
+    of_step = found["ns_per_step"].is_not_null().any()
+    time = "ns_per_step" if of_step else "time_ns"
     rows = [
         (
             ratio_text(row["self_count"] / row["sample_count"]),
             ratio_text(row["inclusive_count"] / row["sample_count"]),
             f"{row['self_count']} of {row['sample_count']}",
-            duration_text(row["time_ns"]) if row["time_ns"] else "",
+            duration_text(row[time]) if row[time] else "",
             one_line(f"{row['file'].rpartition('/')[2]}:{row['line']} {row['function']}"),
         )
         for row in found.head(_LINES).iter_rows(named=True)
     ]
-    names = ("itself", "with what it calls", "samples", "time", "line")
-    table = FittingTable(names, rows, left=["line"], first_to_go=("samples", "time"))
+    names = ("itself", "with what it calls", "samples", "per step" if of_step else "time", "line")
+    table = FittingTable(names, rows, left=["line"], first_to_go=("samples", names[3]))
     more = found.height - _LINES
     text = Text(f"and {more} more, in --json", style="dim") if more > 0 else Text()
     return Group(table, *([text] if more > 0 else []))
