@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from haiprof.diagnosis.rules.blocking_collectives import RULE
 
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
 from tests.process.jobs import TWO_RANKS, Job, succeeded
 
 pytestmark = pytest.mark.slow
+RULE = "blocking_collectives"
 SCRIPT = """
 import os, sys, time
 import torch

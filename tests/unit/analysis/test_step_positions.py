@@ -103,7 +103,7 @@ def test_positions_of_any_line_add_up_to_each_period(
     found = step_positions(segments, spans, union(starts, starts + lengths))
     steps = segments.steps
     edges = np.append(steps.start_ns, steps.end_ns[-1:])
-    assert sum(found.sums()).sum(axis=0).tolist() == np.diff(edges).tolist()
+    assert np.add(*found.sums()).sum(axis=0).tolist() == np.diff(edges).tolist()
     assert (np.diff(np.append(found.start_ns, found.end_ns)) > 0).all() or not len(edges)
     places = found.at(np.arange(int(edges[0]), int(edges[-1]), 7) if len(edges) else edges)
     assert (places >= 0).all()

@@ -114,7 +114,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
     plain, collected = cut.sums()
     time = RankTime(rank=0, step=np.arange(steps), plain_ns=plain, collected_ns=collected)
     more = dict.fromkeys(("no_core_ratio", "tail_ratio", "peer_ratio")) | rank
-    ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]  # type: ignore[arg-type]
+    ranks = [RankSamples(time=time, positions=cut, wall_offset_ns=0, **more)]
     return time_table(samples_of(tree, samples), ranks)
 
 
@@ -128,7 +128,7 @@ def samples_of(tree: CodeTree, rows: Sequence[tuple[int, int, int]]) -> CodeSamp
         "slow": unknown > 0, "phase": np.full(len(time), CODE_PHASES.index("other")),
         "weight_ns": np.ones(len(time)),
     }  # fmt: skip
-    return CodeSamples(tree=tree, notes=(), **columns)  # type: ignore[arg-type]
+    return CodeSamples(tree=tree, notes=(), **columns)
 
 
 def shares(table: TimeTable, position: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -96,11 +96,12 @@ def write_sampled(
     """A run whose samples are the usual ones, but for these; by rank where they differ."""
     write_story(root, times, **story)
     for rank in range(story.get("ranks", 1)):
-        own: Any = USUAL | dict(stacks if isinstance(stacks, dict) or not stacks else stacks[rank])
+        given: Any = stacks
+        own: Any = USUAL | dict(given if isinstance(given, dict) or not given else given[rank])
 
         def at(phase: str, step: int, own: Any = own) -> Stack:
-            stack = own.get(phase, (SCRIPT, MAIN))
-            return stack(step) if callable(stack) else stack
+            stack: Any = own.get(phase, (SCRIPT, MAIN))
+            return cast("Stack", stack(step) if callable(stack) else stack)
 
         write_samples(root, at, rank=rank, lock=lock)
     if collectives_ms:
@@ -458,10 +459,11 @@ def test_the_cause_is_said_first(root: Path, name: str) -> None:
     assert [line.location for line in first.code_lines][:1] == [story.place] * bool(story.place)
     assert first.gain is not None
     assert first.gain.low_ns <= first.gain.left_ns <= first.gain.high_ns <= first.gain.step_ns
-    left = first.gain.step_ns * (1 - first.lost_ratio)
+    lost = first.lost_ratio or 0.0
+    left = first.gain.step_ns * (1 - lost)
     assert first.gain.left_ns == pytest.approx(left, rel=1e-6)
     others = [f for f in verdict.findings[1:] if f.severity != "info"]
-    assert all((f.lost_ratio or 0) <= first.lost_ratio for f in others)
+    assert all((f.lost_ratio or 0) <= lost for f in others)
     if story.rank is not None:
         assert verdict.next_command == f"haiprof rank {root} {story.rank}"
 
@@ -617,7 +619,8 @@ def test_pauses_and_saves_are_counted_and_what_is_missing_is_said(root: Path) ->
     ],
 )  # fmt: skip
 def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) -> None:
-    fields = {"file": "/home/me/train.py", "line": 88, "function": "load_image", "share": 0.61,
+    fields: dict[str, Any] = {
+              "file": "/home/me/train.py", "line": 88, "function": "load_image", "share": 0.61,
               "low": 0.55, "high": 0.67, "of": "the step", "sample_count": 90,
               "callees": ("PIL.Image.open",)}  # fmt: skip
     assert CodeLine(**(fields | more)).describe() == said
