@@ -219,6 +219,7 @@ AT = np.arange(STEPS)
         (4.0 * (AT >= 100), AT[100:], "since step 100"),
         (4.0 * (AT >= 57), np.repeat(AT[57:], 2), "since step 57"),
         (1.0 + 4.0 * (AT >= 100), np.append(AT, np.repeat(AT[100:], 4)), "since step 100"),
+        (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (5.0 - 0.02 * AT, np.repeat(AT, 10 - AT // 20), "each step"),  # it becomes less
         (np.full(STEPS, 3.0), AT[150:180], "each step"),  # too few samples tell nothing

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from haiprof import Analyzer
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.setting_prices import PRICES
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.setting_lines import FLAGS
-from tests.unit.diagnosis.stories import START_NS, placed, write_story
+from tests.unit.diagnosis.stories import START_NS, judged, note, placed, write_story
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
@@ -59,11 +57,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def note(root: Path, rank: int, line: dict[str, Any]) -> None:
-    with (root / "ranks" / str(rank) / "events.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def told(root: Path, rank: int = 0, *, seen: dict[str, int] | None = None, **changes: Any) -> None:
     """Settings of a rank; `flags`, `model` and `optimizer` change some of their entries."""
     line = copy.deepcopy(LINE)
@@ -71,18 +64,14 @@ def told(root: Path, rank: int = 0, *, seen: dict[str, int] | None = None, **cha
     line["models"][0].update(changes.pop("model", {}))
     line["optimizers"][0].update(changes.pop("optimizer", {}))
     variables = changes.pop("variables", {})
-    note(root, rank, {"type": "environment", "variables": variables})
-    note(root, rank, {**line, **changes})
-    note(root, rank, {**SEEN, **(seen or {})})
+    note(root, rank, type="environment", variables=variables)
+    note(root, rank, **(line | changes))
+    note(root, rank, **(SEEN | (seen or {})))
 
 
 def threads(root: Path, count: int, *, rank: int = 0) -> None:
     path = root / "ranks" / str(rank) / "rank.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "operator_threads": count}))
-
-
-def judged(root: Path) -> Verdict:
-    return diagnose(Analyzer(root))
 
 
 def of_settings(verdict: Verdict) -> dict[str, Finding]:
@@ -145,7 +134,7 @@ def test_a_frozen_float64_teacher_is_silent(root: Path) -> None:
 @pytest.mark.parametrize(("dtype", "fires"), [("float64", True), ("float32", False)])
 def test_batches_in_float64_are_a_note(root: Path, dtype: str, fires: bool) -> None:
     write_story(root, lambda rank, step: USUAL)
-    note(root, 0, {"type": "root_input", "name": "GPT", "dtypes": [dtype]})
+    note(root, 0, type="root_input", name="GPT", dtypes=[dtype])
     told(root)
     found = of_settings(judged(root))
     assert ("double_precision" in found) is fires
@@ -325,6 +314,15 @@ def test_a_rank_with_other_settings_is_named(root: Path) -> None:
     finding = of_settings(judged(root))["settings_differ"]
     assert (finding.rank, finding.severity) == (2, "info")
     assert "use_deterministic_algorithms True in place of False" in finding.title
+
+
+def test_notes_of_a_short_run_stand_in_the_order_of_what_they_cost(root: Path) -> None:
+    slow, waits = (0.2, 80.0, 20.0, 2.0), (0.2, 10.0, 90.0, 2.0)
+    write_story(root, lambda rank, step: slow if rank == 1 else waits, ranks=2, steps=6)
+    told(root, 0)
+    told(root, 1, optimizer={"foreach": False})  # costs nothing that is known, and is surer
+    rules = [finding.rule for finding in judged(root).findings]
+    assert rules.index("ranks_uneven") < rules.index("settings_differ")
 
 
 @pytest.mark.parametrize(("gone", "is_found"), [(True, False), (False, True)])
