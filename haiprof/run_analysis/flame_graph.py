@@ -179,7 +179,7 @@ def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
         total_ns = float(table.ns[rows].sum()) / steps.height
         sample_ns[POSITIONS[number]] = total_ns / max(_sample_count(table, rows), 1)
         _add_rows(self_ns, placer, table, rows, 1 / steps.height)
-    samples = source.samples.take(_beside(source.samples, rank, steps))
+    samples = source.samples.take(_other_threads_of(source.samples, rank, steps))
     for name in OTHER_THREADS:
         rows = np.flatnonzero(samples.phase == CODE_PHASES.index(name))
         if weight := float(samples.weight_ns[rows].sum()):
@@ -232,7 +232,7 @@ def _add_rows(
         self_ns[node] = self_ns.get(node, 0.0) + ns
 
 
-def _beside(samples: CodeSamples, rank: int, steps: pl.DataFrame) -> Bools:
+def _other_threads_of(samples: CodeSamples, rank: int, steps: pl.DataFrame) -> Bools:
     """Samples of a rank's workers and other threads from its first step that counts to its last."""
     start_ns = steps["start_ns"].to_numpy()
     end_ns = start_ns + steps["step_ns"].to_numpy()

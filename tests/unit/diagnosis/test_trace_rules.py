@@ -118,7 +118,7 @@ def test_slow_copies_name_the_bus(run: Path) -> None:
     assert "PCIe" in finding.remedy
 
 
-@pytest.mark.parametrize(("us", "severity"), [(100, None), (500, "warning"), (2000, "warning")])
+@pytest.mark.parametrize(("us", "severity"), [(100, None), (500, "warning"), (2000, "critical")])
 def test_exposed_communication_follows_the_share(
     run: Path, us: float, severity: str | None
 ) -> None:
