@@ -79,7 +79,7 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
         known = [number(value) for value in (*spread, times.max(), device.median())]
         rows.append((phase, *map(duration_text, known)))
     shown = len(head) - all(row[-1] == MISSING for row in rows)
-    return text_table("Phases", head[:shown], [row[:shown] for row in rows], left=("phase",))
+    return text_table("Times of phases", head[:shown], [row[:shown] for row in rows], left=("phase",))
 
 
 def slow_table(steps: pl.DataFrame) -> PageTable:

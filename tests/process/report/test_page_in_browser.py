@@ -17,6 +17,7 @@ from haiprof.cli.app import run_command
 from tests.browser import Page, browser, chromium
 from tests.served import served
 from tests.unit.analysis.test_compare import write
+from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.trace.shared import traces
 from tests.unit.report.many_ranks import write_flight, write_many
 from tests.unit.report.page_parts import parts_of
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 LIVE = "document.getElementById('live-text').textContent"
 KEPT = (
-    "[document.querySelector('#verdict details:last-of-type').open, chooser.value, scrollY,"
+    "[document.querySelector('#environment details').open, chooser.value, scrollY,"
     " document.querySelector('.zoom-bar span').textContent]"
 )
 """What a reader has set: opened, chosen, scrolled and zoomed."""
@@ -78,8 +79,8 @@ def opened(
 
 
 def check_verdict(page: Page, verdict: Any) -> None:
-    text = page.text("#verdict").replace("\xa0", " ")
-    assert text.startswith(verdict["headline"])
+    text = page.run("document.querySelector('#verdict').textContent").replace("\xa0", " ")
+    assert text.strip().startswith(verdict["headline"])
     values = page.run("[...document.querySelectorAll('#verdict data')].map(e => e.value)")
     numbers = [float(value) for value in values if value]
     for finding in verdict["findings"]:
@@ -92,8 +93,8 @@ def check_verdict(page: Page, verdict: Any) -> None:
             assert evidence["name"] in text
             assert evidence["value"] is None or evidence["value"] in numbers
     assert verdict["step_ns"] in numbers
-    for ns in verdict["split"].values():
-        assert ns is None or ns in numbers
+    for ns in verdict["step"]["positions"].values():
+        assert ns in numbers
 
 
 def show(page: Page, selector: str) -> None:
@@ -167,7 +168,7 @@ def test_view_follows_the_job_and_keeps_what_the_reader_has_set(
     with served("view", root, "--port", "0", "--no-browser") as found:
         page = opened(browser, found.url)
         page.wait(f"{LIVE}.includes('running')")
-        page.run("document.querySelector('#verdict details:not([open])').open = true")
+        page.run("document.querySelector('#environment details').open = true")
         page.run("(() => { const e = document.getElementById('chooser'); e.value = '5';"
                  " e.dispatchEvent(new Event('change', { bubbles: true })); })()")  # fmt: skip
         show(page, "[data-figure=rank]")
@@ -345,16 +346,16 @@ def test_tables_are_sorted_by_what_their_cells_mean(
     browser: Callable[[str], Page], report: str
 ) -> None:
     page = opened(browser, report)
-    column = "[...document.querySelectorAll('#rank-table td:nth-child(6)')].map(e => e.textContent)"
+    column = "[...document.querySelectorAll('#rank-table td:nth-child(7)')].map(e => e.textContent)"
     slowest = page.run("document.querySelector('#rank-table tbody tr').cells[0].textContent")
     assert slowest == "0"
-    page.click("#rank-table th:nth-child(6) button")
+    page.click("#rank-table th:nth-child(7) button")
     waits = page.run(column)
     assert (
-        page.run("document.querySelector('#rank-table th:nth-child(6)').ariaSort") == "descending"
+        page.run("document.querySelector('#rank-table th:nth-child(7)').ariaSort") == "descending"
     )
     assert waits[0] == max(waits, key=lambda text: float(text.split()[0]))
-    page.click("#rank-table th:nth-child(6) button")
+    page.click("#rank-table th:nth-child(7) button")
     assert page.run(column) == waits[::-1]
 
 
@@ -371,15 +372,40 @@ def test_charts_open_on_the_training_and_show_the_whole_run_on_request(
     assert page.run(shown)[1] >= end
 
 
-def test_map_of_one_rank_is_one_row(browser: Callable[[str], Page], tmp_path: Path) -> None:
-    root = write_many(tmp_path / "run", ranks=1, steps=60)
-    assert run_command(["report", str(root), "-o", str(tmp_path / "r.html")]) == 0
+def test_page_of_one_rank_is_short_and_has_nothing_empty_or_twice(
+    browser: Callable[[str], Page], tmp_path: Path
+) -> None:
+    record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN,)]})
+    assert run_command(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
+    page = opened(browser, (tmp_path / "r.html").as_uri(), width=1400)
+    page.wait("[...document.querySelectorAll('.plot')].every(e => e.dataset.drawn)")  # unscrolled
+    assert page.run("document.documentElement.scrollHeight") <= 4000
+    sections = page.run("[...document.querySelectorAll('main > section')].map(e => e.id)")
+    assert sections == ["verdict", "rank", "lines", "phases", "environment"]
+    content = "e.querySelector('table, .plot, .flame, .reasons, .accounts')"
+    empty = f"[...document.querySelectorAll('main > section')].filter(e => !{content}).length"
+    assert page.run(empty) == 0
+    titles = page.texts("main h2, main h3, main h4, main caption")
+    assert len(titles) == len(set(titles))
+    check_quiet(page, own=1)
+
+
+def test_account_opens_with_its_series_and_its_code(
+    browser: Callable[[str], Page], tmp_path: Path
+) -> None:
+    record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN,)]})
+    assert run_command(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
     page = opened(browser, (tmp_path / "r.html").as_uri())
-    show(page, "[data-figure=map]")
-    ticks = (
-        "[...document.querySelectorAll('[data-figure=map] .ytick text')].map(e => e.textContent)"
-    )
-    assert page.run(ticks) == ["0"]
+    account = "[...document.querySelectorAll('.accounts details')].find(e => !e.open)"
+    page.run(f"(() => {{ const e = {account}; e.id = 'one'; e.firstElementChild.focus(); }})()")
+    press(page, "Enter")
+    page.run("document.querySelector('#one').open || document.activeElement.click()")
+    page.wait("document.querySelector('#one .plot')?.dataset.drawn === '1'")
+    times = page.run("Array.from(document.querySelector('#one .plot').data[0].y)")
+    assert 40 <= len(times) <= 500
+    assert page.texts("#one .flame bdi")[0] == "this account"
+    assert page.run("[...document.querySelectorAll('#one .flame.phase')].length") == 1
+    check_quiet(page, own=1)
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.proof)])
@@ -394,7 +420,7 @@ def test_comparison_with_another_run_is_drawn(
     show(page, "[data-figure=comparison]")
     keys = page.texts("#comparison .keys li")
     assert keys[:3] == ["baseline", "new run", "beyond chance"]
-    assert "dataloader" in page.texts("[data-figure=comparison] .y2tick text")
+    assert "input" in page.texts("[data-figure=comparison] .y2tick text")
     assert " % slower (" in page.text("#comparison .claim").replace("\xa0", " ")
     assert page.run("document.documentElement.scrollWidth") <= width
     check_quiet(page, own=1)

@@ -54,7 +54,7 @@ def test_page_claims_what_the_command_claims(
     assert "--workers 0" in text
     assert "no traces in the baseline" in text
     links = [e.attributes["href"] for e in page.all("a")]
-    assert links.index("#comparison") == links.index("#overview") - 1
+    assert links.index("#comparison") == links.index("#phases") - 2  # before the charts
 
 
 def test_figure_shows_both_runs_and_the_part_that_grew(before: Path, slower: Path) -> None:

@@ -20,6 +20,7 @@ from haiprof.show.page.content import page_content
 from haiprof.show.page.counter_data import half_floats, json_for_script, on_axis
 from haiprof.show.page.render import report_html
 from tests.unit.analysis.recorded import CLOCK, write_run
+from tests.unit.analysis.test_flame_graph import LOAD, MAIN, OPEN, record
 from tests.unit.analysis.test_windows import STEP_NS, part, recorded, traced_run
 from tests.unit.analysis.trace.shared import rank_file
 from tests.unit.analysis.trace.test_attribution import model
@@ -45,9 +46,9 @@ def page(run: Path) -> PageParts:
 def test_verdict_comes_first_and_every_link_has_its_section(page: PageParts) -> None:
     sections = [e.attributes["id"] for e in page.all("section")]
     assert sections[0] == "verdict"
-    wanted = {"overview", "ranks", "rank", "phases", "counters", "collectives", "kernels",
-              "traces", "environment"}  # fmt: skip
+    wanted = {"overview", "ranks", "rank", "phases", "counters", "collectives", "environment"}
     assert wanted <= set(sections)
+    assert {"lines", "kernels", "traces"}.isdisjoint(sections)  # nothing was recorded for them
     links = [e.attributes["href"] for e in page.all("a")]
     assert [link for link in links[1:] if link] == [f"#{name}" for name in sections]
 
@@ -126,13 +127,19 @@ def test_run_without_steps_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     page = parts_of(report_html(page_content(Analyzer(tmp_path / "run"))))
     assert "no training steps" in page.by_id("verdict").text
-    assert "No training step was recorded" in page.by_id("ranks").text
+    sections = [e.attributes["id"] for e in page.all("section")]
+    assert {"ranks", "rank", "phases", "lines"}.isdisjoint(sections)
+    assert "no training step was recorded" in page.by_id("environment").text
     assert page.numbers()["map"] is None
 
 
 def test_what_is_missing_has_its_reason(page: PageParts) -> None:
-    assert "no traces in this run" in page.by_id("kernels").text
-    assert "no traces in this run" in page.by_id("traces").text
+    reasons = page.by_id("environment").text
+    assert "no traces in this run" in reasons
+    assert "no stacks were sampled" in reasons
+    folded = [e for e in page.all("details") if e.text.startswith("Not measured")]
+    assert len(folded) == 1
+    assert "open" not in folded[0].attributes
 
 
 def test_same_run_gives_the_same_page(run: Path) -> None:
@@ -163,11 +170,43 @@ def test_page_opens_on_the_training_and_marks_traced_steps(tmp_path: Path) -> No
 
 
 def test_slowest_step_is_a_timeline_of_ranks(page: PageParts) -> None:
-    lanes = [e for e in page.all("div") if e.attributes.get("role") == "listitem"]
+    lanes = [e for e in page.all("div") if str(e.attributes.get("title")).startswith("rank ")]
     names = [str(lane.attributes["aria-label"]) for lane in lanes]
     assert [name.partition(":")[0] for name in names] == [f"rank {rank}" for rank in range(8)]
     assert all("forward " in name and "backward " in name for name in names)
     assert any(e.text.startswith("Step 72: ") for e in page.all("h3"))  # each is 5 times as long
+
+
+def test_bars_are_of_the_job_and_of_its_ranks_slowest_first(page: PageParts) -> None:
+    bars = [str(e.attributes["aria-label"]) for e in page.all("div")
+            if e.attributes.get("class") == "lane"]  # fmt: skip
+    names = [bar.partition(":")[0] for bar in bars][:9]
+    assert names[:3] == ["all ranks", "rank 2", "rank 5"]  # one drifts, one is slow in forward
+    assert sorted(names[1:]) == [f"rank {rank}" for rank in range(8)]
+    assert all("forward " in bar and "backward " in bar for bar in bars[:9])
+
+
+def test_accounts_add_up_and_show_their_series_and_their_code(tmp_path: Path) -> None:
+    record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN,), (MAIN, LOAD)]})
+    content = page_content(Analyzer(tmp_path / "run"))
+    ledger = content.ledger
+    assert ledger is not None
+    assert sum(row.ns for row in ledger.rows) == pytest.approx(ledger.mean_ns)
+    assert sum(ns for _, ns, _ in ledger.positions) == pytest.approx(ledger.mean_ns)
+    details = [row for row in ledger.rows if row.number is not None]
+    assert set(ledger.data["counts"]) == {str(row.number) for row in details}
+    graph = content.flames.graph
+    for row in details:
+        shown = graph.accounts[row.number or 0]
+        assert sum(shown.self_ns.values()) == pytest.approx(row.ns, rel=1e-6)
+    page = parts_of(report_html(content))
+    assert sum("load_image" in e.text for e in page.all("summary")) >= 2
+
+
+def test_bars_of_many_ranks_are_folded(tmp_path: Path) -> None:
+    root = write_many(tmp_path / "run", ranks=40, steps=60)
+    page = parts_of(report_html(page_content(Analyzer(root))))
+    assert any(e.text.startswith("And 8 faster ranks") for e in page.all("details"))
 
 
 def test_every_table_has_a_caption(page: PageParts) -> None:
@@ -181,7 +220,7 @@ def test_every_table_has_a_caption(page: PageParts) -> None:
     ("words", "shown", "hidden"),
     [
         (["overview"], {"overview", "ranks", "counters"}, {"lines", "environment"}),
-        (["rank", "3"], {"rank", "lines", "phases"}, {"overview", "counters"}),
+        (["rank", "3"], {"rank", "ranks", "phases"}, {"overview", "counters"}),
     ],
 )
 def test_overview_and_rank_are_parts_of_the_page(

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from haiprof import Analyzer
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 from haiprof.cli.output import json_text
+from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.step_frame import STEP_PHASES
 from haiprof.show.card import view_text
 from haiprof.show.figures.style import PHASES, time_unit
@@ -16,6 +18,7 @@ from haiprof.show.summary import overview_summary
 from haiprof.show.text import steps_text
 from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.report.fake_run import START_NS, FakeRun, empty_run, two_rank_run
+from tests.unit.report.many_ranks import write_many
 
 
 def test_style_phases_are_the_analysis_phases() -> None:
@@ -36,10 +39,21 @@ def test_overview_summary_has_what_was_put_in(tmp_path: Path) -> None:
     assert "InfiniBand" in found.missing
 
 
-def test_overview_summary_one_slow_step_does_not_move_the_split(tmp_path: Path) -> None:
+def test_overview_has_the_mean_step_by_phase_and_the_median_beside_it(tmp_path: Path) -> None:
     found = overview_summary(two_rank_run(tmp_path)).ranks[0]
-    assert found.split_ns["dataloader"] == 4 * NS_PER_MS
-    assert sum(ns or 0.0 for ns in found.split_ns.values()) == found.median_step_ns
+    assert sum(ns or 0.0 for ns in found.split_ns.values()) == pytest.approx(found.mean_step_ns)
+    assert (found.mean_step_ns or 0.0) > (found.median_step_ns or 0.0)  # of one slow step
+
+
+def test_ranks_have_the_mean_step_of_the_verdict(tmp_path: Path) -> None:
+    run = Analyzer(write_many(tmp_path / "run", ranks=2, steps=60))
+    found, verdict = overview_summary(run).ranks, diagnose(run)
+    assert [one_rank_summary(run, rank).mean_step_ns for rank in (0, 1)] == [
+        rank.mean_step_ns for rank in found
+    ]
+    assert sum(rank.mean_step_ns or 0.0 for rank in found) / 2 == pytest.approx(verdict.step_ns)
+    for phase, ns in verdict.split.items():
+        assert sum(rank.split_ns[phase] or 0.0 for rank in found) / 2 == pytest.approx(ns or 0.0)
 
 
 def test_overview_summary_without_gpu_is_null_with_a_reason(tmp_path: Path) -> None:

@@ -138,7 +138,6 @@ def test_card_shows_cause_numbers_remedy_and_cost(tmp_path: Path) -> None:
         "NVML: not supported",
         "9.40 µs per step",
         "next  haiprof rank",
-        "71 %",
         DRIFT.title,
     ):
         assert part in text
@@ -149,7 +148,7 @@ def test_card_of_a_balanced_run_says_that_nothing_is_wrong(tmp_path: Path) -> No
     balanced = (0.2, 5.0, 10.0, 2.0)
     verdict = verdict_of(tmp_path / "run", lambda *_: balanced, gpu=0.95, cores=1.0, ranks=2)
     text = view_text(verdict_card(verdict, header(empty_run(tmp_path))), width=100)
-    assert "nothing wrong found" in text
+    assert "nothing stands out" in text
     assert "do:" not in text
 
 
@@ -198,7 +197,7 @@ def test_card_svg_holds_the_card(tmp_path: Path) -> None:
     path = save_card_svg(fake_verdict(), header(empty_run(tmp_path)), tmp_path / "card.svg")
     text = path.read_text()
     assert text.startswith("<svg")
-    assert FORWARD_BOUND.title.split()[0] in text or "nothing" in text
+    assert "balanced" in text
     assert "url(http" not in text  # a picture asks no network
 
 

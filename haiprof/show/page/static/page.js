@@ -409,7 +409,8 @@
     plot.style.minHeight = `${height(plot)}px`;
     place.append(element("h4", "Its time in each step"), plot);
     watch(plot, () => drawAccount(plot));
-    if (!tree?.nodes.some((node) => data.flame.frames[data.flame.places[node]][2] === "user")) return;
+    const { frames, places, parents } = data.flame;
+    if (!tree?.nodes.some((node) => parents[node] >= 0 && frames[places[node]][2] !== "activity")) return;
     const graph = element("div", "", "flame-graph");
     place.append(element("h4", "Where in the code"), graph);
     drawFlame(graph, { ...data.flame, series: [tree] }, "this account");
