@@ -80,7 +80,7 @@ def differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, str]]
             yield f"{path}.length", f"{len(before)} -> {len(after)}"
     elif repr(before) != repr(after):  # 1 is neither 1.0 nor True, and NaN is NaN
         texts = repr(before), repr(after)
-        start = max(0, len(os.path.commonprefix(texts)) - 30)
+        start = max(0, len(os.path.commonprefix(texts)) - 30)  # noqa: RUF071 - by character
         yield path, " -> ".join(text[start : start + 80] for text in texts)
 
 
