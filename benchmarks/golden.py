@@ -79,7 +79,9 @@ def differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, str]]
         if len(before) != len(after):
             yield f"{path}.length", f"{len(before)} -> {len(after)}"
     elif repr(before) != repr(after):  # 1 is neither 1.0 nor True, and NaN is NaN
-        yield path, f"{before!r:.100} -> {after!r:.100}"
+        texts = repr(before), repr(after)
+        start = max(0, len(os.path.commonprefix(texts)) - 30)  # noqa: RUF071 - by character
+        yield path, " -> ".join(text[start : start + 80] for text in texts)
 
 
 def first_difference(pair: Sequence[Any], allowed: Sequence[str]) -> str:

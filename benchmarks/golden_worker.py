@@ -13,7 +13,12 @@ import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-HTA_LEFT_OUT = ("generate_", "overlay_", "critical_path_")  # they write files, or need a window
+# They write files, or need a window or what another one gave.
+HTA_LEFT_OUT = ("generate_", "overlay_", "critical_path_", "get_queue_length_summary_from_")
+HTA_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "get_frequent_cuda_kernel_sequences": ("aten::",),
+    "get_gpu_kernels_with_user_annotations": (0,),
+}
 
 
 def work(tree: str, source: str, target: str) -> None:
@@ -43,14 +48,15 @@ def work(tree: str, source: str, target: str) -> None:
 
 
 def ask_hta(path: str) -> int:
-    """Prints the answers of HTA's methods that need no argument."""
+    """Prints what HTA's methods answer."""
     from haiprof import TraceAnalysis
     from haiprof.compat.hta import HTA_NAMES
 
     traces = TraceAnalysis(path, compat="hta")
     for name in sorted(name for name in HTA_NAMES if not name.startswith(HTA_LEFT_OUT)):
         try:
-            print(name, json.dumps(getattr(traces, name)(), default=lambda frame: frame.to_dicts()))
+            answer = getattr(traces, name)(*HTA_ARGUMENTS.get(name, ()))
+            print(name, json.dumps(answer, default=lambda frame: frame.to_dicts()))
         except Exception as error:  # noqa: BLE001, PERF203 - a result to compare
             print(name, repr(error))
     return 0
