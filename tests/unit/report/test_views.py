@@ -51,7 +51,7 @@ def test_card_is_silent_about_what_a_job_on_cpus_cannot_have(tmp_path: Path) -> 
     verdict = replace(
         fake_verdict(FORWARD_BOUND),
         not_measured=(("device time", "the ranks used no GPU"), ("GPU", "no driver"), ("x", "y")),
-        abstained=(("launch_bound", "no traces"), ("late_rank", "one rank"), ("z", "why not")),
+        abstained=(("launch_bound", "no traces"), ("slow_link", "one rank"), ("z", "why not")),
     )
     card = verdict_card(verdict, header(empty_run(tmp_path)), everything=True)
     text = view_text(card, width=100)
@@ -138,7 +138,6 @@ def test_card_shows_cause_numbers_remedy_and_cost(tmp_path: Path) -> None:
         "NVML: not supported",
         "9.40 µs per step",
         "next  haiprof rank",
-        "71 %",
         DRIFT.title,
     ):
         assert part in text
@@ -149,7 +148,7 @@ def test_card_of_a_balanced_run_says_that_nothing_is_wrong(tmp_path: Path) -> No
     balanced = (0.2, 5.0, 10.0, 2.0)
     verdict = verdict_of(tmp_path / "run", lambda *_: balanced, gpu=0.95, cores=1.0, ranks=2)
     text = view_text(verdict_card(verdict, header(empty_run(tmp_path))), width=100)
-    assert "nothing wrong found" in text
+    assert "nothing stands out: " in text
     assert "do:" not in text
 
 
