@@ -42,7 +42,9 @@ def fake_verdict(*findings: Finding) -> Verdict:
     return Verdict(
         run="haiprof-logs/train-1",
         name="train",
-        headline=findings[0].title if findings else "nothing stands out: 98 % of the step is the model's own work",
+        headline=findings[0].title
+        if findings
+        else "nothing stands out: 98 % of the step is the model's own work",
         split=SPLIT,
         step_ns=198.0 * NS_PER_MS,
         work=None,

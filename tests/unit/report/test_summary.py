@@ -41,9 +41,7 @@ def test_overview_summary_one_slow_step_counts_in_full(tmp_path: Path) -> None:
     found = overview_summary(two_rank_run(tmp_path)).ranks[0]
     more = 296 * NS_PER_MS / 190
     assert found.split_ns["dataloader"] == pytest.approx(4 * NS_PER_MS + more)
-    assert sum(ns or 0.0 for ns in found.split_ns.values()) == pytest.approx(
-        160 * NS_PER_MS + more
-    )
+    assert sum(ns or 0.0 for ns in found.split_ns.values()) == pytest.approx(160 * NS_PER_MS + more)
     assert found.median_step_ns == 160 * NS_PER_MS
 
 
