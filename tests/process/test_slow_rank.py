@@ -10,6 +10,7 @@ from haiprof.diagnosis.engine import diagnose
 from tests.process.jobs import EXAMPLES, TORCHRUN, run_job
 
 pytestmark = pytest.mark.slow
+WHERE = {"dataloader": "batches", "forward": "in forward", "backward": "in backward"}
 DEFAULT = {("forward", 1)}
 CASES = [
     pytest.param(phase, rank, marks=() if (phase, rank) in DEFAULT else pytest.mark.proof)
@@ -26,9 +27,10 @@ def test_slow_rank_is_named_within_thirty_steps(tmp_path: Path, phase: str, slow
     )
     assert job.returncode == 0, job.stderr
     verdict = diagnose(job.analyzer())
-    first = next(found for found in verdict.findings if found.rule != "busy_neighbours")
+    others = ("busy_neighbours", "shared_cores", "no_core")  # of the machine, beside the cause
+    first = next(found for found in verdict.findings if found.rule not in others)
     assert first.rank == slow_rank
-    assert phase in first.title
+    assert WHERE[phase] in first.title
     late = job.analyzer().lateness().row(0, named=True)
     assert late["rank"] == slow_rank
     assert late["late_ns_per_step"] > 8e6, "20 ms per step were injected; others may delay both"

@@ -35,11 +35,16 @@ def test_diagnose_prints_and_keeps_the_documented_form(slow: Path) -> None:
     content = json.loads(done.stdout)
     assert list(content) == list(FIELDS)
     assert content["schema"] == SCHEMA
-    (finding,) = content["findings"]
+    finding = content["findings"][0]
     assert list(finding) == list(FINDING_FIELDS)
     assert (finding["slug"], finding["ranks"]) == ("dataloader_bound", [])
-    assert {"slug": "ranks_uneven", "why": "one rank"} in content["abstained"]
-    assert "step_time_drift" in content["checked"]
+    account = content["ledger"][content["opportunities"][0]]
+    assert (account["position"], account["gain_ns"]) == ("input", pytest.approx(30e6, rel=0.05))
+    assert content["problem_count"] == 1
+    assert {"slug": "gpu_waits_for_host", "why": "no GPU utilization of a rank"} in content[
+        "abstained"
+    ]
+    assert "first_batch" in content["checked"]
     assert json.loads((slow / "report" / "diagnosis.json").read_text()) == content
 
 

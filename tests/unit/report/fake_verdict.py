@@ -29,9 +29,9 @@ FORWARD_BOUND = Finding(
     missing=("device time of single operators",),
 )
 DRIFT = Finding(
-    rule="step_time_drift",
+    rule="outside_the_model",
     severity="warning",
-    title="steps get slower: the last quarter takes 1.3 times the first",
+    title="after the step: log (train.py:70), Python, 9.4 ms of a step, 4.7 %, paid growing",
     evidence=(Evidence(name="growth of the step", value=1.3, unit=""),),
     remedy="look for lists that grow with every step (losses kept with their graph)",
     confidence=0.6,
@@ -42,14 +42,16 @@ def fake_verdict(*findings: Finding) -> Verdict:
     return Verdict(
         run="haiprof-logs/train-1",
         name="train",
-        headline=findings[0].title if findings else "balanced: no rule fired",
+        headline=findings[0].title
+        if findings
+        else "nothing stands out: 98 % of the step is the model's own work",
         split=SPLIT,
         step_ns=198.0 * NS_PER_MS,
         work=None,
         step_count=412,
         ranks=(0, 1),
         findings=findings,
-        abstained=(("ranks_uneven", "one rank"),),
+        abstained=(("slow_kernels", "one rank"),),
         not_measured=(("GPU power", "NVML: not supported on this device"),),
         evaluation_ns=3 * NS_PER_S,
         compile_ns=0,
