@@ -60,6 +60,7 @@ class Job(Protocol):
     seconds: float
     beside: str
     under: str
+    doing: tuple[str, ...]
     link_bytes_per_s: float
 
     def write(self, folder: Path, change: Change) -> list[str]:
