@@ -79,7 +79,8 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
         known = [number(value) for value in (*spread, times.max(), device.median())]
         rows.append((phase, *map(duration_text, known)))
     shown = len(head) - all(row[-1] == MISSING for row in rows)
-    return text_table("Times of phases", head[:shown], [row[:shown] for row in rows], left=("phase",))
+    cut = [row[:shown] for row in rows]
+    return text_table("Times of phases", head[:shown], cut, left=("phase",))
 
 
 def slow_table(steps: pl.DataFrame) -> PageTable:
