@@ -14,11 +14,7 @@ _SIDE_BY_SIDE_RATIO = 0.1
 
 
 def attempt_notes(steps: pl.DataFrame) -> tuple[str, ...]:
-    """What the verdict says where a rank had several processes with steps.
-
-    Args:
-        steps: `Analyzer.steps()`.
-    """
+    """What the verdict says where a rank had several processes with steps."""
     if not steps.height or not (steps["attempt"] > 0).any():
         return ()
     spans = steps.group_by("rank", "attempt").agg(

@@ -99,13 +99,7 @@ class CounterAverages:
 
 
 def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) -> CounterAverages:
-    """Reads file by file, so that memory holds one source of one node at a time.
-
-    Args:
-        files: The run.
-        windows: `rank`, `begin`, `end`: when its judged steps ran.
-        node_windows: `host`, `begin`, `end`.
-    """
+    """Reads file by file, so that memory holds one source of one node at a time."""
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
     medians: dict[str, dict[int, float]] = {}

@@ -79,12 +79,7 @@ STEP_FIELDS = ("mean_ns", "median_ns", "count", "residual_ns", "positions", "res
 
 
 def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, Any]:
-    """The verdict in the documented form; see docs/diagnosis.md.
-
-    Args:
-        verdict: What was found.
-        since_ns: Where only the steps from a Unix time on were judged.
-    """
+    """The verdict in the documented form; see docs/diagnosis.md."""
     ledger = verdict.ledger
     content = asdict(verdict) | {
         "step": None if ledger is None else {name: getattr(ledger, name) for name in STEP_FIELDS},
@@ -113,11 +108,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def save_document(content: dict[str, Any], run: RunPaths) -> None:
-    """Writes report/diagnosis.json.
-
-    Raises:
-        HaiprofError: The run directory is gone, read-only or full.
-    """
+    """Writes report/diagnosis.json."""
     try:
         make_folder(run.report, below=run.root)
         write_json(run.diagnosis_json, content, below=run.root)

@@ -45,18 +45,7 @@ _NOTHING = "nothing stands out"
 def diagnose(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> Verdict:
-    """Judges a run.
-
-    Args:
-        analyzer: Of the run.
-        trace_limit_bytes: Traces that are larger in sum are not read; None reads all.
-        since_ns: Only steps that began at or after this Unix time are judged; None judges all but
-            the first ones.
-
-    Raises:
-        RunNotFoundError: There is no run.
-        RunFormatError: It is of another version, or nothing in it can be read.
-    """
+    """Judges a run."""
     return judge(analyzer, trace_limit_bytes=trace_limit_bytes, since_ns=since_ns)[0]
 
 

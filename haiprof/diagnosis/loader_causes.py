@@ -69,12 +69,7 @@ class _Loading:
 
 
 def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
-    """The reason that the numbers show; None where nothing tells one.
-
-    Args:
-        inputs: Of a run that waits for batches.
-        share: Of the step, the typical rank's.
-    """
+    """The reason that the numbers show; None where nothing tells one."""
     loading = _of_typical_rank(inputs, share)
     return (
         _epochs(inputs, loading)

@@ -58,12 +58,7 @@ class LastAttempts:
 
 
 def read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttempts:
-    """Reads the lines of the attempts that are judged.
-
-    Args:
-        files: Of the run.
-        judged: Attempt by rank; of other ranks the last one counts.
-    """
+    """Reads the lines of the attempts that are judged."""
     last = {
         rank.rank: rank
         for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))

@@ -19,12 +19,7 @@ def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> tuple[str, ..
 
 
 def went_on(reaction: Reaction, steps: pl.DataFrame) -> int | None:
-    """Unix time of the end of the first step that ended after it was noticed; None if none did.
-
-    Args:
-        reaction: A hang.
-        steps: `Analyzer.steps()`.
-    """
+    """Unix time of the end of the first step that ended after it was noticed; None if none did."""
     ends = (steps["start_ns"] + steps["step_ns"]).rename("end_ns")
     later = ends.filter(ends > reaction.wall_ns).min()
     return later if isinstance(later, int) else None

@@ -20,13 +20,7 @@ _WORDS = {"failed": "failed", "refused": "refused", "dropped": "not kept"}
 
 
 def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> tuple[str, ...]:
-    """What a reader of a run should know of its traces; empty where none was asked for.
-
-    Args:
-        windows: `Analyzer.windows()`.
-        steps: `Analyzer.steps()`.
-        run: The run directory.
-    """
+    """What a reader of a run should know of its traces; empty where none was asked for."""
     watched = tuple(_slow_step_lines(watched_frame(run)))
     if windows.is_empty():
         return watched

@@ -302,13 +302,7 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
 
 
 def own_backward_ns(inputs: RuleInputs, backward_ns: float, clock: str) -> float | None:
-    """Of a rank's backward its own work per step, the typical rank's; None where not known.
-
-    Args:
-        inputs: The run.
-        backward_ns: Median time in backward per step.
-        clock: `host` or `device`, of `backward_ns`.
-    """
+    """Of a rank's backward its own work per step, the typical rank's; None where not known."""
     if len(inputs.world) < 2:
         return backward_ns
     known = inputs.backward_work.sort("own_ns")["own_ns"]
@@ -353,8 +347,7 @@ def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
 
     What is paid at every Nth step counts in full.
 
-    Returns:
-        By phase; None for a phase without a value on that clock. Empty frames have none at all.
+    None for a phase without a value on that clock.
     """
     names = {phase: f"{phase}_{clock}_ns" for phase in STEP_PHASES}
     found = {phase: steps[name].mean() for phase, name in names.items()}

@@ -30,13 +30,7 @@ def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
 
 
 def lost_ratio(inputs: RuleInputs, price: Price, *, on: float = 1.0) -> float:
-    """Of the mean step, what a setting costs at least.
-
-    Args:
-        inputs: The run.
-        price: Of the setting.
-        on: Share of the time for which it is on.
-    """
+    """Of the mean step, what a setting costs at least."""
     return on * touched_ratio(inputs, price.phases) * max(1 - 1 / price.least, 0.0)
 
 

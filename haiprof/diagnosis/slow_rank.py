@@ -46,13 +46,7 @@ class RankState:
 
 
 def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
-    """The first difference that would make a rank slow; None where its hardware is as others'.
-
-    Args:
-        inputs: The run.
-        rank: The slow one.
-        share: What it loses, of a step.
-    """
+    """The first difference that would make a rank slow; None where its hardware is as others'."""
     return (
         _find_throttling(inputs, rank)
         or _find_starvation(inputs, rank, share)

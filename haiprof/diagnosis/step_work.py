@@ -40,13 +40,8 @@ def step_work(
 ) -> StepWork | None:
     """The work of a run's mean step; None where no window recorded shapes.
 
-    Args:
-        run: The run; of its last whole window.
-        step_ns: The mean step, traced ones left out.
-        limit_bytes: Larger traces are left alone; None reads all.
-
-        Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time
-        and the device's peak. `haiprof.trace_analysis.operator_work` counts them.
+    Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time
+    and the device's peak. `haiprof.trace_analysis.operator_work` counts them.
     """
     if not step_ns or not run.traces.is_dir():
         return None

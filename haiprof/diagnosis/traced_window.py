@@ -38,12 +38,7 @@ class TracedWindow:
 
 
 def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWindow:
-    """The last whole window of a run.
-
-    Args:
-        run: The run.
-        limit_bytes: Larger traces are left alone; None reads all.
-    """
+    """The last whole window of a run."""
     if not run.traces.is_dir():
         return TracedWindow(patterns=None, why=NO_TRACES)
     # Most runs have no trace; and all other questions would have to be loaded for nothing.
@@ -73,14 +68,7 @@ def typical(values: pl.Series) -> float | None:
 
 
 def places(patterns: Patterns, table: str, by: str, where: pl.Expr | None = None) -> list[str]:
-    """Where in the code most of something is, over all ranks: `aten::item at train.py(45): step`.
-
-    Args:
-        patterns: Of all ranks.
-        table: Name of a frame of `Signs`.
-        by: Its column that tells how much.
-        where: Only these rows.
-    """
+    """Where in the code most of it is, over all ranks: `aten::item at train.py(45): step`."""
     found = pl.concat(getattr(signs, table) for signs in patterns.signs.values())
     rows = found if where is None else found.filter(where)
     summed = rows.group_by("operator", "module", "line").agg(pl.col(by).sum())

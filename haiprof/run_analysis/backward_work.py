@@ -25,16 +25,6 @@ def backward_work(segments: Sequence[RankSegments], collectives: pl.DataFrame) -
     is done; what follows until backward returns is transfer, and waiting for other ranks. The rank
     that begins last waits for none: the shortest such end among the ranks is without waiting.
 
-    Args:
-        segments: Ranks, last attempts.
-        collectives: From `run_analysis.lateness.collective_frame`.
-
-    Returns:
-        `rank`, `own_ns` (median over the backward passes in which a collective began), `after_ns`
-        (of the same passes: from the last collective to the end; the shortest of all ranks in each
-        pass where they have equally many, else the shortest rank's median), `backward_count` (those
-        passes). Ranks without any are left out.
-
     Source: torch DistributedDataParallel, "Internal Design": buckets are reduced as hooks fire.
     """
     known = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null())

@@ -93,15 +93,9 @@ class _Export:
 def burst_frame(run: RunFiles) -> pl.DataFrame:
     """GPU metrics of all nodes' bursts by time; empty where there was none.
 
-    Returns:
-        The columns of `haiprof.run_analysis.counters.counter_frame`: `time_ns` (Unix time), `host`,
-        `source` (`burst`), `entity` (`gpu 0`; `nsys gpu 0` where it is unknown which one that is),
-        `rank`, `gpu` (NVML index), `metric`, `unit` (`ratio`), `value` (of the peak), `flag`. An
-        NVLink metric that is full in every sample is null with the flag `saturated`: Nsight Systems
-        shows links that are down like that. Values outside 0 to 100 % are left out.
-
-    Raises:
-        RunFormatError: An export is damaged, foreign, or of another clock; the message names it.
+    Of `source` `burst` and `entity` `gpu 0` (`nsys gpu 0` where it is unknown which one that is).
+    An NVLink metric that is full in every sample is null with the flag `saturated`: Nsight Systems
+    shows links that are down like that. Values outside 0 to 100 % are left out.
     """
     frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
     for node in run.nodes:
@@ -114,11 +108,7 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
 
 
 def read_export(path: Path) -> _Export:
-    """Reads the tables of an export that GPU metrics are in.
-
-    Raises:
-        RunFormatError: It is no SQLite file, or lacks a table, a column or a start time.
-    """
+    """Reads the tables of an export that GPU metrics are in."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _read(path, database)

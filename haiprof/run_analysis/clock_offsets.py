@@ -20,14 +20,10 @@ def estimate_offsets(ends: pl.DataFrame) -> pl.DataFrame:
     each round every clock moves by its median distance to the middle of its events; clocks that
     share events converge to one. For two clocks that is the median of their differences.
 
-    Args:
-        ends: `clock`, `event`, `end_ns`: at most one row of a clock and an event.
-
-    Returns:
-        One row per clock that shares an event: `clock`, `event_count` (shared ones), `offset_ns`
-        (the median of all is 0), `mad_ns` (median absolute deviation of its ends from the middle,
-        once it is moved). Offsets of clocks that share no event, not even through other clocks,
-        cannot be compared.
+    One row per clock that shares an event: `clock`, `event_count` (shared ones), `offset_ns`
+    (the median of all is 0), `mad_ns` (median absolute deviation of its ends from the middle,
+    once it is moved). Offsets of clocks that share no event, not even through other clocks,
+    cannot be compared.
     """
     near = ends.filter(pl.len().over("event") > 1).with_columns(
         end_ns=pl.col("end_ns") - pl.col("end_ns").min()

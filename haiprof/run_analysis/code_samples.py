@@ -270,12 +270,7 @@ def _training_weights(rank: RankSegments, phase: Ints, slow: Bools, spacing: Flo
 
 
 def spacing_ns(sampled_ns: Ints, at_ns: Ints) -> Floats:
-    """The usual time between two samples around each moment.
-
-    Args:
-        sampled_ns: When samples were taken, in order.
-        at_ns: The moments.
-    """
+    """The usual time between two samples around each moment."""
     if len(sampled_ns) < 2:
         return np.ones(len(at_ns))
     low = np.clip(at_ns - _AROUND_NS, sampled_ns[0], sampled_ns[-1])

@@ -16,8 +16,7 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
 
-    Returns:
-        None where the run does not tell when they began: it was recorded by an older haiprof.
+    None where the run does not tell when they began: it was recorded by an older haiprof.
     """
     lines = files.of_type("compile")
     if any(not isinstance(line.get("spans"), list) for line in lines):
@@ -38,14 +37,7 @@ def compile_intervals(files: RankFiles) -> Intervals | None:
 def compile_columns(
     files: RankFiles, starts: Ints, ends: Ints, *, wall_offset_ns: int
 ) -> dict[str, int | None]:
-    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known.
-
-    Args:
-        files: The rank.
-        starts: Begin of each evaluation, on the clock of the spans.
-        ends: Their ends.
-        wall_offset_ns: Unix time minus that clock.
-    """
+    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known."""
     compiled = compile_intervals(files)
     if compiled is None:
         return {"compile_ns": None, "eval_compile_ns": None}

@@ -23,18 +23,21 @@ from haiprof.run_format.reader import RecordFile
 from haiprof.run_format.tables import COUNTER_TABLES
 
 COUNTER_SCHEMA = {
-    "time_ns": pl.Int64,
+    "time_ns": pl.Int64,  # Unix time; of a rate that of the later sample
     "host": pl.String,
-    "source": pl.String,
-    "entity": pl.String,
-    "rank": pl.Int64,
-    "gpu": pl.Int64,
+    "source": pl.String,  # the record file's name, such as `host`, `process` or `gpu`
+    "entity": pl.String,  # what of it, such as a port; null for the node
+    "rank": pl.Int64,  # of a process; of a GPU that one rank uses
+    "gpu": pl.Int64,  # NVML index
     "metric": pl.String,
     "unit": pl.String,
+    # gauges as stored; counters as rates (`..._per_s`, `..._ratio`); times: mean per request
     "value": pl.Float64,
-    "flag": pl.String,
+    "flag": pl.String,  # one of FLAGS
 }
 FLAGS = (None, "wrap", "reset", "saturated")
+"""What happened at a counter: it went on at 0 after its last bit (the rate is right); it was set
+back, or stopped at its highest value (`value` is null)."""
 _WRAP, _RESET, _SATURATED = 1, 2, 3
 _TIME_LIMIT_NS = 1 << 61  # a sample's time beyond this is damage, and would overflow as Unix time
 
@@ -121,29 +124,7 @@ def counter_frame(
     metrics: Collection[tuple[str, str]] | None = None,
     first: int = 0,
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    """Counters of all nodes by time, and notes on files that could not be read.
-
-    Args:
-        run: What was recorded.
-        between: Only samples from the first to the second Unix time in ns; rates are those of the
-            whole recording. None takes all.
-        hosts: Only these nodes; None takes all.
-        metrics: Only these, as (source, metric); None takes all.
-        first: Negative reads so many records of each file alone, its last ones.
-
-    Returns:
-        `time_ns` (Unix time), `host`, `source` (the record file's name, such as `host`, `process`
-        or `gpu`), `entity` (what of it, such as a port; null for the node), `rank` (of a process;
-        of a GPU that one rank uses), `gpu` (NVML index), `metric`, `unit`, `value`, `flag`. Gauges
-        are as stored. Counters are rates since the sample before, at the later time:
-        `..._per_s`, `cpu_utilization_ratio` (of all CPUs, work of any kind), `cpu_cores` (of a
-        process with its children), `..._ratio`; times of requests (`server_read_rtt_ns`) are the
-        mean of those since the sample before. No row where a value is missing.
-
-        `flag` is null but for counters at which something happened: `wrap` (it went on at 0 after
-        its last bit; the rate is right), `reset` (it was set back: `value` is null), `saturated`
-        (it has stopped at its highest value: `value` is null).
-    """
+    """Counters of all nodes by time, and notes on files that could not be read."""
     sources = None if metrics is None else {source for source, _ in metrics}
     frames, notes = [pl.DataFrame(schema=COUNTER_SCHEMA)], list[str]()
     for node, records in record_files(run, hosts=hosts, sources=sources, first=first):
@@ -203,14 +184,7 @@ def source_metrics(
     records: RecordFile,
     chosen: Collection[tuple[str, str]] | None = None,
 ) -> SourceMetrics:
-    """The metrics of one record file.
-
-    Args:
-        run: What was recorded.
-        node: Whose records they are.
-        records: One of its files.
-        chosen: Only these, as (source, metric); None takes all.
-    """
+    """The metrics of one record file."""
     samples = samples_of(records)
     entities = entities_of(node, records)
     with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out

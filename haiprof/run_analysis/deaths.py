@@ -121,13 +121,7 @@ class Evidence:
 def gather_evidence(
     files: RunFiles, collectives: Callable[[], pl.DataFrame], steps: Mapping[tuple[int, int], int]
 ) -> Evidence:
-    """Reads what ranks and nodes left about their ends.
-
-    Args:
-        files: The run.
-        collectives: `RunFrames.collectives`.
-        steps: The last training step by rank and attempt.
-    """
+    """Reads what ranks and nodes left about their ends."""
     ends = process_ends(files)
     sizes = [integer(rank.report.get("world_size")) for rank in files.ranks]
     sizes += [end.world_size for end in ends if not end.helper and end.rank is not None]
@@ -144,11 +138,7 @@ def gather_evidence(
 
 
 def find_deaths(evidence: Evidence) -> list[Death]:
-    """The deaths of a job in order: of each start of its ranks that failed; none for a clean end.
-
-    Args:
-        evidence: From `gather_evidence`.
-    """
+    """The deaths of a job in order: of each start of ranks that failed; none for a clean end."""
     generations = sorted({end.generation for end in _ranks(evidence.ends)}) or [0]
     found = []
     for generation in generations:
@@ -185,13 +175,7 @@ def _has_failed(evidence: Evidence, ends: Collection[ProcessEnd], *, final: bool
 
 
 class _Case:
-    """One start of the ranks, looked into.
-
-    Args:
-        evidence: All that is known.
-        ends: Of its ranks.
-        generation: Which start it is.
-    """
+    """One start of the ranks, looked into."""
 
     def __init__(self, evidence: Evidence, ends: Mapping[int, ProcessEnd], generation: int) -> None:
         self.evidence, self.ends, self.generation = evidence, ends, generation

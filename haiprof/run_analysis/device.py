@@ -23,13 +23,6 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
     it anew. A step has values only where all its records are there and complete and cover the
     step: not after a step that the scaler skipped, not with such a pass inside. The first step
     after an evaluation has no other time, as that of the evaluation's end would be in it.
-
-    Args:
-        records: Columns of device.rec.
-        found: The steps of the same rank.
-
-    Returns:
-        [phase of PHASES and then other, step], NaN where it is not known.
     """
     count = len(found.steps.start_ns)
     spans = found.nested.spans

@@ -21,16 +21,7 @@ _LOADER_PHASE = 0  # in steps.SPAN_PHASES
 
 
 def loading_frame(rows: Iterable[tuple[int, ...]]) -> pl.DataFrame:
-    """Waits for the loader in the training steps after each rank's first one.
-
-    Args:
-        rows: From `loading_row`.
-
-    Returns:
-        `rank`, `attempt`, `epoch_count` (iterators made: worker processes are started there, unless
-        they are persistent), `epoch_ns` (making them, the first batch of each, and the end of the
-        one before), `wait_ns` (all waits for the loader, those included).
-    """
+    """Waits for the loader in the training steps after each rank's first one."""
     return pl.DataFrame(list(rows), schema=LOADING_SCHEMA, orient="row")
 
 

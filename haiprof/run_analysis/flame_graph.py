@@ -121,9 +121,6 @@ def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
     library's is a function. Times are per step and those of the ledger: positions add up to the
     mean step. Workers and other threads are per step, too. Source: Gregg, The Flame Graph, CACM 59
     (6), 2016.
-
-    Args:
-        sources: The run; then the one that it is compared with.
     """
     grower = _Grower(by_line=len(sources) == 1)
     placers = [_Placer(source, grower) for source in sources]

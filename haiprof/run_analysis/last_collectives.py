@@ -34,13 +34,7 @@ class LastCollective:
 def last_collectives(
     files: RunFiles, collectives: pl.DataFrame, attempts: Mapping[int, int]
 ) -> dict[int, dict[str, LastCollective]]:
-    """By rank and group: the last collective begun, from heartbeats and the last dumps.
-
-    Args:
-        files: The run.
-        collectives: Of `RunFrames.collectives()`.
-        attempts: The attempt that counts, by rank.
-    """
+    """By rank and group: the last collective begun, from heartbeats and the last dumps."""
     found: dict[int, dict[str, LastCollective]] = {}
     for rank in files.ranks:
         if attempts.get(rank.rank) == rank.attempt:

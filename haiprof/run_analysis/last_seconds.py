@@ -57,13 +57,7 @@ def time_range(death: Death) -> tuple[int, int] | None:
 
 
 def last_seconds(files: RunFiles, death: Death, fates: Sequence[Fate]) -> list[RankTimeline]:
-    """The last seconds of some ranks.
-
-    Args:
-        files: The run.
-        death: Of which the time is taken.
-        fates: The ranks, in their order.
-    """
+    """The last seconds of some ranks."""
     between = time_range(death)
     if between is None:
         return []

@@ -39,17 +39,7 @@ LATENESS_SCHEMA = {
 def collective_frame(
     files: RunFiles, *, since_wall_ns: int = 0
 ) -> tuple[pl.DataFrame, tuple[str, ...]]:
-    """Every collective that the ranks' Flight Recorders still held when they were read.
-
-    Args:
-        files: The run.
-        since_wall_ns: Dumps of an earlier Unix time do not count.
-
-    Returns:
-        `rank`, `attempt`, `host` and the columns of
-        `trace_format.flight_recorder.FLIGHT_SCHEMA`, each collective
-        of a rank once, as its newest dump has it; and notes on dumps that cannot be read.
-    """
+    """Every collective that the ranks' Flight Recorders still held when they were read."""
     frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], []
     for rank in files.ranks:
         for path in rank.paths.collective_files():
@@ -115,9 +105,6 @@ def host_clock_offsets(collectives: pl.DataFrame) -> dict[str, int | None]:
     From the completions of collectives that both took part in, to within how often ranks look for
     them (`clock_offsets`). None where fewer than `MIN_MATCHES` are shared with the first host, as
     of backends that do not tell completions (gloo).
-
-    Args:
-        collectives: From `collective_frame`.
     """
     hosts = collectives["host"].drop_nulls().unique().sort().to_list()
     ends = (
@@ -144,10 +131,6 @@ def arrivals(collectives: pl.DataFrame, clocks: Mapping[str, int | None]) -> lis
 
     Ranks of hosts whose clocks are not known to each other are not compared: a group that spans
     them falls into one part per clock.
-
-    Args:
-        collectives: From `collective_frame`.
-        clocks: From `host_clock_offsets`.
     """
     offset = {host: offset_ns or 0 for host, offset_ns in clocks.items()}
     own = {host: host if offset_ns is None else "" for host, offset_ns in clocks.items()}
@@ -192,18 +175,8 @@ def lateness(groups: Sequence[Arrivals], steps: pl.DataFrame) -> pl.DataFrame:
     anew; where they have not (buckets of one backward pass), the same delay is seen several times,
     and only its largest value counts.
 
-    Args:
-        groups: From `arrivals`.
-        steps: Of `Analyzer.steps()`.
-
-    Returns:
-        One row per rank and group: `late_ns_per_step`, the median over the rank's steps of its
-        lateness in a step (null without steps; what came before the first step does not count);
-        `late_ns`, all of it; `last_ratio`, share of the collectives at which it alone was last;
-        `collective_count`; `step_count`; `kind`, the collective at which most of it was seen.
-
-        Source: enqueue skew of equal sequence numbers, peers.md section 0; C4 (HPCA 2025) uses
-        the same synchronisation points as anchors.
+    Source: enqueue skew of equal sequence numbers, peers.md section 0; C4 (HPCA 2025) uses
+    the same synchronisation points as anchors.
     """
     if not groups:
         return pl.DataFrame(schema=LATENESS_SCHEMA)

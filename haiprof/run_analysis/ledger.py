@@ -347,12 +347,6 @@ def _after_closures(samples: CodeSamples, at: Ints, position: Ints, around: Bool
     The closure is what an optimizer's `step` calls, outside of torch, on the way to a forward or
     backward. Its code between the spans has their positions; after the last one it is `gradients`
     (clipping). What is not below it is the optimizer's, wherever it runs.
-
-    Args:
-        samples: Of all ranks.
-        at: The samples asked about.
-        position: Their positions by spans.
-        around: Whether each is in an optimizer that has a closure, outside of the closure's spans.
     """
     if not around.any():
         return position

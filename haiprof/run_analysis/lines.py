@@ -77,23 +77,7 @@ class FunctionTime:
 
 
 def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) -> pl.DataFrame:
-    """Lines of user code, by rank, thread and phase.
-
-    Args:
-        samples: Those asked about.
-        ledger: Per sample the position that the ledger gives it (-1: none), and what it stands for
-            of the mean step, in ns.
-
-    Returns:
-        `rank`, `worker` (None: the training thread), `phase` (of `CODE_PHASES`), `file`, `line`,
-        `function`; `self_count`: samples in which it was the innermost line of user code;
-        `inclusive_count`: samples that have it anywhere; `sample_count`: samples of that rank,
-        thread, phase and position; `self_ratio` with its 95 % interval `self_low` to `self_high`,
-        `inclusive_ratio`; `time_ns`: its self time in the recorded steps (null for workers, and
-        outside steps). With a ledger also `position` (of POSITIONS, in steps that count; null
-        elsewhere) and `ns_per_step`: of the mean step, as in the ledger's accounts, without what no
-        line is the cause of. Most samples first.
-    """
+    """Lines of user code, by rank, thread and phase."""
     tree = samples.tree
     position, of_step = ledger or (np.full(len(samples.stack), -1), np.zeros(len(samples.stack)))
     columns = {
@@ -159,14 +143,7 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
 def function_times(
     samples: CodeSamples, *, less: CodeSamples | None = None, scale: float = 1.0
 ) -> list[FunctionTime]:
-    """User functions by the time that passes in them and in what libraries they call: the first.
-
-    Args:
-        samples: Those asked about.
-        less: Others of the same tree to compare with: what counts is the time beyond theirs (slow
-            steps against usual ones, one rank against another).
-        scale: What a nanosecond of the others counts, so that both are of as many steps.
-    """
+    """User functions by the time that passes in them and in what libraries they call: the first."""
     tree, weight = samples.tree, _weights(samples)
     total = float(weight.sum())
     if not total:

@@ -54,19 +54,7 @@ _NO_PEAK = {
 
 
 def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> pl.DataFrame:
-    """What each link carried in each direction.
-
-    Args:
-        counters: From `RunFrames.counters`, of the time that is asked about.
-        bursts: From `RunFrames.bursts`, likewise; shares are exact to 0.01 there.
-
-    Returns:
-        One row per link and direction that has samples: `host`, `source`, `entity`, `rank`, `gpu`;
-        `link` (NVLink, PCIe, network); `direction` (sent, received: by the GPU or the port);
-        `sample_count`; `mean_bytes_per_s`, `max_bytes_per_s`, null of bursts, which tell shares;
-        `peak_bytes_per_s` of one direction; `mean_ratio` and `max_ratio`, their shares of the peak;
-        `missing`, why there is no share.
-    """
+    """What each link carried in each direction."""
     parts = [pl.DataFrame(schema=LINKS_SCHEMA), _rates(counters)]
     if bursts is not None:
         parts.append(_shares(bursts))

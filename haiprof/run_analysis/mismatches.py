@@ -42,9 +42,6 @@ _SIZED = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "allreduce")
 def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     """The first place of each group at which the ranks' collectives contradict each other.
 
-    Args:
-        collectives: From `lateness.collective_frame`.
-
     Source: matching by sequence number, then kind, size and type, as in torch's Flight Recorder
     analyzer (torch.distributed.flight_recorder.components).
     """

@@ -78,11 +78,7 @@ _EVENTS = kind_table(schema.GC, schema.SAVE)
 
 
 def nest(spans: Spans) -> Nested:
-    """Sorts spans and resolves who is inside whom; collector pauses and saves take no part.
-
-    Args:
-        spans: Spans of one thread. Those that cross each other's edges are left out and counted.
-    """
+    """Sorts spans and resolves who is inside whom; collector pauses and saves take no part."""
     line = spans.take(~_EVENTS[spans.kind])
     line = line.take(_by_start(line.start_ns, line.end_ns))
     total = len(line.kind)

@@ -16,12 +16,13 @@ NOGRAD_NAME = SPAN_PHASES[NOGRAD_PHASE]
 PHASE_SCHEMA = {
     "rank": pl.Int64,
     "attempt": pl.Int64,
-    "step": pl.Int64,
+    "step": pl.Int64,  # null outside training steps
+    # a phase of a step, `nograd_forward`, `eval`, `eval_dataloader`, `gc`, `save`, ...
     "phase": pl.String,
-    "name": pl.String,
-    "start_ns": pl.Int64,
+    "name": pl.String,  # module or optimizer; null where there is none
+    "start_ns": pl.Int64,  # Unix time
     "duration_ns": pl.Int64,
-    "self_ns": pl.Int64,
+    "self_ns": pl.Int64,  # without the spans inside
 }
 _OPTIMIZER_KINDS = (schema.OPTIMIZER, schema.SCALER)
 _NAME_COUNT = schema.TAG_MASK + 1
@@ -32,13 +33,6 @@ def phase_frame(rank: RankSegments) -> pl.DataFrame:
 
     Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
     left out: their time is the outer one's.
-
-    Returns:
-        `rank`, `attempt`, `step` (null outside training steps), `phase` (`dataloader`, `forward`,
-        `backward`, `optimizer`, `nograd_forward`: part of a step's other time, `eval`,
-        `eval_dataloader`, `collective`, `step_mark`, `gc`, `save`), `name` (module or optimizer,
-        null where there is none), `start_ns` (Unix time), `duration_ns`, `self_ns` (without the
-        spans inside).
     """
     return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
 

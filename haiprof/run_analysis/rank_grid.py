@@ -56,13 +56,7 @@ class RankGrid:
 
 
 def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGrid | None:
-    """Steps on a common time axis; None where there is no step.
-
-    Args:
-        steps: `Analyzer.steps()`; attempts of a rank share its row.
-        column_count: Stretches; None takes fewer the more ranks there are, so that a picture of a
-            thousand ranks stays small.
-    """
+    """Steps on a common time axis; None where there is no step."""
     if steps.is_empty():
         return None
     start = steps["start_ns"].to_numpy()

@@ -49,15 +49,7 @@ def rank_rows(
     between: tuple[int, int] | None,
     shared: SharedColumns,
 ) -> RankRows:
-    """The rows of one rank.
-
-    Args:
-        rank: With all its steps.
-        windows: Its trace windows.
-        between: First and last Unix time in ns that loading and evaluation are counted in; None
-            counts all.
-        shared: What ranks have in common.
-    """
+    """The rows of one rank."""
     row = rank_row(rank.files, rank)
     cut = rank
     if between is not None:

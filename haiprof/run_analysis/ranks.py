@@ -43,20 +43,7 @@ RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 
 
 def rank_frame(rows: Iterable[Mapping[str, object]]) -> pl.DataFrame:
-    """Ranks of the run, by rank and attempt.
-
-    Args:
-        rows: From `rank_row`.
-
-    Returns:
-        `rank`, `attempt`, `host`, `pid`, `local_rank`, `world_size`, `python`, `torch`, `device`,
-        `gpu_uuid`, `step_count`, `eval_ns` (time in evaluations, between batches too),
-        `nograd_ns` (calls of models without gradients in training steps: teachers, rollouts),
-        `compile_ns` (torch.compile at work), `eval_compile_ns` (of that, in evaluations),
-        `unfinished_micro_step_count` (after the last step), `record_start_ns`, `record_end_ns`
-        (Unix time), `recording_ended` (`time`, `exit`; null: killed, or still running),
-        `cost_ns_per_step`, `cost_ratio` (haiprof's own time in the job, measured), `notes`.
-    """
+    """Ranks of the run, by rank and attempt."""
     return pl.DataFrame(list(rows), schema=RANK_SCHEMA, orient="row")
 
 

@@ -115,19 +115,7 @@ def reactions(files: RunFiles) -> list[Reaction]:
 
 
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
-    """Reactions as a frame.
-
-    Returns:
-        One row per reaction: `trigger` (`hang`, `slow`), `noticed_ns` and `since_ns` (Unix time),
-        `host` (whose launcher noticed it), `rank` and `step` (of the first slower step; with `hang`
-        the last that ended), `reason`, `before_step_ns` and `after_step_ns` (null with `hang`),
-        `silent_ns` (without a step; None with `slow`), `action` (`snapshot`, `trace-now`, `none`),
-        `state` (`done`, `failed`, `begun`, `none`), `failure`, `suspect_rank`, `suspect_reason`,
-        `suspect_doing`, `suspect_certain` (of the first rank that a snapshot named),
-        `suspect_count`, `collectives_moved` (during the snapshot), `saving_rank` (the first that
-        saved a checkpoint then), `window`, `first_step`, `end_step` (traced steps; `end_step` is
-        the one after the last), `path` (of the snapshot), `outcome` (for people).
-    """
+    """Reactions as a frame."""
     return pl.DataFrame([_row(reaction) for reaction in found], schema=REACTION_SCHEMA)
 
 

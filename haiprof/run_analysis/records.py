@@ -26,17 +26,7 @@ def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
 
 
 def read_table(path: Path, table: Table, *, first: int = 0, limit: int | None = None) -> RecordFile:
-    """Reads a record file that must hold the columns of one table.
-
-    Args:
-        path: The file.
-        table: What it must hold.
-        first: See `run_format.reader.read_records`.
-        limit: The same.
-
-    Raises:
-        RunFormatError: It cannot be read, or holds something else.
-    """
+    """Reads a record file that must hold the columns of one table."""
     records = read_records(path, first=first, limit=limit)
     have = {(name, kind) for name, kind, _, _ in records.columns}
     lacking = [c.name for c in table.columns if (c.name, c.type) not in have]

@@ -59,18 +59,7 @@ class PutResult:
 
 
 def put_run(run: RunPaths, address: str, *, host: str, only_node: bool = False) -> PutResult:
-    """Puts the files of a run at an address, except those that are there and have not changed.
-
-    Args:
-        run: The run; it may still be recorded.
-        address: Of a log directory; the run goes below it.
-        host: This node.
-        only_node: Only what this node's processes wrote: another one puts the rest.
-
-    Raises:
-        MissingExtraError: A package is missing.
-        HaiprofError: It cannot be put; some files may be there.
-    """
+    """Puts the files of a run at an address, except those that are there and have not changed."""
     target = run_address(address, run.root.name)
     with _naming(target):
         fs, root = _open(target)
@@ -95,21 +84,7 @@ def put_run(run: RunPaths, address: str, *, host: str, only_node: bool = False) 
 
 
 def fetch_run(address: str, folder: Path) -> Path:
-    """Fetches a run; of the address of a log directory, its newest one.
-
-    Args:
-        address: Of a run or of a log directory.
-        folder: The run is put below it, under its own name.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        RunNotFoundError: There is no run.
-        UsageError: There is one of that name in the folder already.
-        MissingExtraError: A package is missing.
-        HaiprofError: It cannot be fetched.
-    """
+    """Fetches a run; of the address of a log directory, its newest one."""
     with _naming(address):
         fs, root = _open(address)
         root = _newest_run(fs, root, address)
@@ -183,11 +158,7 @@ def _read_manifest(fs: Any, root: str) -> Mapping[str, Any]:  # noqa: ANN401
 
 
 def _is_same_run(there: Mapping[str, Any], run: RunPaths, target: str) -> bool:
-    """Whether this run's manifest is the one there; else another node of the job put its own.
-
-    Raises:
-        UsageError: It is an earlier run's: one `--run-id` was used twice.
-    """
+    """Whether this run's manifest is the one there; else another node of the job put its own."""
     here = read_json(run.manifest)
     if all(there.get(name) == here.get(name) for name in _SAME_RUN):
         return True
@@ -223,13 +194,7 @@ def _files_of_node(run: RunPaths, host: str) -> list[str]:
 
 
 def _is_of_node(path: str, host: str, ranks: Mapping[str, str]) -> bool:
-    """Whether a file is of a node: of its own folder, its ranks or its processes.
-
-    Args:
-        path: From the run directory.
-        host: The node.
-        ranks: Its ranks' folders, and what their dumps of the Flight Recorder are called.
-    """
+    """Whether a file is of a node: of its own folder, its ranks or its processes."""
     folder, *inner = path.split("/")
     name = inner[-1] if inner else ""
     if folder in ("nodes", "ranks"):
@@ -292,11 +257,7 @@ def _fetch_file(fs: Any, source: str, target: Path, *, below: Path) -> None:  # 
 
 
 def _newest_run(fs: Any, root: str, address: str) -> str:  # noqa: ANN401
-    """The path of the run at an address, or of the newest one below it.
-
-    Raises:
-        RunNotFoundError: There is none.
-    """
+    """The path of the run at an address, or of the newest one below it."""
     fs.invalidate_cache()
     if fs.exists(f"{root}/{MANIFEST_NAME}"):
         return root

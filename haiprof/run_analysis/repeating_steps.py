@@ -88,13 +88,7 @@ def without_gradients_as_forward(kind: Codes) -> Codes:
 
 
 def repeating_tokens(tag: Codes, token: Codes, source: int) -> TrainTokens:
-    """The tokens that end steps, and those that a step can begin with.
-
-    Args:
-        tag: Of each token: root module, or place of the collective's call.
-        token: Kinds of the outermost spans, in order.
-        source: As `find_sources` says.
-    """
+    """The tokens that end steps, and those that a step can begin with."""
     none = np.zeros(len(token), dtype=np.bool_)
     fetch = _LOADER[token] if source == BY_FETCH else none
     closing = _closing(token, source)

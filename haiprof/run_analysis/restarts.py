@@ -54,14 +54,7 @@ def find_starts(
     steps: pl.DataFrame,
     saves: pl.DataFrame,
 ) -> list[Start]:
-    """The starts of a run in order.
-
-    Args:
-        ends: From `process_ends`.
-        deaths: From `find_deaths`.
-        steps: Of `RunFrames.steps()`.
-        saves: Checkpoint saves, in the columns of `RunFrames.pauses()`.
-    """
+    """The starts of a run in order."""
     own = [end for end in ends if end.rank is not None and not end.helper]
     generations = sorted({end.generation for end in own})
     died = {death.generation: death for death in deaths}
@@ -122,12 +115,7 @@ _APART = ("evaluation", "checkpoint", "compile")
 
 
 def run_time(manifest: Manifest | None, attempts: Sequence[AttemptTime]) -> dict[str, int]:
-    """The run's wall time from start to end by what passed; the parts add up to it exactly.
-
-    Args:
-        manifest: Of the run; one without an end has no accounts.
-        attempts: Of the rank with most steps, in order.
-    """
+    """The run's wall time from start to end by what passed; the parts add up to it exactly."""
     if manifest is None or not manifest.end_wall_ns or not attempts:
         return {}
     found: dict[str, int] = {}

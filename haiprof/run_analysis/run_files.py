@@ -105,12 +105,7 @@ def _suspended_text(line: Mapping[str, Any]) -> str:
 
 
 def open_run(path: Path) -> RunFiles:
-    """Opens a run directory, or the newest run of a log directory.
-
-    Raises:
-        RunNotFoundError: There is no run.
-        RunFormatError: It is of another version, or nothing in it can be read.
-    """
+    """Opens a run directory, or the newest run of a log directory."""
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
     ranks = tuple(_rank_files(*folder) for folder in paths.rank_folders())

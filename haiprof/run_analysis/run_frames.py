@@ -351,11 +351,7 @@ class RunFrames:
         return {**dict(sorted(self._rows)), **dict(steps)}
 
     def _segments(self, ranks: Collection[int] | None = None) -> Iterator[RankSegments]:
-        """Ranks with their spans, one at a time: the same ones, read again where none are kept.
-
-        Args:
-            ranks: Only these, all their attempts; None takes all.
-        """
+        """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
         return self._segments_of(self._keys(ranks))
 
     def _keys(self, ranks: Collection[int] | None) -> set[Key]:

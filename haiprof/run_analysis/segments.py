@@ -42,16 +42,7 @@ class RankSegments:
 
 
 def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments:
-    """Reads and cuts the spans of one rank.
-
-    Args:
-        files: The rank.
-        limit: So many records of its spans at most, the first ones: what there was at an earlier
-            time. None reads all.
-
-    Raises:
-        RunFormatError: The rank's spans cannot be read.
-    """
+    """Reads and cuts the spans of one rank."""
     records = read_table(files.paths.phases, schema.PHASES, limit=limit)
     spans, notes = spans_of(records)
     clock = records.clock
@@ -73,12 +64,7 @@ def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments
 
 
 def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
-    """The same rank with those steps alone that lie whole in a time, counted from 0 anew.
-
-    Args:
-        rank: With all its steps.
-        between: First and last Unix time in ns.
-    """
+    """The same rank with those steps alone that lie whole in a time, counted from 0 anew."""
     first, last = (time - rank.wall_offset_ns for time in between)
     steps = rank.found.steps
     inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))

@@ -38,20 +38,7 @@ _INTEGERS = ("kept_limit", "usual_ns", "cost_ns", "memory_bytes", "kept_bytes")
 
 
 def watched_frame(run: RunPaths) -> pl.DataFrame:
-    """What each rank said last of its rolling windows; without rows where there were none.
-
-    Args:
-        run: The run directory.
-
-    Returns:
-        One row per rank and attempt with `--keep-slow`: `rank`, `attempt`, `step_count` (from its
-        first step on), `watched_count` (of these, in a window), `slow_count` (of these, slow),
-        `kept_count` (windows kept), `kept_limit` (after so many nothing is watched), `usual_ns`
-        (a plain step), `cost_ns` and `cost_ratio` (what windows took of the training
-        thread, and as a share of the time), `budget_ratio` (what they may take), `memory_bytes`
-        (by which the process grew in a window, at the most), `kept_bytes` (of kept traces, as the
-        rank wrote them), `refused` (why there is no window now).
-    """
+    """What each rank said last of its rolling windows; without rows where there were none."""
     rows = list(_rows(run)) if _is_asked(run) else []
     return pl.DataFrame(rows, schema=WATCHED_SCHEMA).sort("rank", "attempt")
 

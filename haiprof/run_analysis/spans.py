@@ -14,15 +14,7 @@ from haiprof.run_format.reader import RecordFile
 
 
 def read_spans(path: Path, *, first: int = 0) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
-    """Reads the spans of one rank, with the anchor of their clock and notes on what was left out.
-
-    Args:
-        path: The rank's phases.rec.
-        first: See `run_format.reader.read_records`.
-
-    Raises:
-        RunFormatError: The file cannot be read at all.
-    """
+    """Reads the spans of one rank, the anchor of their clock, and notes on what was left out."""
     records = read_table(path, schema.PHASES, first=first)
     spans, notes = spans_of(records)
     return spans, records.clock, notes

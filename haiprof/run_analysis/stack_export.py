@@ -16,12 +16,7 @@ _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def speedscope(samples: CodeSamples, *, name: str) -> bytes:
-    """A file that speedscope.app opens: one profile per rank, thread and phase, in samples.
-
-    Args:
-        samples: Those to show.
-        name: Of the run.
-    """
+    """A file that speedscope.app opens: one profile per rank, thread and phase, in samples."""
     tree = samples.tree
     frames = [
         {"name": f"{frame.function}:{frame.line}", "file": frame.file, "line": frame.line}

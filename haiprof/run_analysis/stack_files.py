@@ -88,11 +88,7 @@ class _Read:
 
 
 def read_stack_file(path: Path) -> tuple[list[SampledProcess], tuple[str, ...]]:
-    """The processes of one file, in order; and what was damaged.
-
-    Raises:
-        RunFormatError: The file exists and cannot be read. A missing file has no processes.
-    """
+    """The processes of one file, in order; and what was damaged."""
     lines, notes = read_lines(path)
     found: dict[int, _Read] = {}
     for line in lines:

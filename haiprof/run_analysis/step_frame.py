@@ -14,17 +14,20 @@ STEP_PHASES = (*PHASES, "other")
 """What a step's time is split into."""
 STEP_SCHEMA = {
     "rank": pl.Int64,
-    "attempt": pl.Int64,
-    "step": pl.Int64,
-    "start_ns": pl.Int64,
-    "step_ns": pl.Int64,
+    "attempt": pl.Int64,  # restart of the rank
+    "step": pl.Int64,  # from 0 in that attempt
+    "start_ns": pl.Int64,  # Unix time
+    "step_ns": pl.Int64,  # evaluation taken out
+    # exclusive, adding up to `step_ns`; null: never seen in this rank
     **{f"{phase}_host_ns": pl.Int64 for phase in STEP_PHASES},
-    **{f"{phase}_device_ns": pl.Int64 for phase in STEP_PHASES},
+    **{f"{phase}_device_ns": pl.Int64 for phase in STEP_PHASES},  # null: no device, or times lack
     "micro_step_count": pl.Int64,
     "optimizer_step_count": pl.Int64,
-    "skipped": pl.Boolean,
+    "skipped": pl.Boolean,  # the gradient scaler let no optimizer step
+    # phase; `fetch`, `module`, `collective` without training; `mark`: haiprof.step()
     "boundary": pl.String,
-    "confidence": pl.Float64,
+    "confidence": pl.Float64,  # in [0, 1]
+    # a trace window, or the stall at one of its ends, was in it: it took longer
     "traced": pl.Boolean,
 }
 
@@ -69,25 +72,7 @@ class SharedColumns:
 def step_frame(
     rank: RankSegments, traced: Bools | None = None, *, shared: SharedColumns | None = None
 ) -> pl.DataFrame:
-    """Steps of one rank, in order.
-
-    Args:
-        rank: The rank.
-        traced: Per step: whether a trace window touched it.
-        shared: What its steps have in common with those of other ranks is taken from there.
-
-    Returns:
-        `rank`, `attempt` (restart of the rank), `step` (from 0 in that attempt), `start_ns` (Unix
-        time), `step_ns` (evaluation taken out), `dataloader_host_ns`, `forward_host_ns`,
-        `backward_host_ns`, `optimizer_host_ns`, `other_host_ns` (exclusive; they add up to
-        `step_ns`; None: never seen in a step of this rank), the same five with
-        `_device_ns` (None: no device, or not all times were there), `micro_step_count`,
-        `optimizer_step_count`, `skipped` (the gradient scaler let no optimizer step), `boundary`
-        (`dataloader`, `optimizer` or `backward`; of a process that never trained `fetch`,
-        `module` or `collective`, what repeats in it; `mark`: haiprof.step()), `confidence` in
-        [0, 1],
-        `traced` (a trace window, or the stall at one of its ends, was in it: it took longer).
-    """
+    """Steps of one rank, in order."""
     shared = shared or SharedColumns()
     steps = rank.found.steps
     count = len(steps.start_ns)

@@ -111,10 +111,6 @@ def segment(spans: Spans, *, families: Mapping[int, int] | None = None) -> Segme
     ends with the optimizer, and without an optimizer with the backward. Evaluation is in no step.
     In a process that never trained, a step is what repeats (`repeating_steps`), and calls of
     haiprof.step() are the ends of steps wherever there are some.
-
-    Args:
-        spans: Spans of one thread, in any order.
-        families: Family by root tag; roots that share parameters share it.
     """
     for source in find_sources(spans):
         found = _segment(spans, families or {}, source=source)

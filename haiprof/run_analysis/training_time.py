@@ -8,15 +8,7 @@ import polars as pl
 
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """From the first step's begin to the last one's end.
-
-    Args:
-        parts: Steps of one attempt of one rank each: those that count, the slow first ones left
-            out.
-
-    Returns:
-        `rank`, `attempt`, `begin`, `end` (Unix time); those without steps are left out.
-    """
+    """From the first step's begin to the last one's end in Unix time; of each that had steps."""
     rows = [
         (
             steps["rank"][0],
@@ -33,30 +25,14 @@ def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """The same per host: from its ranks' first begin to their last end.
-
-    Args:
-        spans: From `training_spans`.
-        ranks: `Analyzer.ranks()`.
-
-    Returns:
-        `host`, `begin`, `end`.
-    """
+    """The same per host: from its ranks' first begin to their last end."""
     hosts = ranks.select("rank", "attempt", "host").drop_nulls()
     known = spans.join(hosts, on=["rank", "attempt"])
     return known.group_by("host").agg(pl.col("begin").min(), pl.col("end").max()).sort("host")
 
 
 def select_training_samples(counters: pl.DataFrame, windows: pl.DataFrame) -> pl.DataFrame:
-    """Samples of each host from when its ranks trained; of a host without ranks, any rank.
-
-    Args:
-        counters: `Analyzer.counters()`.
-        windows: From `host_windows`, of the steps that count.
-
-    Returns:
-        The same columns; no row where there is no step, or no sample between steps.
-    """
+    """Samples of each host from when its ranks trained; of a host without ranks, any rank."""
     if windows.is_empty():
         return counters.clear()
     of_host = counters.join(windows, on="host", how="left").with_columns(

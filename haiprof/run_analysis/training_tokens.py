@@ -49,11 +49,7 @@ def previous_of(mask: Bools) -> Ints:
 
 
 def resolve_eval_mode(kind: Codes) -> Codes:
-    """FORWARD_EVAL as FORWARD where a backward follows before the next batch, else as EVAL.
-
-    Args:
-        kind: Kinds of all spans in order of start.
-    """
+    """FORWARD_EVAL as FORWARD where a backward follows before the next batch, else as EVAL."""
     ambiguous = kind == schema.FORWARD_EVAL
     if not ambiguous.any():
         return kind
@@ -63,13 +59,7 @@ def resolve_eval_mode(kind: Codes) -> Codes:
 
 
 def token_line(nested: Nested, kind: Codes, families: Mapping[int, int]) -> TokenLine:
-    """Tells evaluation from training.
-
-    Args:
-        nested: The spans.
-        kind: Their kinds, resolved.
-        families: Family by root tag; roots that share their first parameter share it.
-    """
+    """Tells evaluation from training."""
     row = np.flatnonzero(nested.parent < 0)
     tokens = kind[row]
     family = _family_table(families)

@@ -33,22 +33,23 @@ _STALLS = ("setup_ns", "start_ns", "stop_ns", "export_ns")
 WINDOW_SCHEMA = {
     "rank": pl.Int64,
     "attempt": pl.Int64,
-    "window": pl.Int64,
+    "window": pl.Int64,  # from 0 in that attempt
+    # `recorded`, `cut` (ended early, kept), `refused`, `failed`, `dropped`, `not reached`
     "state": pl.String,
-    "trigger": pl.String,
-    "reason": pl.String,
+    "trigger": pl.String,  # `option`, `slow` or `request`
+    "reason": pl.String,  # why it is not just recorded
     "first_step": pl.Int64,
-    "end_step": pl.Int64,
-    "start_ns": pl.Int64,
+    "end_step": pl.Int64,  # the one after the last
+    "start_ns": pl.Int64,  # Unix time, as end_ns
     "end_ns": pl.Int64,
-    "stall_ns": pl.Int64,
-    "path": pl.String,
-    "bytes": pl.Int64,
+    "stall_ns": pl.Int64,  # what the training thread stood still for, in all
+    "path": pl.String,  # null: there is no file
+    "bytes": pl.Int64,  # of that file
     "raw_bytes": pl.Int64,
-    "et_path": pl.String,
+    "et_path": pl.String,  # of the execution trace
     "et_bytes": pl.Int64,
     "event_count": pl.Int64,
-    "stem": pl.String,
+    "stem": pl.String,  # of the file's name
 }
 
 
@@ -100,13 +101,7 @@ def recorded_windows(files: RunFiles) -> list[TraceWindow]:
 def all_windows(
     files: RunFiles, recorded: Sequence[TraceWindow], step_counts: Mapping[Key, int]
 ) -> list[TraceWindow]:
-    """Windows of all ranks, by rank, attempt and number; also those that were never reached.
-
-    Args:
-        files: The run directory.
-        recorded: From `recorded_windows`.
-        step_counts: Steps of the ranks whose spans could be read.
-    """
+    """Windows of all ranks, by rank, attempt and number; also those that were never reached."""
     told = {(window.rank, window.attempt) for window in recorded}
     found = [*recorded, *_not_reached(files, step_counts, told)]
     return sorted(found, key=lambda w: (w.rank, w.attempt, w.window if w.window is not None else 0))
@@ -115,21 +110,7 @@ def all_windows(
 def window_frame(
     windows: Iterable[TraceWindow], wall_offsets_ns: Mapping[Key, int]
 ) -> pl.DataFrame:
-    """Trace windows of all ranks.
-
-    Args:
-        windows: From `all_windows`.
-        wall_offsets_ns: Unix time minus the clock of the spans, of each rank that could be read.
-
-    Returns:
-        One row per rank and window: `rank`, `attempt`, `window` (from 0 in that attempt), `state`
-        (`recorded`, `cut`: ended early and kept, `refused`, `failed`, `dropped`: not kept, `not
-        reached`), `trigger` (`option`, `slow`, `request`), `reason` (why it is not just
-        recorded), `first_step`, `end_step` (the one after the last), `start_ns`, `end_ns` (Unix
-        time), `stall_ns` (what the training thread stood still for, in all), `path` (null: there
-        is no file), `bytes` (of that file), `raw_bytes`, `et_path`, `et_bytes` (execution trace),
-        `event_count`, `stem` (of the file's name).
-    """
+    """Trace windows of all ranks."""
     rows = []
     for each in windows:
         offset = wall_offsets_ns.get((each.rank, each.attempt))
@@ -151,10 +132,6 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
 
     Of a window that was planned also the `LEAD_STEPS` before it, in which torch.profiler is
     rehearsed and warmed up.
-
-    Args:
-        rank: The rank's steps.
-        windows: Of this rank and attempt.
     """
     steps = rank.found.steps
     traced = np.zeros(len(steps.start_ns), dtype=np.bool_)

@@ -31,12 +31,7 @@ class Baseline:
 
 
 def baseline_named(name: str, side: ComparedRun) -> Baseline:
-    """The run that `--baseline` means: a run directory, a log directory, or `last-good`.
-
-    Raises:
-        MissingDataError: There is no last good run.
-        RunNotFoundError: There is no run of that name.
-    """
+    """The run that `--baseline` means: a run directory, a log directory, or `last-good`."""
     if name == LAST_GOOD:
         return last_good(side)
     try:
@@ -52,10 +47,6 @@ def last_good(side: ComparedRun) -> Baseline:
     It lies in the same log directory, has the same name and as many ranks, ended with exit status
     0, has steps enough, and was not itself found slower: `haiprof compare --baseline last-good`
     notes that in `report/compare.json` of the run that it judged.
-
-    Raises:
-        MissingDataError: There is none; the message says what stood against the last ones.
-        RunFormatError: This run's own run.json is damaged.
     """
     manifest = side.analyzer.manifest()
     log_dir = side.path.absolute().parent
