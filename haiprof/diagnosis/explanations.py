@@ -21,7 +21,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.slow_rank import state_of
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.lines import FunctionTime, function_times
-from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE
+from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 
 WHERE = {
     "input": "making the batch on the training thread",

@@ -24,7 +24,7 @@ from haiprof.live.find import RunningJob, is_running, running_jobs, signalled_pi
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.run_files import RunFiles, open_run
-from haiprof.run_analysis.spans import read_spans
+from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segment
 from haiprof.run_format import schema
 from haiprof.run_format.control import read_members

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import polars as pl
 
-from haiprof.run_analysis.segments import RankSegments
+from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format import schema
 
 LOADING_SCHEMA = {

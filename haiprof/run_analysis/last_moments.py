@@ -11,7 +11,7 @@ import numpy as np
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.records import integer, text
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
-from haiprof.run_analysis.spans import read_spans
+from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_format.schema import KIND_NAMES
 
 _TAIL_RECORDS = 256

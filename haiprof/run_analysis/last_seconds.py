@@ -11,7 +11,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.deaths import Death, Fate
 from haiprof.run_analysis.run_files import RankFiles, RunFiles
-from haiprof.run_analysis.spans import read_spans
+from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_format import schema
 
 SECONDS = 30

@@ -11,10 +11,14 @@ import polars as pl
 from haiprof.base.intervals import Intervals, Ints
 from haiprof.run_analysis.compilations import compile_intervals
 from haiprof.run_analysis.epochs import loading_row
-from haiprof.run_analysis.phases import pause_frame
 from haiprof.run_analysis.ranks import rank_row
-from haiprof.run_analysis.segments import RankSegments, cut_segments
-from haiprof.run_analysis.step_frame import SharedColumns, step_frame
+from haiprof.run_analysis.step_frame import (
+    RankSegments,
+    SharedColumns,
+    cut_segments,
+    pause_frame,
+    step_frame,
+)
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.windows import TraceWindow, traced_steps
 

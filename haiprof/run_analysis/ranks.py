@@ -12,8 +12,8 @@ from haiprof.run_analysis.compilations import compile_columns
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
 from haiprof.run_analysis.records import integer, number, text
 from haiprof.run_analysis.run_files import RankFiles
-from haiprof.run_analysis.segments import RankSegments
-from haiprof.run_analysis.step_boundaries import BY_MARK
+from haiprof.run_analysis.step_frame import RankSegments
+from haiprof.run_analysis.step_tokens import BY_MARK
 from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation
 
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {

@@ -33,7 +33,6 @@ from haiprof.run_analysis.lateness import (
 )
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
-from haiprof.run_analysis.phases import PHASE_SCHEMA, SAVE_PHASE, phase_frame
 from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
 from haiprof.run_analysis.ranks import rank_frame, rank_row
 from haiprof.run_analysis.reactions import reaction_frame, reactions
@@ -47,9 +46,18 @@ from haiprof.run_analysis.restarts import (
     run_time,
 )
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
-from haiprof.run_analysis.segments import RankSegments, cut_segments, load_segments
 from haiprof.run_analysis.settings import RankSettings, read_settings
-from haiprof.run_analysis.step_frame import STEP_SCHEMA, SharedColumns, last_attempts
+from haiprof.run_analysis.step_frame import (
+    PHASE_SCHEMA,
+    SAVE_PHASE,
+    STEP_SCHEMA,
+    RankSegments,
+    SharedColumns,
+    cut_segments,
+    last_attempts,
+    load_segments,
+    phase_frame,
+)
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
@@ -110,7 +118,7 @@ class RunFrames:
         return most if isinstance(most, int) else 0
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
-        """One row per span; columns in `haiprof.run_analysis.phases`.
+        """One row per span; columns in `haiprof.run_analysis.step_frame`.
 
         Args:
             ranks: Only of these; None takes all.

@@ -1,14 +1,199 @@
-"""The frame of steps: one row per rank, attempt and step."""
+"""One rank's spans cut into steps with their device time, and the frames of steps and phases."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from haiprof.run_analysis.nesting import Bools, Codes
-from haiprof.run_analysis.segments import RankSegments
-from haiprof.run_analysis.step_boundaries import BOUNDARIES, WORDS
-from haiprof.run_analysis.steps import PHASES
+from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats, Ints
+from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
+from haiprof.run_analysis.records import read_table, record_columns
+from haiprof.run_analysis.run_files import RankFiles
+from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
+from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, SPAN_PHASES, Segmentation, segment
+from haiprof.run_format import schema
+from haiprof.run_format.clock import ClockAnchor
+from haiprof.run_format.layout import RankPaths
+from haiprof.run_format.reader import RecordFile
+
+
+def read_spans(path: Path, *, first: int = 0) -> tuple[Spans, ClockAnchor, tuple[str, ...]]:
+    """Reads the spans of one rank, the anchor of their clock, and notes on what was left out."""
+    records = read_table(path, schema.PHASES, first=first)
+    spans, notes = spans_of(records)
+    return spans, records.clock, notes
+
+
+def spans_of(records: RecordFile) -> tuple[Spans, tuple[str, ...]]:
+    """The sound spans of a phases.rec, and notes on what was left out."""
+    columns = record_columns(records)
+    spans = unpack(columns["start"], columns["end"])
+    known = np.zeros(1 << schema.TAG_BITS, dtype=np.bool_)
+    known[list(schema.KIND_NAMES)] = True
+    sound = known[spans.kind] & (spans.start_ns >= 0) & (spans.end_ns >= spans.start_ns)
+    notes = records.notes
+    if not sound.all():
+        notes += (f"{records.path}: {int((~sound).sum())} damaged spans left out",)
+        spans = spans.take(sound)
+    return spans, notes
+
+
+def unpack(start: np.ndarray, end: np.ndarray) -> Spans:
+    """Spans from the two packed words of their records."""
+    return Spans(
+        kind=(start & schema.TAG_MASK).astype(np.int8),
+        tag=(end & schema.TAG_MASK).astype(np.int8),
+        start_ns=start >> schema.TAG_BITS,
+        end_ns=end >> schema.TAG_BITS,
+    )
+
+
+_PASSES = kind_table(schema.EVAL, schema.NOGRAD)
+
+
+def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> Floats:
+    """Device time per phase and step.
+
+    A record covers the time since the previous optimizer span; a pass without gradients starts
+    it anew. A step has values only where all its records are there and complete and cover the
+    step: not after a step that the scaler skipped, not with such a pass inside. The first step
+    after an evaluation has no other time, as that of the evaluation's end would be in it.
+    """
+    count = len(found.steps.start_ns)
+    spans = found.nested.spans
+    if not count:
+        return np.empty((len(PHASES) + 1, 0))
+    closing = np.flatnonzero((spans.kind == schema.OPTIMIZER) & (found.step >= 0))
+    step, end = found.step[closing], np.sort(spans.end_ns[closing])
+    row, there = _matching(np.asarray(records["end_ns"]), end)
+    columns = [f"{phase}_ns" for phase in PHASES] + ["interval_ns"]
+    values = np.stack([np.asarray(records[name], dtype=np.float64)[row] for name in columns])
+    values[:, ~there | (np.asarray(records["missing_count"])[row] > 0)] = np.nan
+    sums = np.zeros((len(columns), count))
+    for place, value in enumerate(values):
+        np.add.at(sums[place], step, value)
+    covered, apart = _find_covered_steps(found, step, end)
+    sums[:, ~covered] = np.nan
+    sums[-1, ~apart] = np.nan
+    sums[-1] -= sums[:-1].sum(axis=0)
+    return np.where(np.isfinite(sums) & (sums >= 0) & (sums < 2.0**62), sums, np.nan)
+
+
+def _matching(keys: Ints, wanted: Ints) -> tuple[Ints, Bools]:
+    """Row of each wanted key, and whether it is there."""
+    if not len(keys):
+        raise ValueError("no device records")
+    order = np.argsort(keys, kind="stable")
+    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+    row = order[place]
+    return row, keys[row] == wanted
+
+
+def _find_covered_steps(found: Segmentation, step: Ints, end: Ints) -> tuple[Bools, Bools]:
+    """Steps whose records cover them alone; steps with no evaluation just before them."""
+    count = len(found.steps.start_ns)
+    closed = np.bincount(step, minlength=count) > 0
+    last = np.zeros(count, dtype=np.int64)
+    last[step] = end  # ascending: the last one of each step stays
+    spans = found.nested.spans
+    passes = spans.start_ns[_PASSES[spans.kind]]
+    inside = np.searchsorted(passes, last) > np.searchsorted(passes, found.steps.start_ns)
+    before = np.append(found.steps.start_ns[:1], last[:-1])
+    begun = found.evaluation_start_ns
+    apart: Bools = np.searchsorted(begun, last) <= np.searchsorted(begun, before)
+    covered: Bools = closed & np.append(True, closed[:-1])[:count] & ~inside
+    return covered, apart
+
+
+_EVENTS = kind_table(schema.GC, schema.SAVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSegments:
+    """One rank of the run with its steps."""
+
+    files: RankFiles
+    record_count: int
+    """Records that its spans were read from."""
+    found: Segmentation
+    events: Spans
+    """Garbage collector pauses and checkpoint saves."""
+    wall_offset_ns: int
+    """Unix time minus the clock of the spans."""
+    device_ns: Floats | None
+    """[phase and other, step], NaN where unknown; None without device records."""
+    seen: Bools
+    """Per phase of PHASES: whether any training step of the rank has it."""
+    notes: tuple[str, ...]
+    """What was left out of the spans and device records."""
+
+
+def load_segments(files: RankFiles, *, limit: int | None = None) -> RankSegments:
+    """Reads and cuts the spans of one rank."""
+    records = read_table(files.paths.phases, schema.PHASES, limit=limit)
+    spans, notes = spans_of(records)
+    clock = records.clock
+    found = segment(spans, families=files.families())
+    crossing = found.nested.overlapping_count
+    if crossing:
+        notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
+    device, damaged = _read_device(files.paths, found)
+    return RankSegments(
+        files=files,
+        record_count=records.count,
+        found=found,
+        events=spans.take(_EVENTS[spans.kind]),
+        wall_offset_ns=clock.wall_ns - clock.mono_ns,
+        device_ns=device,
+        seen=_phases_seen(found),
+        notes=notes + damaged,
+    )
+
+
+def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
+    """The same rank with those steps alone that lie whole in a time, counted from 0 anew."""
+    first, last = (time - rank.wall_offset_ns for time in between)
+    steps = rank.found.steps
+    inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
+    begin, end = (steps.start_ns[inside[0]], steps.end_ns[inside[-1]]) if len(inside) else (0, -1)
+    spans, events = rank.found.nested.spans, rank.events
+    kept = spans.take((spans.start_ns >= begin) & (spans.end_ns <= end))
+    found = segment(kept, families=rank.files.families())
+    return replace(
+        rank,
+        found=found,
+        events=events.take((events.start_ns >= begin) & (events.end_ns <= end)),
+        device_ns=None,
+        seen=_phases_seen(found),
+    )
+
+
+def _read_device(paths: RankPaths, found: Segmentation) -> tuple[Floats | None, tuple[str, ...]]:
+    if not os.path.lexists(paths.device):
+        return None, ()
+    try:
+        records = read_table(paths.device, schema.DEVICE)
+    except RunFormatError as error:
+        return None, (str(error),)
+    if not records.count:
+        return None, records.notes
+    with np.errstate(all="ignore"):  # damaged values end as NaN, and those are null
+        return device_ns(record_columns(records), found), records.notes
+
+
+def _phases_seen(found: Segmentation) -> Bools:
+    counts = np.bincount(found.phase[found.step >= 0], minlength=len(PHASES))
+    seen: Bools = counts[: len(PHASES)] > 0
+    return seen
+
 
 STEP_PHASES = (*PHASES, "other")
 """What a step's time is split into."""
@@ -121,3 +306,104 @@ def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
         f"{phase}_device_ns": pl.Series(values).fill_nan(None).round() if shown else missing
         for phase, values, shown in zip(STEP_PHASES, rank.device_ns, seen, strict=True)
     }
+
+
+GC_PHASE, SAVE_PHASE = "gc", "save"
+NOGRAD_NAME = SPAN_PHASES[NOGRAD_PHASE]
+PHASE_SCHEMA = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "step": pl.Int64,  # null outside training steps
+    # a phase of a step, `nograd_forward`, `eval`, `eval_dataloader`, `gc`, `save`, ...
+    "phase": pl.String,
+    "name": pl.String,  # module or optimizer; null where there is none
+    "start_ns": pl.Int64,  # Unix time
+    "duration_ns": pl.Int64,
+    "self_ns": pl.Int64,  # without the spans inside
+}
+_OPTIMIZER_KINDS = (schema.OPTIMIZER, schema.SCALER)
+_NAME_COUNT = schema.TAG_MASK + 1
+
+
+def phase_frame(rank: RankSegments) -> pl.DataFrame:
+    """Spans of one rank, by start.
+
+    Spans that belong to an outer span's own work (a recomputed forward inside the backward) are
+    left out: their time is the outer one's.
+    """
+    return pl.concat([_spans(rank), pause_frame(rank)]).sort("start_ns", maintain_order=True)
+
+
+def _spans(rank: RankSegments) -> pl.DataFrame:
+    nested = rank.found.nested
+    spans = nested.spans
+    return _frame(
+        rank,
+        step=_where(rank.found.step >= 0, rank.found.step),
+        phase=pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
+        name=_names(rank, spans.kind, spans.tag),
+        start=spans.start_ns,
+        duration=spans.end_ns - spans.start_ns,
+        own=nested.self_ns,
+    )
+
+
+def pause_frame(rank: RankSegments) -> pl.DataFrame:
+    """Collector pauses and checkpoint saves alone, in the columns of `phase_frame`."""
+    events, steps = rank.events, rank.found.steps
+    if not len(events.kind):
+        return pl.DataFrame(schema=PHASE_SCHEMA)
+    duration = events.end_ns - events.start_ns
+    place = np.searchsorted(steps.start_ns, events.start_ns, side="right") - 1
+    inside = (place >= 0) & (events.start_ns < np.append(steps.end_ns, 0)[place])
+    inside &= ~_in_evaluation(rank, events.start_ns)
+    phase = np.where(events.kind == schema.GC, GC_PHASE, SAVE_PHASE)
+    return _frame(
+        rank,
+        step=_where(inside, place),
+        phase=pl.Series(phase, dtype=pl.String),
+        name=pl.Series([None] * len(place), dtype=pl.String),
+        start=events.start_ns,
+        duration=duration,
+        own=duration,
+    )
+
+
+def _where(known: Bools, values: Ints) -> pl.Series:
+    """Null elsewhere."""
+    missing = pl.Series([None], dtype=pl.Int64).new_from_index(0, len(values))
+    return pl.Series(values, dtype=pl.Int64).zip_with(pl.Series(known), missing)
+
+
+def _in_evaluation(rank: RankSegments, time: Ints) -> np.ndarray:
+    place = np.searchsorted(rank.found.evaluation_start_ns, time, side="right") - 1
+    return (place >= 0) & (time < np.append(rank.found.evaluation_end_ns, 0)[place])
+
+
+def _names(rank: RankSegments, kind: Codes, tag: Codes) -> pl.Series:
+    """Names from the event lines: modules by root tag, then optimizers, then none."""
+    roots, optimizers = rank.files.names("root"), rank.files.names("optimizer")
+    names = [roots.get(tag) for tag in range(_NAME_COUNT)]
+    names += [optimizers.get(tag) for tag in range(_NAME_COUNT)] + [None]
+    stepped = np.isin(kind, _OPTIMIZER_KINDS)
+    module = np.isin(kind, (schema.FORWARD, schema.FORWARD_EVAL, schema.EVAL, schema.NOGRAD))
+    code = np.where(module, tag, np.where(stepped, tag.astype(np.int64) + _NAME_COUNT, -1))
+    code[code < 0] = len(names) - 1
+    return pl.Series(names, dtype=pl.String).gather(code)
+
+
+def _frame(
+    rank: RankSegments, *, step: pl.Series, phase: pl.Series, name: pl.Series, start: Ints,
+    duration: Ints, own: Ints,
+) -> pl.DataFrame:  # fmt: skip
+    columns = {
+        "rank": np.full(len(start), rank.files.rank),
+        "attempt": np.full(len(start), rank.files.attempt),
+        "step": step,
+        "phase": phase,
+        "name": name,
+        "start_ns": start + rank.wall_offset_ns,
+        "duration_ns": duration,
+        "self_ns": own,
+    }
+    return pl.DataFrame(columns, schema_overrides=PHASE_SCHEMA)

@@ -12,11 +12,16 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError, TraceFormatError
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE, phase_frame
 from haiprof.run_analysis.records import clock_offset_ns
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, open_run
-from haiprof.run_analysis.segments import RankSegments, load_segments
-from haiprof.run_analysis.step_frame import step_frame
+from haiprof.run_analysis.step_frame import (
+    GC_PHASE,
+    SAVE_PHASE,
+    RankSegments,
+    load_segments,
+    phase_frame,
+    step_frame,
+)
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.device_time import gpu_events, step_window
 from haiprof.trace_analysis.files import TraceFile, check_frame, fault_lines, trace_file

@@ -12,11 +12,10 @@ import polars as pl
 
 from haiprof.base.errors import TraceFormatError, UsageError
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.run_analysis.phases import PHASE_SCHEMA
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.step_frame import STEP_SCHEMA
+from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.arrivals import LATENESS_SCHEMA

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.in_job.repeats import Repeats
-from haiprof.run_analysis.step_boundaries import BOUNDARIES, WORDS
+from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
 from haiprof.run_analysis.steps import EVAL_PHASE, Segmentation, segment
 from haiprof.run_format import schema
 from tests.sampling import examples

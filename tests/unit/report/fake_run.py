@@ -11,11 +11,10 @@ import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_S
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.run_analysis.phases import PHASE_SCHEMA
 from haiprof.run_analysis.ranks import RANK_SCHEMA
 from haiprof.run_analysis.reactions import REACTION_SCHEMA
 from haiprof.run_analysis.settings import RankSettings
-from haiprof.run_analysis.step_frame import STEP_SCHEMA
+from haiprof.run_analysis.step_frame import PHASE_SCHEMA, STEP_SCHEMA
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
