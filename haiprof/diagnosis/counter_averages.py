@@ -10,8 +10,7 @@ import polars as pl
 
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.counters import SourceMetrics, record_files, source_metrics
-from haiprof.run_analysis.records import mean, median
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, mean, median
 
 POINT_COUNT = 240
 """Points that a series is thinned to, by medians: enough for a trend, and few at 1,024 ranks."""

@@ -25,7 +25,7 @@ from haiprof.diagnosis.step_work import step_work
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
-from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.step_tokens import WORDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 
 PHASES = ("dataloader", "forward", "backward", "optimizer")

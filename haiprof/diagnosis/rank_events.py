@@ -13,8 +13,7 @@ from haiprof.run_analysis.compilations import compile_intervals
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
 from haiprof.run_analysis.process_ends import caught_failures
-from haiprof.run_analysis.records import integer, text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 
 COMPILE_SCHEMA = {"rank": pl.Int64, "time_ns": pl.Int64, "count": pl.Int64, "spent_ns": pl.Int64}
 

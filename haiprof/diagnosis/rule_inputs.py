@@ -20,8 +20,8 @@ from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.placement import Placement, placements
 from haiprof.run_analysis.reactions import Reaction, reactions
-from haiprof.run_analysis.records import median as median
 from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary

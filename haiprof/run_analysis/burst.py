@@ -19,8 +19,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.run_analysis.records import integer
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles, integer
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
 from haiprof.run_format.reader import read_records
 

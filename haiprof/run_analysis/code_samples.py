@@ -11,7 +11,7 @@ from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Spans
-from haiprof.run_analysis.stack_files import Frame, SampledProcess, read_stack_file
+from haiprof.run_analysis.run_files import Frame, SampledProcess, read_stack_file
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, Segmentation
 from haiprof.run_format import schema

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from haiprof.base.intervals import Intervals, Ints, intersection, total, union
-from haiprof.run_analysis.records import integer
-from haiprof.run_analysis.run_files import RankFiles
+from haiprof.run_analysis.run_files import RankFiles, integer
 
 _LIMIT_US = 1 << 52
 

@@ -15,8 +15,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.records import read_table, record_columns
-from haiprof.run_analysis.run_files import NodeFiles, RunFiles
+from haiprof.run_analysis.run_files import NodeFiles, RunFiles, read_table, record_columns
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
 from haiprof.run_format.reader import RecordFile

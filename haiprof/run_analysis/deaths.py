@@ -28,8 +28,7 @@ from haiprof.run_analysis.last_moments import last_moments
 from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, reactions
-from haiprof.run_analysis.records import integer
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, integer
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S

@@ -9,8 +9,7 @@ import numpy as np
 
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
-from haiprof.run_analysis.records import integer
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 
 LEAK_REMEDY = (
     "look for tensors on the GPU that are kept from each step: losses and outputs in lists without "

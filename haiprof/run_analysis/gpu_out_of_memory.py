@@ -10,7 +10,7 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import bytes_text
-from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames

@@ -9,8 +9,7 @@ from pathlib import Path
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.records import read_table, record_columns
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, read_table, record_columns
 from haiprof.run_format.schema import HEARTBEAT, NULL_I64
 
 _TAIL = 64

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.run_files import RankFiles
-from haiprof.run_analysis.stack_files import SampledProcess, read_stack_file
+from haiprof.run_analysis.run_files import RankFiles, SampledProcess, read_stack_file
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 
 _DEPTH = 200

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.records import integer, text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 from haiprof.run_analysis.step_frame import read_spans
 from haiprof.run_format.schema import KIND_NAMES
 

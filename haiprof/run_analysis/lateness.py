@@ -12,8 +12,7 @@ from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Ints
 from haiprof.run_analysis.clock_offsets import estimate_offsets
-from haiprof.run_analysis.records import text
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, text
 from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
 
 MIN_MATCHES = 8

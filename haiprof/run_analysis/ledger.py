@@ -18,7 +18,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.code_samples import TRAINING_PHASES, CodeSamples, CodeTree, spacing_ns
 from haiprof.run_analysis.lines import functions_of
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_positions import (
     BACKWARD,
     FORWARD,

@@ -14,7 +14,7 @@ from haiprof.base.code_places import code_name
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
-from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_analysis.run_files import Frame
 
 LINE_SCHEMA = {
     "rank": pl.Int64,

@@ -12,8 +12,7 @@ from haiprof.base.units import NS_PER_S, bytes_text, duration_text
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.process_ends import ProcessEnd
-from haiprof.run_analysis.records import integer
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, integer
 
 CAUSES = ("out_of_memory", "killed", "shared_memory_full", "crash", "gone")
 """Deaths of which memory may be the reason."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from haiprof.run_analysis.records import integer, text
-from haiprof.run_analysis.run_files import NodeFiles, RankFiles, RunFiles
+from haiprof.run_analysis.run_files import NodeFiles, RankFiles, RunFiles, integer, text
 
 _CPU_LIMIT = 1 << 16  # a list with a higher number is damage
 _KEYS = ("pid", "start_ticks")

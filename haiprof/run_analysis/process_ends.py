@@ -13,8 +13,7 @@ from haiprof.run_analysis.gpu_out_of_memory import (
     failed_allocations,
     parse_torch_message,
 )
-from haiprof.run_analysis.records import integer, text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames

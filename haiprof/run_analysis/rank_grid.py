@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Floats, Ints
-from haiprof.run_analysis.records import median
+from haiprof.run_analysis.run_files import median
 from haiprof.run_analysis.step_frame import STEP_PHASES
 
 COLUMN_LIMIT = 480

@@ -10,8 +10,7 @@ import polars as pl
 
 from haiprof.run_analysis.compilations import compile_columns
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
-from haiprof.run_analysis.records import integer, number, text
-from haiprof.run_analysis.run_files import RankFiles
+from haiprof.run_analysis.run_files import RankFiles, integer, number, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_analysis.step_tokens import BY_MARK
 from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation

@@ -8,8 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.run_analysis.records import integer, number, text
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RunFiles, integer, number, text
 
 _NOWHERE = ("nothing:", "not known:")
 """How what a rank does begins where it is no place in the code: the reason says that already."""

@@ -1,18 +1,100 @@
-"""Opens a run directory: what each rank and each node left, whole or in parts."""
+"""Opens a run directory: records as columns, sampled stacks, and what each rank and node left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
 
 from haiprof.base.errors import RunFormatError
+from haiprof.base.intervals import Floats, Ints
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.records import clock_offset_ns, integer, text
 from haiprof.run_format.layout import NodePaths, RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, newest_run, read_manifest
-from haiprof.run_format.reader import check_version, read_failures, read_json, read_lines
+from haiprof.run_format.reader import (
+    RecordFile,
+    check_version,
+    read_failures,
+    read_json,
+    read_lines,
+    read_records,
+)
+from haiprof.run_format.schema import Table
+from haiprof.run_format.stack_lines import (
+    HEADER,
+    LOCK_STATES,
+    SAMPLES,
+    STACKS_VERSION,
+    WAIT_LETTERS,
+)
+
+_NUMPY_TYPE = {"i64": "<i8", "f64": "<f8", "f32": "<f4", "u32": "<u4"}
+_I64_LIMIT = 1 << 63
+
+
+def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
+    """The records as one strided array per column, without a copy."""
+    row = np.dtype([(name, _NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
+    table = np.frombuffer(records.data, dtype=row)
+    return {name: table[name] for name, _, _, _ in records.columns}
+
+
+def read_table(path: Path, table: Table, *, first: int = 0, limit: int | None = None) -> RecordFile:
+    """Reads a record file that must hold the columns of one table."""
+    records = read_records(path, first=first, limit=limit)
+    have = {(name, kind) for name, kind, _, _ in records.columns}
+    lacking = [c.name for c in table.columns if (c.name, c.type) not in have]
+    if records.table != table.name or lacking:
+        raise RunFormatError(
+            f"{path}: holds the table {records.table!r}, expected {table.name!r}"
+            + (f" with the column {lacking[0]!r}" if lacking else "")
+        )
+    return records
+
+
+def integer(value: object) -> int | None:
+    """A JSON value as an integer of 64 bits; None for anything else."""
+    if type(value) is float and math.isfinite(value):
+        value = int(value)
+    return value if type(value) is int and -_I64_LIMIT < value < _I64_LIMIT else None
+
+
+def number(value: object) -> float | None:
+    """A JSON value as a finite number; None for anything else."""
+    if type(value) is int and abs(value) < _I64_LIMIT:
+        return float(value)
+    return value if type(value) is float and math.isfinite(value) else None
+
+
+def text(value: object) -> str | None:
+    """A JSON value as text that can be encoded; None for anything else."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def clock_offset_ns(anchor: object) -> int | None:
+    """Unix time minus the monotonic clock, by a clock anchor in JSON; None without a whole one."""
+    if not isinstance(anchor, dict):
+        return None
+    wall, mono = integer(anchor.get("wall_ns")), integer(anchor.get("mono_ns"))
+    return None if wall is None or mono is None else wall - mono
+
+
+def mean(values: pl.Series) -> float | None:
+    """Mean without nulls; None where nothing is left."""
+    value = values.mean()
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def median(values: pl.Series) -> float | None:
+    """Median without nulls; None where nothing is left."""
+    value = values.median()
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,3 +244,210 @@ def _lines_or_note(path: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str
     except RunFormatError as error:
         return (), (str(error),)
     return tuple(lines), notes
+
+
+_NS_PER_US = 1000
+_TIME_LIMIT_NS = 1 << 62
+_STACK_LIMIT = 1 << 16
+"""Stacks of one process that are read; a rank writes an eighth of that."""
+
+
+class Frame(NamedTuple):
+    """One line of code that was running."""
+
+    file: str
+    line: int
+    function: str
+    expression: str = ""
+    """What of that line was running, in the user's own code; empty where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledProcess:
+    """What was sampled of one process."""
+
+    pid: int
+    worker: int | None
+    """Number of the DataLoader worker; None for the training process."""
+    libraries: tuple[str, ...]
+    """Folders of installed code."""
+    frames: Sequence[Frame]
+    parents: Sequence[int]
+    """Of each stack from 1 on: its caller's; 0 has no frames."""
+    places: Sequence[int]
+    """Of each stack from 1 on: its frame."""
+    time_ns: Ints
+    """One per sample, on the clock of the spans."""
+    late_ns: Ints
+    stack: Ints
+    """0 where no Python code ran or the stack is not known."""
+    lock_wait: Ints
+    """How the training thread stood to the interpreter lock: LOCK_HELD and the others."""
+    cpu_ns: Ints
+    """CPU time of the thread since the sample before; -1 where it is not known."""
+    queue_ns: Ints
+    """How long it waited for a core since that was last known; -1 where nobody asked."""
+    wait: Ints
+    """What it waited for: an index into WAITS; -1 where it is not known."""
+    other_time_ns: Ints
+    """One per look at another Python thread of the process that was busy."""
+    other_stack: Ints
+    other_cores: Floats
+    """Share of a core that it used since the look before."""
+    other_since_ns: Ints
+    """Time since the look before; -1 where that is not known."""
+    unknown_count: int
+    """Samples whose stack was left out, or is damaged."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """One process while its lines are read."""
+
+    worker: int | None = None
+    libraries: tuple[str, ...] = ()
+    frames: dict[int, Frame] = field(default_factory=dict)
+    stacks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    parts: list[tuple[Ints, ...]] = field(default_factory=list)
+    others: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Time, stack, thousandths of a core and time since the look before."""
+
+
+def read_stack_file(path: Path) -> tuple[list[SampledProcess], tuple[str, ...]]:
+    """The processes of one file, in order; and what was damaged."""
+    lines, notes = read_lines(path)
+    found: dict[int, _Read] = {}
+    for line in lines:
+        pid = integer(line.get("pid"))
+        if pid is None:
+            continue
+        if line.get("type") == HEADER and line.get("version") == STACKS_VERSION:
+            found[pid] = _begin(line)
+        elif line.get("type") == SAMPLES and pid in found:
+            _add(found[pid], line)
+    return [_process(pid, read) for pid, read in found.items()], notes
+
+
+def _begin(line: Mapping[str, Any]) -> _Read:
+    folders = line.get("libraries")
+    named = [text(folder) for folder in folders] if isinstance(folders, list) else []
+    return _Read(integer(line.get("worker")), tuple(name for name in named if name))
+
+
+def _add(read: _Read, line: Mapping[str, Any]) -> None:
+    """Takes in one line of samples; what does not fit in it is passed over."""
+    for number, frame in _number_entries(line, "frames", "first_frame"):
+        if len(frame) >= 3:
+            file, at, name = text(frame[0]), integer(frame[1]), text(frame[2])
+            expression = [text(part) or "" for part in frame[4:5]]
+            if file is not None and at is not None and name is not None:
+                read.frames[number] = Frame(file, at, name, *expression)
+    for number, entry in _number_entries(line, "stacks", "first_stack"):
+        parent, place = (*(integer(value) for value in entry[:2]), None, None)[:2]
+        known = parent is not None and 0 <= parent < number and place in read.frames
+        if known and (parent == 0 or parent in read.stacks):
+            read.stacks[number] = (int(parent or 0), int(place or 0))
+    begin = integer(line.get("time_ns"))
+    columns = [_integers(line.get(name)) for name in ("offset_us", "late_us", "stack")]
+    if (
+        begin is not None
+        and 0 <= begin < _TIME_LIMIT_NS
+        and len({len(column) for column in columns}) == 1
+    ):
+        offset, late, stack = columns
+        count = len(stack)
+        read.parts.append(
+            (
+                begin + offset * _NS_PER_US,
+                late * _NS_PER_US,
+                stack,
+                _letters(line.get("lock_wait"), LOCK_STATES, count),
+                _times_ns(line.get("run_us"), count),
+                _times_ns(line.get("queue_us"), count),
+                _letters(line.get("wait"), WAIT_LETTERS, count),
+            )
+        )
+        others = line.get("others")
+        for entry in others if isinstance(others, list) else []:
+            values = _integers(entry).tolist()
+            if len(values) in (4, 5):
+                since_ns = values[4] * _NS_PER_US if len(values) == 5 else -1
+                at_ns = begin + values[0] * _NS_PER_US
+                read.others.append((at_ns, values[2], values[3], since_ns))
+
+
+def _letters(value: object, known: str, count: int) -> Ints:
+    """One number per sample of a line: the place of its letter; -1 for the last, and for others."""
+    letters = text(value) or ""
+    if len(letters) != count:
+        return np.full(count, -1, dtype=np.int64)
+    return np.array([known.find(letter, 0, -1) for letter in letters], dtype=np.int64)
+
+
+def _times_ns(value: object, count: int) -> Ints:
+    """One per sample of a line; -1 where it is not known."""
+    times = _integers(value)
+    if len(times) != count:
+        return np.full(count, -1)
+    return np.where(times < 0, -1, times * _NS_PER_US)
+
+
+def _number_entries(
+    line: Mapping[str, Any], name: str, first: str
+) -> Iterable[tuple[int, list[Any]]]:
+    """The entries of a list that counts on from a number."""
+    number, entries = integer(line.get(first)), line.get(name)
+    if number is None or not 0 <= number <= _STACK_LIMIT or not isinstance(entries, list):
+        return
+    for place, entry in enumerate(entries[: _STACK_LIMIT - number], start=number):
+        if isinstance(entry, list):
+            yield place, entry
+
+
+def _integers(values: object) -> Ints:
+    if not isinstance(values, list) or not all(type(v) is int and abs(v) < 1 << 50 for v in values):
+        return np.zeros(0, dtype=np.int64)
+    return np.array(values, dtype=np.int64)
+
+
+def _process(pid: int, read: _Read) -> SampledProcess:
+    """Numbers without gaps: frames in the order of the stacks, unknown stacks as none."""
+    order = sorted(read.stacks)
+    number = {stack: place for place, stack in enumerate(order, start=1)}
+    number[0] = 0
+    frame_number = {frame: place for place, frame in enumerate(sorted(read.frames))}
+    columns = [np.concatenate([part[i] for part in read.parts] or [_NONE]) for i in range(7)]
+    time_ns, late_ns, stack, lock_wait, cpu_ns, queue_ns, wait = columns
+    table = np.zeros(max(order, default=0) + 1, dtype=np.int64)
+    table[[0, *order]] = [0, *range(1, len(order) + 1)]
+    mapped = _renumber(stack, table)
+    others = np.array(read.others, dtype=np.int64).reshape(-1, 4).T
+    return SampledProcess(
+        pid=pid,
+        worker=read.worker,
+        libraries=read.libraries,
+        frames=[read.frames[frame] for frame in sorted(read.frames)],
+        parents=[number[read.stacks[stack][0]] for stack in order],
+        places=[frame_number[read.stacks[stack][1]] for stack in order],
+        time_ns=time_ns,
+        late_ns=late_ns,
+        stack=mapped,
+        lock_wait=lock_wait,
+        cpu_ns=cpu_ns,
+        queue_ns=queue_ns,
+        wait=wait,
+        other_time_ns=others[0],
+        other_stack=_renumber(others[1], table),
+        other_cores=others[2] / 1000,
+        other_since_ns=others[3],
+        unknown_count=int(((mapped == 0) & (stack != 0)).sum()),
+    )
+
+
+def _renumber(stack: Ints, table: Ints) -> Ints:
+    """Stacks by the table of their new numbers; 0 for those that are not in it."""
+    known = (stack >= 0) & (stack < len(table))
+    return np.where(known, table[np.where(known, stack, 0)], 0)
+
+
+_NONE = np.zeros(0, dtype=np.int64)

@@ -36,7 +36,6 @@ from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
 from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
 from haiprof.run_analysis.ranks import rank_frame, rank_row
 from haiprof.run_analysis.reactions import reaction_frame, reactions
-from haiprof.run_analysis.records import integer
 from haiprof.run_analysis.restarts import (
     AttemptTime,
     Goodput,
@@ -45,7 +44,7 @@ from haiprof.run_analysis.restarts import (
     goodput,
     run_time,
 )
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, node_notes, open_run
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, node_notes, open_run
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,

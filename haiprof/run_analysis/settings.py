@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from haiprof.run_analysis.records import integer, number, text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, number, text
 from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS
 
 Scalar = bool | int | float | str | None

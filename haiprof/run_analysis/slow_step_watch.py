@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import RunFormatError, RunNotFoundError
-from haiprof.run_analysis.records import integer, text
+from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.reader import read_lines

@@ -15,8 +15,7 @@ import polars as pl
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
-from haiprof.run_analysis.records import read_table, record_columns
-from haiprof.run_analysis.run_files import RankFiles
+from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
 from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, SPAN_PHASES, Segmentation, segment
 from haiprof.run_format import schema

@@ -13,8 +13,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis.nesting import Bools
-from haiprof.run_analysis.records import integer, text
-from haiprof.run_analysis.run_files import RankFiles, RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
 

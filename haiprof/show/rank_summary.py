@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import MissingDataError
-from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.show.figures.style import PHASES
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header

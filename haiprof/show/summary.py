@@ -12,7 +12,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
-from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.step_tokens import WORDS

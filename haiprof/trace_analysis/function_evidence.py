@@ -11,7 +11,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, difference, total, union
-from haiprof.run_analysis.records import median
+from haiprof.run_analysis.run_files import median
 from haiprof.trace_analysis.call_tree import CallTree, innermost, nest
 from haiprof.trace_analysis.device_time import (
     COMPUTATION,

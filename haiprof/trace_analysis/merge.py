@@ -12,8 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError, TraceFormatError
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.records import clock_offset_ns
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, open_run
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, clock_offset_ns, open_run
 from haiprof.run_analysis.step_frame import (
     GC_PHASE,
     SAVE_PHASE,

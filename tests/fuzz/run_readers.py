@@ -37,9 +37,8 @@ from haiprof.live.kineto_processes import trigger
 from haiprof.live.snapshot import _native_stack, _run_spy
 from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
 from haiprof.run_analysis.burst import read_export
-from haiprof.run_analysis.records import record_columns
 from haiprof.run_analysis.remote_runs import _states
-from haiprof.run_analysis.run_files import open_run
+from haiprof.run_analysis.run_files import open_run, record_columns
 from haiprof.run_format.control import (
     encode_message,
     new_request,

@@ -15,7 +15,7 @@ from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
     COMPARE_P_VALUE,
 )
-from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.training_time import (
     host_windows,
     select_training_samples,

@@ -13,7 +13,7 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.units import MISSING, bytes_text, duration_text, rate_text, ratio_text
 from haiprof.live.snapshot import snapshot_folders
-from haiprof.run_analysis.records import number
+from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest

@@ -14,7 +14,7 @@ from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.opportunities import find_opportunities, needed_rows
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_analysis.ledger import ACTIVITIES, RankSamples, RankTime, TimeTable, time_table
-from haiprof.run_analysis.stack_files import Frame
+from haiprof.run_analysis.run_files import Frame
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_format.stack_lines import LOCK_STATES, LOCK_UNKNOWN
 from tests.unit.analysis.sampled import Stack
