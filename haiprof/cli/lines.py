@@ -77,7 +77,7 @@ def lines(
 
       haiprof lines --json | jq '.lines[0]'
     """
-    from haiprof.run_analysis import stack_export
+    from haiprof.run_analysis import flame_graph as stack_export
     from haiprof.show.flame import LINE_PARTS, sampled_lines
     from haiprof.show.views.run import lines_view
 

@@ -11,8 +11,8 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.base.code_places import code_name, is_library
+from haiprof.run_analysis.flame_graph import collapsed_lines, speedscope
 from haiprof.run_analysis.lines import function_times, wilson
-from haiprof.run_analysis.stack_export import collapsed_lines, speedscope
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 
