@@ -10,8 +10,7 @@ import polars as pl
 
 from haiprof.base.intervals import Intervals
 from haiprof.run_analysis.compilations import compile_intervals
-from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
-from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.step_work import StepWork
+from haiprof.run_analysis.before_death import GpuMemoryAtEnd, MemoryAtEnd
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
-from haiprof.run_analysis.memory_at_end import MemoryAtEnd
 from haiprof.run_analysis.restarts import Goodput, Start
 
 

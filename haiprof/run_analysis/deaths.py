@@ -11,20 +11,22 @@ from functools import cached_property
 import polars as pl
 
 from haiprof.base.units import NS_PER_S, duration_text, ranks_text
-from haiprof.run_analysis.end_causes import (
+from haiprof.run_analysis.end_evidence import (
+    LastCollective,
     accused_ranks,
+    behind,
     inner_error,
     is_launchers,
     kind_of,
+    last_collectives,
+    last_line,
+    last_moments,
     signal_name,
     unlike_messages,
     wait_failure,
     what_happened,
 )
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
-from haiprof.run_analysis.last_collectives import LastCollective, behind, last_collectives
-from haiprof.run_analysis.last_line import last_line
-from haiprof.run_analysis.last_moments import last_moments
 from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, reactions

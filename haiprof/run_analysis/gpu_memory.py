@@ -1,15 +1,23 @@
-"""GPU memory over the steps of each rank, as its caching allocator counted where steps began."""
+"""GPU memory over the steps of each rank, and when it ran out: who held it, who asked for more."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import numpy as np
 
+from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
-from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
+from haiprof.base.units import bytes_text
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import read_json
+from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
 
 LEAK_REMEDY = (
     "look for tensors on the GPU that are kept from each step: losses and outputs in lists without "
@@ -72,3 +80,295 @@ def _series(rank: RankFiles) -> GpuMemorySeries | None:
         return None
     table = dict(zip(_COLUMNS, np.array(rows, dtype=np.int64).T, strict=True))
     return GpuMemorySeries(**{**table, "limit_bytes": int(table["limit_bytes"][-1])})
+
+
+_FILE_LIMIT = 1 << 21
+_SIZE_LIMIT = 1 << 50
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = r"([\d.]{1,20}) (bytes|[KMG]iB)"
+_SAID = {
+    "requested_bytes": rf"Tried to allocate {_SIZE}",
+    "device_total_bytes": rf"total capacity of {_SIZE}",
+    "device_free_bytes": rf"of which {_SIZE} is free",
+    "limit_bytes": rf"{_SIZE} allowed",
+    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
+    "cached_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
+_OTHERS = re.compile(rf"Process (\d{{1,10}}) has {_SIZE} memory in use")
+_IS_CUDA = re.compile(r"(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate")
+_HELD = ("parameters", "gradients", "buffers", "optimizer_state")
+_DIMENSIONS, _SHAPES = 12, 8
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The largest batch of training that had gone through before."""
+
+    shapes: Shapes
+    step: int | None
+    start_bytes: int
+    """Allocated where its step began."""
+    peak_bytes: int
+    """The highest so far when its step was over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOutOfMemory:
+    """One allocation that failed. Sizes are bytes; what is not known is None."""
+
+    wall_ns: int | None = None
+    device: int | None = None
+    requested_bytes: int | None = None
+    limit_bytes: int | None = None
+    """What the process may take: the device's memory, or the share that it was given."""
+    device_total_bytes: int | None = None
+    device_free_bytes: int | None = None
+    allocated_bytes: int | None = None
+    """In tensors."""
+    reserved_bytes: int | None = None
+    """By the caching allocator: allocated or cached."""
+    peak_bytes: int | None = None
+    """The highest that was ever allocated, or since the job's own reset."""
+    free_cached_bytes: int | None = None
+    """Reserved and free, of the pool and the stream that the request was for."""
+    largest_free_bytes: int | None = None
+    """The largest piece of it."""
+    private_pool_bytes: int | None = None
+    """In pools of their own, as CUDA graphs have them."""
+    others_bytes: int | None = None
+    """In other processes on the same GPU, as far as torch named them."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """In parameters, gradients, buffers and optimizer state; the rest is activations and others."""
+    phase: str | None = None
+    module: str | None = None
+    line: Frame | None = None
+    step: int | None = None
+    batch: Shapes = ()
+    """What the step's root module was called with, by shape."""
+    largest: LargestBatch | None = None
+    snapshot: str | None = None
+    """The allocator's snapshot in `memory/` of the run."""
+    count: int = 1
+    """Allocations that failed in this process, of which this is the last."""
+
+    @property
+    def fragmented(self) -> bool | None:
+        """Whether the request would have fitted into what was free, were that in one piece."""
+        known = (self.requested_bytes, self.free_cached_bytes, self.largest_free_bytes,
+                 self.reserved_bytes, self.limit_bytes)  # fmt: skip
+        if None in known:
+            return None
+        wanted, free, largest, reserved, limit = (size or 0 for size in known)
+        left = max(limit - reserved, 0)
+        device = left if self.device_free_bytes is None else min(left, self.device_free_bytes)
+        return largest < wanted <= free + device and device < wanted
+
+    @property
+    def other_bytes(self) -> int | None:
+        """Allocated, and in nothing that is known: activations, temporary and kept tensors."""
+        if self.allocated_bytes is None or not any(self.held.values()):
+            return None
+        return max(self.allocated_bytes - sum(self.held.values()), 0)
+
+    @property
+    def is_larger(self) -> bool | None:
+        """Whether the step's batch was larger than any before; None where that is not known."""
+        if not self.batch or self.largest is None:
+            return None
+        return _count(self.batch) > _count(self.largest.shapes)
+
+    @property
+    def fits_ratio(self) -> float | None:
+        """How much of the batch would have fitted, if what a step adds is in proportion to it.
+
+        It rests on the largest batch before: its peak, and what was allocated as its step began.
+        """
+        if not self.is_larger or self.largest is None or self.limit_bytes is None:
+            return None
+        added = self.largest.peak_bytes - self.largest.start_bytes
+        limit = self.limit_bytes - (self.others_bytes or 0)
+        if added <= 0 or limit <= self.largest.peak_bytes:
+            return None
+        times = (limit - self.largest.start_bytes) / added
+        ratio = times * _count(self.largest.shapes) / _count(self.batch)
+        return ratio if ratio < 1 else None
+
+    @property
+    def remedy(self) -> str:
+        """What to do, by what is known of the reason."""
+        if self.fragmented:
+            return (
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which joins the pieces; fewer "
+                "different shapes (pad to a few lengths)"
+            )
+        if self.is_larger:
+            return (
+                "bound the batch: by tokens in place of samples, or cut long samples; activation "
+                "checkpointing, bf16, or a smaller batch with gradient accumulation"
+            )
+        return (
+            "a smaller batch with gradient accumulation, activation checkpointing, bf16, or the "
+            "optimizer's state sharded (FSDP, ZeroRedundancyOptimizer); look for tensors kept from "
+            "each step (losses without .item() or .detach())"
+        )
+
+    @property
+    def text(self) -> str:
+        """For people: what happened, without the rank."""
+        where = [f" in {self.phase}"] if self.phase else []
+        where += [f", in {self.module}"] if self.module else []
+        where += [f" at step {self.step}"] if self.step is not None else []
+        where += [f" ({frame_text(self.line)})"] if self.line else []
+        said = [part for part in (self._sizes(), self.batch_text) if part]
+        return "; ".join([f"out of GPU memory{''.join(where)}: {said[0]}", *said[1:]]) if said \
+            else f"out of GPU memory{''.join(where)}"  # fmt: skip
+
+    def _sizes(self) -> str:
+        limit = self.limit_bytes or self.device_total_bytes
+        parts = []
+        if self.requested_bytes is not None:
+            parts.append(f"{bytes_text(self.requested_bytes)} wanted")
+        if self.allocated_bytes is not None:
+            of = f" of {bytes_text(limit)}" if limit is not None else ""
+            parts.append(f"{bytes_text(self.allocated_bytes)}{of} allocated")
+        held = self.held_text
+        return ", ".join(parts) + (f" ({held})" if held else "")
+
+    @property
+    def held_text(self) -> str:
+        """`optimizer state 24.0 GiB, parameters 12.0 GiB, activations and others 35.2 GiB`."""
+        sizes = {name.replace("_", " "): size for name, size in self.held.items() if size}
+        if self.other_bytes is not None:
+            sizes["activations and others"] = self.other_bytes
+        ordered = sorted(sizes.items(), key=lambda each: -each[1])
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered)
+
+    @property
+    def batch_text(self) -> str:
+        """`the batch was 64 x 4096, the largest before 64 x 2048 with a peak of 61.0 GiB`."""
+        if not self.batch:
+            return ""
+        said = f"the batch was {shapes_text(self.batch)}"
+        if self.largest is None:
+            return f"{said}, the first one"
+        if not self.is_larger:
+            return f"{said}, no larger than one before"
+        before, peak = shapes_text(self.largest.shapes), bytes_text(self.largest.peak_bytes)
+        return f"{said}, the largest before {before} with a peak of {peak}"
+
+
+def shapes_text(shapes: Shapes) -> str:
+    """`64 x 2048`, and several beside each other."""
+    return ", ".join(" x ".join(map(str, shape)) or "one number" for shape in shapes[:3])
+
+
+def failed_allocations(run: RunPaths) -> Iterator[tuple[str, int, GpuOutOfMemory]]:
+    """(host, pid, the last allocation that failed) of each process that noted one."""
+    for path in run.out_of_memory_files():
+        try:
+            if path.stat().st_size > _FILE_LIMIT:
+                continue
+            content = read_json(path)
+        except (OSError, RunFormatError):
+            continue
+        host, pid = text(content.get("host")), integer(content.get("pid"))
+        failed = content.get("failed")
+        last = failed[-1] if isinstance(failed, list) and failed else None
+        if host is not None and pid is not None and isinstance(last, dict):
+            count = integer(content.get("count")) or 1
+            yield host, pid, _parse(last, count=max(count, 1))
+
+
+def parse_torch_message(message: str) -> GpuOutOfMemory | None:
+    """What the text of `torch.OutOfMemoryError` tells; None for another text.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, where it is put together.
+    """
+    if not _IS_CUDA.search(message):
+        return None
+    found = {name: _first(pattern, message) for name, pattern in _SAID.items()}
+    cached = found.pop("cached_bytes")
+    allocated = found["allocated_bytes"]
+    if allocated is not None and cached is not None:
+        found["reserved_bytes"] = allocated + cached
+    found["limit_bytes"] = found["limit_bytes"] or found["device_total_bytes"]
+    others = [_bytes(match[1], match[2]) for match in _OTHERS.findall(message)]
+    known = [size for size in others if size is not None]
+    found["others_bytes"] = sum(known) if known else None
+    return GpuOutOfMemory(**found)  # type: ignore[arg-type]
+
+
+def _first(pattern: str, message: str) -> int | None:
+    match = re.search(pattern, message)
+    return _bytes(match[1], match[2]) if match else None
+
+
+def _bytes(digits: str, unit: str) -> int | None:
+    try:
+        size = float(digits) * _UNITS[unit]
+    except ValueError:
+        return None
+    return round(size) if size < _SIZE_LIMIT else None
+
+
+def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
+    names = ("requested", "limit", "device_total", "device_free", "allocated", "reserved", "peak",
+             "free_cached", "largest_free", "private_pool")  # fmt: skip
+    held = content.get("held")
+    line = parse_frames([content.get("line")])
+    return GpuOutOfMemory(
+        wall_ns=integer(content.get("wall_ns")),
+        device=integer(content.get("device")),
+        **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
+        held={n: size for n in _HELD if (size := _size(held.get(n))) is not None}
+        if isinstance(held, dict) else {},
+        phase=text(content.get("phase")),
+        module=_short(content.get("module")),
+        line=line[0] if line else own_frame(parse_frames(content.get("frames")) or ()),
+        step=integer(content.get("step")),
+        batch=_shapes(content.get("batch")),
+        largest=_largest(content.get("largest")),
+        snapshot=_file_name(content.get("snapshot")),
+        count=count,
+    )  # fmt: skip
+
+
+def _largest(content: object) -> LargestBatch | None:
+    if not isinstance(content, dict):
+        return None
+    start, peak = _size(content.get("start_bytes")), _size(content.get("peak_bytes"))
+    shapes = _shapes(content.get("shapes"))
+    if start is None or peak is None or not shapes:
+        return None
+    step = integer(content.get("step"))
+    return LargestBatch(shapes=shapes, step=step, start_bytes=start, peak_bytes=peak)
+
+
+def _shapes(content: object) -> Shapes:
+    if not isinstance(content, list):
+        return ()
+    shapes = [shape for shape in content[:_SHAPES] if isinstance(shape, list)]
+    sizes = [[_size(size) for size in shape[:_DIMENSIONS]] for shape in shapes]
+    return tuple(tuple(size for size in each if size is not None) for each in sizes)
+
+
+def _count(shapes: Shapes) -> int:
+    return max(sum(prod(shape) for shape in shapes), 1)
+
+
+def _size(value: object) -> int | None:
+    size = integer(value)
+    return size if size is not None and 0 <= size < _SIZE_LIMIT else None
+
+
+def _short(value: object) -> str | None:
+    found = text(value)
+    return None if found is None else found[:200]
+
+
+def _file_name(value: object) -> str | None:
+    """A name in the run's own folder, never a path out of it."""
+    name = text(value)
+    good = name is not None and re.fullmatch(r"[\w.-]{1,200}\.pickle", name)
+    return name if good else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.gpu_out_of_memory import (
+from haiprof.run_analysis.gpu_memory import (
     GpuOutOfMemory,
     failed_allocations,
     parse_torch_message,

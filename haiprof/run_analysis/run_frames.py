@@ -17,12 +17,17 @@ from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis.backward_work import backward_work, own_and_after
+from haiprof.run_analysis.before_death import (
+    GpuMemoryAtEnd,
+    MemoryAtEnd,
+    gpu_memory_at_end,
+    memory_at_end,
+)
 from haiprof.run_analysis.burst import burst_frame
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
 from haiprof.run_analysis.epochs import loading_frame
-from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd, gpu_memory_at_end
 from haiprof.run_analysis.lateness import (
     MIN_MATCHES,
     Arrivals,
@@ -32,7 +37,6 @@ from haiprof.run_analysis.lateness import (
     lateness,
 )
 from haiprof.run_analysis.lines import line_frame
-from haiprof.run_analysis.memory_at_end import MemoryAtEnd, memory_at_end
 from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
 from haiprof.run_analysis.ranks import rank_frame, rank_row
 from haiprof.run_analysis.reactions import reaction_frame, reactions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from haiprof.diagnosis.verdict import Verdict
-from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
+from haiprof.run_analysis.before_death import GpuMemoryAtEnd
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from tests.conftest import Once
 from tests.process.jobs import REPOSITORY, Job, run_job

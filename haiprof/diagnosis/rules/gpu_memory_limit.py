@@ -6,8 +6,12 @@ from haiprof.base.units import bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import GPU_MEMORY_FULL_RATIO
-from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth_per_step
-from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory
+from haiprof.run_analysis.gpu_memory import (
+    LEAK_REMEDY,
+    GpuMemorySeries,
+    GpuOutOfMemory,
+    growth_per_step,
+)
 
 RULE = "gpu_memory_limit"
 

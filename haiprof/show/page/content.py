@@ -17,8 +17,8 @@ from haiprof.diagnosis.compare.compared_run import compared_run_of
 from haiprof.diagnosis.compare.comparison import compare_runs
 from haiprof.diagnosis.engine import judge
 from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.before_death import RankTimeline, last_seconds, time_range
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.last_seconds import RankTimeline, last_seconds, time_range
 from haiprof.run_analysis.rank_grid import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames

@@ -10,8 +10,12 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB, MISSING, NS_PER_S, bytes_text
-from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
-from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, failed_allocations
+from haiprof.run_analysis.gpu_memory import (
+    GpuMemorySeries,
+    GpuOutOfMemory,
+    failed_allocations,
+    gpu_memory_series,
+)
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.panel_table import CounterSpec, PanelRow, PanelSpec, entity_label
 from haiprof.show.figures.style import PHASES, series_color

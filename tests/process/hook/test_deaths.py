@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.run_analysis.last_moments import LastMoment, last_moments
+from haiprof.run_analysis.end_evidence import LastMoment, last_moments
 from haiprof.run_analysis.run_files import open_run
 from tests.process.jobs import PYTHON, TORCHRUN, environment, haiprof_command
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.run_analysis.gpu_memory_at_end import GpuMemoryAtEnd
-from haiprof.run_analysis.gpu_out_of_memory import GpuOutOfMemory, parse_torch_message
+from haiprof.run_analysis.before_death import GpuMemoryAtEnd
+from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.unit.analysis.test_deaths import T0, Job, S, found

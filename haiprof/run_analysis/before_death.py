@@ -1,0 +1,366 @@
+"""Before a death: what memory each rank held, and what it did in the last seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.errors import RunFormatError, TraceFormatError
+from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
+from haiprof.run_analysis.counters import counter_frame
+from haiprof.run_analysis.deaths import Death, Fate
+from haiprof.run_analysis.gpu_memory import (
+    GpuMemorySeries,
+    GpuOutOfMemory,
+    gpu_memory_series,
+    growth_per_step,
+)
+from haiprof.run_analysis.process_ends import ProcessEnd
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
+from haiprof.run_analysis.step_frame import read_spans
+from haiprof.run_format import schema
+from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
+
+CAUSES = ("out_of_memory", "killed", "shared_memory_full", "crash", "gone")
+"""Deaths of which memory may be the reason."""
+LAST_NS = 60 * NS_PER_S
+_LEAST_SAMPLES = 3
+_METRICS = (
+    ("process", "memory_rss_bytes"), ("cgroup", "memory_used_bytes"),
+    ("cgroup", "memory_limit_bytes"), ("host", "memory_available_bytes"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAtEnd:
+    """Memory of one rank before it died."""
+
+    rank: int
+    rss_bytes: int | None
+    """Resident, with its children: the last sample."""
+    sampled_before_ns: int | None
+    """How long before the death that was."""
+    killed_with_bytes: int | None
+    """Resident at the kill, as the kernel's log has it."""
+    growth_bytes_per_s: float | None
+    """Over the last minute; None where it did not grow, or too few samples are there."""
+    limit_bytes: int | None
+    """Of its control group."""
+    available_bytes: int | None
+    """Of the node, at the last sample."""
+    shm_used_bytes: int | None
+    shm_bytes: int | None
+    """Of /dev/shm, after its end."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        parts = []
+        if self.killed_with_bytes:
+            parts.append(f"{bytes_text(self.killed_with_bytes)} resident at the kill")
+        if self.rss_bytes is not None:
+            parts.append(f"{bytes_text(self.rss_bytes)} with its workers "
+                         f"{duration_text(self.sampled_before_ns)} before")  # fmt: skip
+        if self.growth_bytes_per_s:
+            parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_s))}/s")
+        if self.limit_bytes:
+            parts.append(f"limit of its control group {bytes_text(self.limit_bytes)}")
+        if self.available_bytes is not None:
+            parts.append(f"{bytes_text(self.available_bytes)} available on the node")
+        if self.shm_bytes and self.shm_used_bytes is not None:
+            parts.append(
+                f"/dev/shm {bytes_text(self.shm_used_bytes)} of {bytes_text(self.shm_bytes)}"
+            )
+        return f"memory of rank {self.rank}: {', '.join(parts)}" if parts else ""
+
+
+def memory_at_end(
+    files: RunFiles, death: Death | None, ends: Sequence[ProcessEnd]
+) -> tuple[MemoryAtEnd, ...]:
+    """Memory of the ranks that a death began with, where memory may be its reason."""
+    if death is None or death.cause not in CAUSES or death.died_ns is None:
+        return ()
+    own = {e.rank: e for e in ends if not e.helper and e.generation == death.generation}
+    hosts = sorted({end.host for rank, end in own.items() if rank in death.ranks})
+    between = (death.died_ns - LAST_NS, death.died_ns + NS_PER_S)
+    frame, _ = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
+    found = [
+        _of_rank(rank, end, frame, death.died_ns)
+        for rank in death.ranks[:8]
+        if (end := own.get(rank)) is not None
+    ]
+    return tuple(each for each in found if each.text)
+
+
+def _of_rank(rank: int, end: ProcessEnd, frame: pl.DataFrame, died_ns: int) -> MemoryAtEnd:
+    node = frame.filter(pl.col("host") == end.host)
+    rss = _series(node.filter(pl.col("rank") == rank), "memory_rss_bytes")
+    oom = end.oom or {}
+    limit = integer(oom.get("limit_bytes"))
+    limits = _series(node, "memory_limit_bytes")
+    available = _series(node, "memory_available_bytes")
+    shm = end.shm or {}
+    return MemoryAtEnd(
+        rank=rank,
+        rss_bytes=round(rss[-1][1]) if rss else None,
+        sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
+        killed_with_bytes=_killed_with(oom),
+        growth_bytes_per_s=_growth(rss),
+        limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
+        available_bytes=round(available[-1][1]) if available else None,
+        shm_used_bytes=integer(shm.get("used_bytes")),
+        shm_bytes=integer(shm.get("total_bytes")),
+    )
+
+
+def _series(frame: pl.DataFrame, metric: str) -> list[tuple[int, float]]:
+    rows = frame.filter((pl.col("metric") == metric) & pl.col("value").is_not_null())
+    return [(time, value) for time, value in rows.sort("time_ns").select("time_ns", "value").rows()]
+
+
+def _growth(series: Sequence[tuple[int, float]]) -> float | None:
+    """Bytes per second between the first and the last sample; None where it is no growth."""
+    if len(series) < _LEAST_SAMPLES:
+        return None
+    (first, before), (last, after) = series[0], series[-1]
+    rate = (after - before) * NS_PER_S / max(last - first, 1)
+    return rate if rate > 0 else None
+
+
+def _killed_with(oom: Mapping[str, Any]) -> int | None:
+    sizes = [integer(oom.get(f"{name}_bytes")) for name in ("anonymous", "file", "shared")]
+    known = [size for size in sizes if size is not None and size >= 0]
+    return sum(known) if known else None
+
+
+BEFORE_NS = 60 * NS_PER_S
+"""A caught failure so long before a death is worth a word."""
+_SNAPSHOT_LIMIT_BYTES = 256 << 20
+_LINES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemoryAtEnd:
+    """GPU memory of one rank when an allocation failed for the last time."""
+
+    rank: int
+    failed: GpuOutOfMemory
+    reasons: tuple[str, ...]
+    """Why there was no more, as far as it is known; each follows from numbers."""
+    fragmented: bool | None
+    """Whether the request would have fitted into what was free, were that in one piece."""
+    fits_ratio: float | None
+    """How much of the batch would have fitted, by the largest one before; None: not known."""
+    growth_bytes_per_step: float | None
+    """Of what is allocated where steps begin; None where it did not grow steadily."""
+    by_line: tuple[tuple[str | None, int], ...]
+    """(line of the job's own code, bytes) of blocks in use, most first; None: from before the
+    history. Empty without a snapshot."""
+    snapshot: str | None
+    """The snapshot's path."""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """For people, a line each."""
+        failed = self.failed
+        parts = [
+            f"{bytes_text(size)} {name}"
+            for name, size in (
+                ("allocated", failed.allocated_bytes),
+                ("reserved", failed.reserved_bytes),
+                ("free on the device", failed.device_free_bytes),
+                ("in other processes", failed.others_bytes),
+                ("in pools of CUDA graphs", failed.private_pool_bytes or None),
+            )
+            if size is not None
+        ]
+        limit = failed.limit_bytes or failed.device_total_bytes
+        of = f"; its limit is {bytes_text(limit)}" if limit is not None else ""
+        if parts:
+            yield f"GPU memory of rank {self.rank}: {', '.join(parts)}{of}"
+        yield from self.reasons
+        if self.by_line:
+            named = [
+                f"{line or 'before the history'} {bytes_text(size)}" for line, size in self.by_line
+            ]
+            yield f"in use by line: {', '.join(named)}"
+        if self.snapshot:
+            yield f"snapshot of the allocator: {self.snapshot} (haiprof memory-timeline FILE)"
+
+
+def gpu_memory_at_end(
+    files: RunFiles, death: Death | None, ends: Sequence[ProcessEnd]
+) -> tuple[GpuMemoryAtEnd, ...]:
+    """GPU memory of the ranks that a death began with, where it ran out shortly before."""
+    if death is None:
+        return ()
+    own = {e.rank: e for e in ends if not e.helper and e.generation == death.generation}
+    series = gpu_memory_series(files)
+    found = []
+    for rank in death.ranks[:8]:
+        end = own.get(rank)
+        failed = None if end is None else end.gpu_memory
+        if failed is None or not _near(failed, death):
+            continue
+        found.append(_gpu_of_rank(files, rank, failed, series.get(rank)))
+    return tuple(found)
+
+
+def _near(failed: GpuOutOfMemory, death: Death) -> bool:
+    if failed.wall_ns is None or death.died_ns is None:
+        return death.cause == "out_of_memory"
+    return death.died_ns - failed.wall_ns < BEFORE_NS
+
+
+def _gpu_of_rank(
+    files: RunFiles, rank: int, failed: GpuOutOfMemory, series: GpuMemorySeries | None
+) -> GpuMemoryAtEnd:
+    growth = None if series is None else growth_per_step(series)
+    by_line, path = _by_line(files, failed)
+    return GpuMemoryAtEnd(
+        rank=rank,
+        failed=failed,
+        reasons=tuple(_reasons(failed, growth)),
+        fragmented=failed.fragmented,
+        fits_ratio=failed.fits_ratio,
+        growth_bytes_per_step=growth,
+        by_line=by_line,
+        snapshot=path,
+    )
+
+
+def _reasons(failed: GpuOutOfMemory, growth: float | None) -> Iterator[str]:
+    if growth is not None:
+        yield (
+            f"it grew from step to step: what steps begin with by {bytes_text(growth)} a step; "
+            "something is kept from each"
+        )
+    elif failed.is_larger:
+        yield _fitting(failed)
+    if failed.fragmented:
+        yield (
+            f"fragmentation: {bytes_text(failed.free_cached_bytes)} were cached and free, more "
+            f"than was asked for, in pieces of at most {bytes_text(failed.largest_free_bytes)}"
+        )
+    if failed.others_bytes and failed.others_bytes >= (failed.requested_bytes or 1 << 62):
+        yield f"other processes on this GPU hold {bytes_text(failed.others_bytes)}"
+    if failed.count > 1:
+        yield f"it was the last of {failed.count} allocations that failed in this process"
+
+
+def _fitting(failed: GpuOutOfMemory) -> str:
+    said = "one large batch: none of that size had gone through before"
+    ratio = failed.fits_ratio
+    if ratio is None:
+        return said
+    return (
+        f"{said}; {ratio_text(ratio)} of it would have fitted, if memory is in proportion to the "
+        "batch (rests on the peak of the largest one before)"
+    )
+
+
+def _by_line(
+    files: RunFiles, failed: GpuOutOfMemory
+) -> tuple[tuple[tuple[str | None, int], ...], str | None]:
+    if failed.snapshot is None:
+        return (), None
+    path = files.paths.memory / failed.snapshot
+    try:
+        if path.stat().st_size > _SNAPSHOT_LIMIT_BYTES:
+            return (), str(path)
+        held = sum_by_line(read_memory_snapshot(path))
+    except (OSError, TraceFormatError):
+        return (), None
+    own = held.filter(held["device"] == (failed.device or 0)).head(_LINES)
+    return tuple(own.select("line", "size_bytes").rows()), str(path)
+
+
+SECONDS = 30
+AFTER_NS = 2 * NS_PER_S
+_TAIL_RECORDS = 20_000
+_PIECES = 300
+"""So many stretches per rank at the most: what is shorter than a part of the picture is joined."""
+_PHASES = {
+    schema.DATA: "dataloader", schema.DATA_END: "dataloader", schema.DATA_ITER: "dataloader",
+    schema.FORWARD: "forward", schema.FORWARD_EVAL: "forward", schema.EVAL: "other",
+    schema.NOGRAD: "other", schema.BACKWARD: "backward", schema.OPTIMIZER: "optimizer",
+    schema.SCALER: "optimizer", schema.SAVE: "other",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """One phase, or several of a kind close together."""
+
+    phase: str
+    begin_ns: int
+    """Unix time."""
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """One rank before the death."""
+
+    fate: Fate
+    stretches: tuple[Stretch, ...]
+
+
+def time_range(death: Death) -> tuple[int, int] | None:
+    """The Unix times between which the ranks are shown; None where the death has no time."""
+    ends = [fate.ended_ns for fate in death.fates if fate.ended_ns is not None]
+    last = max([*ends, death.died_ns or 0])
+    if not last:
+        return None
+    end = min(last, (death.died_ns or last) + 60 * NS_PER_S) + AFTER_NS
+    begin = (death.died_ns or last) - SECONDS * NS_PER_S
+    return begin, end
+
+
+def last_seconds(files: RunFiles, death: Death, fates: Sequence[Fate]) -> list[RankTimeline]:
+    """The last seconds of some ranks."""
+    between = time_range(death)
+    if between is None:
+        return []
+    own = {(text_of(rank, "host"), rank.report.get("pid")): rank for rank in files.ranks}
+    found = []
+    for fate in fates:
+        rank = own.get((fate.host, fate.pid))
+        pieces = [] if rank is None else list(_stretches(rank, between))
+        found.append(RankTimeline(fate=fate, stretches=tuple(pieces)))
+    return found
+
+
+def text_of(rank: RankFiles, name: str) -> str | None:
+    """A text of a rank's report; None where it holds something else."""
+    value = rank.report.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _stretches(rank: RankFiles, between: tuple[int, int]) -> Iterator[Stretch]:
+    try:
+        spans, clock, _ = read_spans(rank.paths.phases, first=-_TAIL_RECORDS)
+    except RunFormatError:
+        return
+    offset = clock.wall_ns - clock.mono_ns
+    begin, end = (time - offset for time in between)
+    inside = (spans.end_ns > begin) & (spans.start_ns < end) & (spans.kind != schema.GC)
+    order = np.argsort(spans.start_ns[inside], kind="stable")
+    rows = zip(spans.kind[inside][order].tolist(), spans.start_ns[inside][order].tolist(),
+               spans.end_ns[inside][order].tolist(), strict=True)  # fmt: skip
+    least = (end - begin) // _PIECES
+    phase, since, until = "", 0, 0
+    for kind, first, last in rows:
+        name = _PHASES.get(kind, "other")
+        if phase and (name == phase or until - since < least) and first - until < least:
+            until = max(until, last)
+            continue
+        if phase:
+            yield Stretch(phase=phase, begin_ns=since + offset, end_ns=until + offset)
+        phase, since, until = name, max(first, begin), last
+    if phase:
+        yield Stretch(phase=phase, begin_ns=since + offset, end_ns=min(until, end) + offset)

@@ -1,0 +1,404 @@
+"""How each rank ended: what texts and signals say of it, its last moment, line and collectives."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.code_places import is_library
+from haiprof.base.errors import RunFormatError
+from haiprof.run_analysis.process_ends import Error, ProcessEnd
+from haiprof.run_analysis.run_files import (
+    RankFiles,
+    RunFiles,
+    SampledProcess,
+    integer,
+    read_stack_file,
+    read_table,
+    record_columns,
+    text,
+)
+from haiprof.run_analysis.step_frame import read_spans
+from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
+from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
+
+_WAITED = (
+    (r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
+     r"NCCL (?:communicator was aborted|operation .* timed out)|ncclUnhandledCudaError: .*abort",
+     "NCCL's watchdog"),
+    (r"HeartbeatMonitor|heartbeat monitor", "NCCL's heartbeat monitor"),
+    (r"monitoredBarrier", "the monitored barrier's timeout"),
+    (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
+     r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
+    (r"op\.preamble\.length <= op\.nbytes", "gloo's check of message sizes"),
+    (r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|"
+     r"ncclRemoteError|remote process exited|Connection was likely closed",
+     "the broken connection"),
+    (r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|Socket Timeout|"
+     r"The client socket has timed out|store .*timed? ?out|RendezvousTimeoutError|"
+     r"failed to connect to .*timed? ?out", "the store's timeout"),
+    (r"TCPStore|recvValue failed|DistStoreError|DistNetworkError", "the store that went away"),
+)  # fmt: skip
+"""Texts of torch.distributed, gloo and NCCL in a rank that waited for another one."""
+_WAITED_FOR = tuple((re.compile(pattern), by) for pattern, by in _WAITED)
+_UNLIKE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_LAUNCHERS_ERRORS = (
+    "ChildFailedError", "SignalException", "ProcessRaisedException", "ProcessExitedException",
+    "CalledProcessError", "RendezvousClosedError",
+)  # fmt: skip
+_ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
+_FILE_LINE = re.compile(
+    r'File "([^"\n]+)", line (\d+), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
+)
+_ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|out of memory|"
+    r"Cannot allocate memory"
+)
+_SHARED_MEMORY = re.compile(
+    r"out of shared memory|insufficient shared memory|unable to (?:open|write to|allocate|resize) "
+    r"(?:file|shared memory)|torch_shm|/dev/shm"
+)
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_SIGNALS: dict[int, str] = {
+    signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
+    signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
+    signal.SIGABRT: "it aborted itself (SIGABRT): C++ terminate, a failed assertion, a watchdog",
+    signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
+    signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
+    signal.SIGKILL: "killed (SIGKILL) by somebody outside the job",
+}
+
+
+def wait_failure(error: Error | None) -> str | None:
+    """What ended a rank that waited for another one; None where its error is its own."""
+    if error is None:
+        return None
+    said = f"{error.type}: {error.message}"
+    return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
+
+
+def is_launchers(error: Error | None) -> bool:
+    """Whether an exception only reports that another process failed."""
+    return error is not None and error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
+
+
+def accused_ranks(error: Error | None) -> tuple[int, ...]:
+    """Ranks that an exception names as those that others waited for."""
+    match = _ACCUSED.search(error.message) if error is not None else None
+    words = match[1].replace(" ", "").split(",") if match else []
+    return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
+
+
+def kind_of(end: ProcessEnd) -> str:
+    """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
+    error = end.error
+    if end.ran_out_of_gpu_memory:
+        return "out_of_memory"
+    if error is not None and error.type != "SystemExit":
+        said = f"{error.type}: {error.message}"
+        if _SHARED_MEMORY.search(said) or "Bus error" in said:
+            return "shared_memory_full"
+        if error.errno in (28, 122) or _DISK_FULL.search(said):
+            return "disk_full"
+        if _OUT_OF_MEMORY.search(said):
+            return "out_of_memory"
+        if error.type == "KeyboardInterrupt":
+            return "interrupted"
+        return "crash" if end.is_terminated else "exception"
+    if end.oom:
+        return "out_of_memory"
+    if end.signal is not None:
+        crash = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+        return "crash" if end.signal in crash else "killed"
+    return "exit" if end.status is not None or end.failure is not None else "gone"
+
+
+def what_happened(end: ProcessEnd) -> str:
+    """The end of one process, for people."""
+    error = end.error
+    if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
+        return end.gpu_memory.text
+    if error is not None and error.type != "SystemExit":
+        inner = inner_error(error)
+        place = inner[1] or error.location
+        exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
+        via = f", and left with status {end.status}" if exits and end.status else ""
+        way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
+        return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
+    if end.oom:
+        return _oom_text(end)
+    if end.signal is not None:
+        return _SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}"
+    if end.status is not None:
+        way = "sys.exit" if end.closed or error is not None else "os._exit, or native code"
+        place = f" at {error.location}" if error is not None and error.location else ""
+        return f"it left with exit status {end.status} ({way}){place}"
+    return "it is gone without a word: killed, or its machine was lost"
+
+
+def _by_signal(end: ProcessEnd) -> str:
+    return f" ({signal_name(end.signal)})" if end.signal is not None else ""
+
+
+def unlike_messages(error: Error | None) -> str | None:
+    """That a rank was sent more than it waited for, as gloo notices it; None where it was not."""
+    match = _UNLIKE.search(error.message) if error is not None else None
+    if match is None:
+        return None
+    return f"it was sent a message of {match[1]} bytes where it waited for {match[2]}"
+
+
+def inner_error(error: Error) -> tuple[str, str, str]:
+    """What another process's traceback in a message says: error, user's line, and its source."""
+    if "Traceback (most recent call last)" not in error.message:
+        return "", "", ""
+    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if _ERROR.match(line)), "")
+    places = [
+        (file, line, function, source)
+        for file, line, function, source in _FILE_LINE.findall(error.message)
+        if not is_library(file, function)
+    ]
+    if not places:
+        return said[:200], "", ""
+    file, line, function, source = places[-1]
+    return said[:200], f"{file.rpartition('/')[2]}:{line} in {function}", source
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`, and `SIG37` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def _oom_text(end: ProcessEnd) -> str:
+    oom = end.oom or {}
+    held = [oom.get(name) for name in ("anonymous_bytes", "file_bytes", "shared_bytes")]
+    sizes = [size for size in held if isinstance(size, int) and size >= 0]
+    with_bytes = f" with {sum(sizes) / (1 << 30):.2f} GiB resident" if sizes else ""
+    of = "of its control group" if oom.get("in_cgroup") is not False else "of the machine"
+    return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
+
+
+_DEPTH = 200
+_BACK = 50
+"""So many samples back at the most is one looked for whose stack is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastLine:
+    """Where a rank was seen last."""
+
+    line: str
+    """`train.py:88 in step`."""
+    wall_ns: int
+
+
+def last_line(rank: RankFiles) -> LastLine | None:
+    """Where the training thread was at its last sample; None where none was kept."""
+    offset_ns = rank.clock_offset_ns
+    try:
+        processes, _ = read_stack_file(rank.paths.stacks)
+    except RunFormatError:
+        return None
+    own = [p for p in processes if p.worker is None and p.pid == rank.report.get("pid")]
+    if not own or offset_ns is None:
+        return None
+    sampled = own[-1]
+    for place in range(len(sampled.stack) - 1, max(-1, len(sampled.stack) - _BACK), -1):
+        frame = own_frame(_frames(sampled, int(sampled.stack[place])))
+        if frame is not None:
+            wall_ns = int(sampled.time_ns[place]) + offset_ns
+            return LastLine(line=frame_text(frame), wall_ns=wall_ns)
+    return None
+
+
+def _frames(process: SampledProcess, stack: int) -> list[Frame]:
+    """From the outermost to the innermost frame."""
+    found: list[Frame] = []
+    while stack and len(found) < _DEPTH:
+        frame = process.frames[process.places[stack - 1]]
+        found.append((frame.file, frame.line, frame.function))
+        stack = process.parents[stack - 1]
+    return found[::-1]
+
+
+_TAIL_RECORDS = 256
+_PHASES = frozenset(KIND_NAMES.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastMoment:
+    """How far one process of a rank came. Times are Unix times."""
+
+    rank: int
+    attempt: int
+    host: str | None
+    pid: int | None
+    end: str | None
+    """`exit`: it ended in order; `time`: the recording's time was up before; `hook_error`: haiprof
+    broke before; `unclean`: it was killed, or ended itself without Python's own end; None: it still
+    runs, or nobody was there to see its end."""
+    last_span_ns: int | None
+    """End of the last span in the file; None where there is none."""
+    open_phases: tuple[tuple[str, int], ...]
+    """Phases that were under way when it was killed, with their start, in the order of their
+    starts: the last one is the innermost. Empty where that is not known."""
+    optimizer_steps: int | None
+    """Since its recording began; None where that is not known."""
+    added_span_count: int
+    """Spans that the process could not write any more and that its node's agent has added."""
+    lost_span_count: int | None
+    """Spans of the end that are lost; None where nobody knows."""
+    reason: str | None
+    """Why they are, where that is known."""
+
+
+def last_moments(run: RunFiles) -> list[LastMoment]:
+    """The last moment of each process of each rank, in order of rank and attempt."""
+    return [_last_moment(rank) for rank in run.ranks]
+
+
+def _last_moment(rank: RankFiles) -> LastMoment:
+    line = _last_of(rank, "unclean_end")
+    end = _end(rank, line)
+    last_ns, offset_ns = _last_span(rank)
+    clean = end is not None and end != "unclean"
+    lost = 0 if clean else integer(line.get("lost_span_count"))
+    return LastMoment(
+        rank=rank.rank,
+        attempt=rank.attempt,
+        host=text(rank.report.get("host")),
+        pid=integer(rank.report.get("pid")),
+        end=end,
+        last_span_ns=last_ns,
+        open_phases=_open_phases(line.get("open_ns"), offset_ns),
+        optimizer_steps=integer(line.get("optimizer_steps")),
+        added_span_count=integer(line.get("added_span_count")) or 0,
+        lost_span_count=lost,
+        reason=text(line.get("reason")) or _no_ring(rank, end),
+    )
+
+
+def _last_of(rank: RankFiles, line_type: str) -> Mapping[str, Any]:
+    return next(reversed(rank.of_type(line_type)), {})
+
+
+def _end(rank: RankFiles, unclean: Mapping[str, Any]) -> str | None:
+    if rank.of_type("hook_error"):
+        return "hook_error"
+    if rank.of_type("record_end"):
+        return text(_last_of(rank, "record_end").get("reason"))
+    return "unclean" if unclean else None
+
+
+def _no_ring(rank: RankFiles, end: str | None) -> str | None:
+    """Why the end is not known, where it is not."""
+    return text(_last_of(rank, "no_ring").get("reason")) if end is None else None
+
+
+def _open_phases(content: object, offset_ns: int | None) -> tuple[tuple[str, int], ...]:
+    if not isinstance(content, dict) or offset_ns is None:
+        return ()
+    starts = {name: integer(start) for name, start in content.items() if name in _PHASES}
+    found = [(name, start + offset_ns) for name, start in starts.items() if start is not None]
+    return tuple(sorted(found, key=lambda phase: phase[1]))
+
+
+def _last_span(rank: RankFiles) -> tuple[int | None, int | None]:
+    """End of the last span, and Unix time minus the clock of the spans."""
+    try:
+        spans, clock, _ = read_spans(rank.paths.phases, first=-_TAIL_RECORDS)
+    except RunFormatError:
+        return None, None
+    offset_ns = clock.wall_ns - clock.mono_ns
+    if not len(spans.end_ns):
+        return None, offset_ns
+    return int(np.max(spans.end_ns)) + offset_ns, offset_ns
+
+
+_TAIL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastCollective:
+    """The last collective that a rank began in a group."""
+
+    group: str
+    sequence: int
+    kind: str | None
+    """None where only its number is known."""
+
+    @property
+    def text(self) -> str:
+        """`all_reduce 241`."""
+        return f"{self.kind or 'collective'} {self.sequence}"
+
+
+def last_collectives(
+    files: RunFiles, collectives: pl.DataFrame, attempts: Mapping[int, int]
+) -> dict[int, dict[str, LastCollective]]:
+    """By rank and group: the last collective begun, from heartbeats and the last dumps."""
+    found: dict[int, dict[str, LastCollective]] = {}
+    for rank in files.ranks:
+        if attempts.get(rank.rank) == rank.attempt:
+            for group, sequence in _heartbeats(rank.paths.heartbeat).items():
+                last = LastCollective(group=group, sequence=sequence, kind=None)
+                found.setdefault(rank.rank, {})[group] = last
+    own = collectives.filter(~pl.col("p2p"))
+    newest = own.sort("sequence", "created_ns").group_by("rank", "attempt", "group").last()
+    for row in newest.select("rank", "attempt", "group", "sequence", "kind").rows():
+        rank, attempt, group, sequence, kind = row
+        if attempts.get(rank) != attempt:
+            continue
+        known = found.setdefault(rank, {}).get(group)
+        if known is None or sequence >= known.sequence:
+            found[rank][group] = LastCollective(group=group, sequence=sequence, kind=kind)
+    kinds = {(g, s): k for g, s, k in own.select("group", "sequence", "kind").unique().rows()}
+    return {
+        rank: {g: _with_name(last, kinds) for g, last in groups.items()}
+        for rank, groups in found.items()
+    }
+
+
+def behind(last: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, LastCollective]:
+    """Ranks that have begun fewer collectives of a group than others, with the one they lack.
+
+    Only of the group with the most ranks: in smaller ones all members may lag behind alike.
+    """
+    sizes: dict[str, int] = {}
+    for groups in last.values():
+        for group in groups:
+            sizes[group] = sizes.get(group, 0) + 1
+    for group in sorted(sizes, key=lambda g: (-sizes[g], g)):
+        begun = {rank: groups[group] for rank, groups in last.items() if group in groups}
+        most = max(begun.values(), key=lambda each: (each.sequence, each.kind is not None))
+        found = {rank: most for rank, each in begun.items() if each.sequence < most.sequence}
+        if found:
+            return found
+    return {}
+
+
+def _with_name(last: LastCollective, kinds: Mapping[tuple[str, int], str]) -> LastCollective:
+    kind = last.kind or kinds.get((last.group, last.sequence))
+    return LastCollective(group=last.group, sequence=last.sequence, kind=kind)
+
+
+def _heartbeats(path: Path) -> dict[str, int]:
+    """The last number begun, by group; empty where there is no file."""
+    try:
+        columns = record_columns(read_table(path, HEARTBEAT, first=-_TAIL))
+    except RunFormatError:
+        return {}
+    pairs = zip(columns["group"].tolist(), columns["enqueued"].tolist(), strict=True)
+    return {str(group): number for group, number in pairs if number != NULL_I64}
