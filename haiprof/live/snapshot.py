@@ -37,8 +37,7 @@ from haiprof.live.standstill import (
     suspects,
 )
 from haiprof.run_analysis.counters import counter_frame
-from haiprof.run_analysis.lateness import collective_frame
-from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
+from haiprof.run_analysis.lateness import Mismatch, collective_frame, find_mismatches
 from haiprof.run_analysis.run_files import RunFiles, integer, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames

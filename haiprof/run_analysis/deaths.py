@@ -27,7 +27,7 @@ from haiprof.run_analysis.end_evidence import (
     what_happened,
 )
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
-from haiprof.run_analysis.mismatches import Mismatch, find_mismatches
+from haiprof.run_analysis.lateness import Mismatch, find_mismatches
 from haiprof.run_analysis.process_ends import Arrived, ProcessEnd, arrived_signals, process_ends
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RunFiles, integer

@@ -11,9 +11,139 @@ import polars as pl
 from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Ints
-from haiprof.run_analysis.clock_offsets import estimate_offsets
+from haiprof.base.units import ranks_text
 from haiprof.run_analysis.run_files import RunFiles, text
+from haiprof.run_analysis.step_frame import RankSegments
+from haiprof.run_format import schema
 from haiprof.trace_format.flight_recorder import FLIGHT_SCHEMA, read_flight, read_torch_dump
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Ranks that are at the same place of a group's sequence with different collectives."""
+
+    group: str
+    sequence: int
+    what: str
+    """`kind`, `element_count` or `dtype`."""
+    values: Mapping[str, tuple[int, ...]]
+    """Ranks by value."""
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """Ranks with another value than the most common one; all of them where there is a tie."""
+        ordered = sorted(self.values.items(), key=lambda item: -len(item[1]))
+        tie = len(ordered) > 1 and len(ordered[0][1]) == len(ordered[1][1])
+        odd = [rank for _, ranks in ordered[0 if tie else 1 :] for rank in ranks]
+        return tuple(sorted(odd))
+
+    def as_text(self) -> str:
+        """For people."""
+        said = ", ".join(f"{ranks_text(ranks)} {value}" for value, ranks in self.values.items())
+        return f"collective {self.sequence} of group {self.group}: {said} ({self.what} differs)"
+
+
+_SIZED = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "allreduce")
+"""Kinds whose ranks all bring the same number of elements."""
+
+
+def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
+    """The first place of each group at which the ranks' collectives contradict each other.
+
+    Source: matching by sequence number, then kind, size and type, as in torch's Flight Recorder
+    analyzer (torch.distributed.flight_recorder.components).
+    """
+    found = []
+    rows = _with_members(collectives.filter(~pl.col("p2p")))
+    for (group,), part in rows.group_by("group", maintain_order=True):
+        for what in ("kind", "element_count", "dtype"):
+            of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
+            if what == "element_count":
+                of_interest = of_interest.filter(pl.col("kind").is_in(_SIZED))
+            differing = (
+                of_interest.group_by("sequence", "member")
+                .agg(pl.col(what).n_unique().alias("values"))
+                .filter(pl.col("values") > 1)
+                .sort("sequence", "member")
+            )
+            if not differing.height:
+                continue
+            at = of_interest.join(differing.head(1), on=["sequence", "member"], how="semi")
+            values: dict[str, list[int]] = {}
+            for rank, value in at.select("rank", what).rows():
+                values.setdefault(str(value), []).append(rank)
+            found.append(
+                Mismatch(
+                    group=str(group),
+                    sequence=int(at["sequence"][0]),
+                    what=what,
+                    values={value: tuple(sorted(ranks)) for value, ranks in values.items()},
+                )
+            )
+            break
+    return found
+
+
+def _with_members(rows: pl.DataFrame) -> pl.DataFrame:
+    """With `member`: the place of a collective among those of its rank with one sequence number.
+
+    Collectives that NCCL runs as one (coalesced ones, an all_gather of uneven tensors) share a
+    number. Where a rank's ring begins within them their places are not known: left out.
+    """
+    own = ["rank", "group"]
+    rows = rows.with_columns(
+        pl.int_range(pl.len()).over(*own, "sequence").alias("member"),
+        pl.len().over(*own, "sequence").alias("member_count"),
+        (pl.col("sequence") == pl.col("sequence").min().over(own)).alias("oldest"),
+    )
+    cut = pl.col("oldest") & (pl.col("sequence") > 1)
+    unknown = cut.any() & (pl.col("member_count") > 1).any()
+    return rows.filter(~unknown.over("group", "sequence"))
+
+
+_ROUNDS = 100
+
+
+def estimate_offsets(ends: pl.DataFrame) -> pl.DataFrame:
+    """Estimates how far each clock is ahead of the others.
+
+    Events overlap but need not be seen by every clock, so none can be the reference for all. In
+    each round every clock moves by its median distance to the middle of its events; clocks that
+    share events converge to one. For two clocks that is the median of their differences.
+
+    One row per clock that shares an event: `clock`, `event_count` (shared ones), `offset_ns`
+    (the median of all is 0), `mad_ns` (median absolute deviation of its ends from the middle,
+    once it is moved). Offsets of clocks that share no event, not even through other clocks,
+    cannot be compared.
+    """
+    near = ends.filter(pl.len().over("event") > 1).with_columns(
+        end_ns=pl.col("end_ns") - pl.col("end_ns").min()
+    )
+    offsets = near.select("clock").unique().with_columns(offset_ns=pl.lit(0.0))
+    for _ in range(_ROUNDS):
+        errors = near.join(offsets, on="clock").with_columns(error=_behind_middle())
+        change = errors.group_by("clock").agg(pl.col("error").median())
+        offsets = offsets.join(change, on="clock").select(
+            "clock", offset_ns=pl.col("offset_ns") + pl.col("error")
+        )
+        if not change.height or float(change["error"].abs().max() or 0) < 1:  # type: ignore[arg-type]
+            break
+    centred = offsets.with_columns(offset_ns=pl.col("offset_ns") - pl.col("offset_ns").median())
+    found = near.join(centred, on="clock").with_columns(error=_behind_middle())
+    spread = (pl.col("error") - pl.col("error").median()).abs().median()
+    rows = found.group_by("clock").agg(
+        pl.len().cast(pl.Int64).alias("event_count"),
+        pl.col("offset_ns").first(),
+        spread.alias("mad_ns"),
+    )
+    return rows.sort("clock")
+
+
+def _behind_middle() -> pl.Expr:
+    """The end on the common clock minus the median of the event's ends."""
+    end = pl.col("end_ns").cast(pl.Float64) - pl.col("offset_ns")
+    return end - end.median().over("event")
+
 
 MIN_MATCHES = 8
 """Fewer common collectives than this say nothing about a rank."""
@@ -232,3 +362,57 @@ def _main_kind(kinds: Sequence[str], late: Ints) -> str:
     names, places = np.unique(np.array(kinds), return_inverse=True)
     sums = np.bincount(places, weights=late.astype(np.float64))
     return str(names[int(sums.argmax())])
+
+
+BACKWARD_WORK_SCHEMA = {
+    "rank": pl.Int64,
+    "own_ns": pl.Float64,
+    "after_ns": pl.Float64,
+    "backward_count": pl.Int64,
+}
+
+
+def backward_work(segments: Sequence[RankSegments], collectives: pl.DataFrame) -> pl.DataFrame:
+    """From the start of a backward to the last collective that the rank began in it, and on.
+
+    Gradients are averaged as they become ready, so the last one is begun when the rank's own work
+    is done; what follows until backward returns is transfer, and waiting for other ranks. The rank
+    that begins last waits for none: the shortest such end among the ranks is without waiting.
+
+    Source: torch DistributedDataParallel, "Internal Design": buckets are reduced as hooks fire.
+    """
+    known = collectives.filter(~pl.col("p2p") & pl.col("created_ns").is_not_null())
+    found = {}
+    for rank in segments:
+        own = known.filter(
+            (pl.col("rank") == rank.files.rank) & (pl.col("attempt") == rank.files.attempt)
+        )
+        parts = own_and_after(rank, own["created_ns"].sort().to_numpy())
+        if parts.size:
+            found[rank.files.rank] = parts
+    after = _shortest([parts[1] for parts in found.values()])
+    rows = [
+        (rank, float(np.median(parts[0])), after, parts.shape[1]) for rank, parts in found.items()
+    ]
+    return pl.DataFrame(rows, schema=BACKWARD_WORK_SCHEMA, orient="row")
+
+
+def _shortest(ends: Sequence[np.ndarray]) -> float | None:
+    if not ends:
+        return None
+    if len({len(own) for own in ends}) == 1:
+        return float(np.median(np.min(np.stack(ends), axis=0)))
+    return min(float(np.median(own)) for own in ends)
+
+
+def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
+    """[own or after, backward pass with collectives] in ns."""
+    spans = rank.found.nested.spans
+    backward = np.flatnonzero(spans.kind == schema.BACKWARD)
+    start = spans.start_ns[backward] + rank.wall_offset_ns
+    end = spans.end_ns[backward] + rank.wall_offset_ns
+    last = np.searchsorted(created, end, side="right") - 1
+    inside = last >= 0
+    inside[inside] = created[last[inside]] >= start[inside]
+    begun = created[last[inside]]
+    return np.stack([begun - start[inside], end[inside] - begun])

@@ -16,7 +16,6 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.backward_work import backward_work, own_and_after
 from haiprof.run_analysis.before_death import (
     GpuMemoryAtEnd,
     MemoryAtEnd,
@@ -32,9 +31,11 @@ from haiprof.run_analysis.lateness import (
     MIN_MATCHES,
     Arrivals,
     arrivals,
+    backward_work,
     collective_frame,
     host_clock_offsets,
     lateness,
+    own_and_after,
 )
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
@@ -145,7 +146,7 @@ class RunFrames:
         return loading_frame(rows.loading for rows in self._rows.values())
 
     def backward_work(self) -> pl.DataFrame:
-        """What each rank itself does in backward; see `haiprof.run_analysis.backward_work`."""
+        """What each rank itself does in backward; see `haiprof.run_analysis.lateness`."""
         return self._backward_work
 
     def counters(self) -> pl.DataFrame:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import polars as pl
 
 from haiprof.base.units import duration_text
-from haiprof.run_analysis.clock_offsets import estimate_offsets
+from haiprof.run_analysis.lateness import estimate_offsets
 from haiprof.trace_analysis.collectives import (
     KERNELS_SCHEMA,
     ON_CPU,
