@@ -16,7 +16,7 @@ from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.compat.exports import write_tables
 from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
 from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
-from haiprof.run_analysis.link_traffic import link_traffic
+from haiprof.run_analysis.counter_sources import link_traffic
 from haiprof.show.card import MAX_WIDTH, verdict_card, view_text
 from haiprof.show.page.content import page_content
 from haiprof.show.page.render import write_report

@@ -15,7 +15,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import NS_PER_MS, SPACES, visible
-from haiprof.run_analysis.raw_counters import RawSeries, raw_counters
+from haiprof.run_analysis.counter_sources import RawSeries, raw_counters
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.entities import PROCESS_KEYS, Key, process_key

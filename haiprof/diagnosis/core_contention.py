@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.run_analysis.placement import Placement, sharing_groups
+from haiprof.run_analysis.settings import Placement, sharing_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from haiprof.base.units import ranks_text
 from haiprof.diagnosis.finding import Evidence
 from haiprof.diagnosis.thresholds import PAGES_ELSEWHERE_RATIO, PAGES_MIN_COUNT
-from haiprof.run_analysis.placement import Placement
+from haiprof.run_analysis.settings import Placement
 
 _NAMED_RANKS = 4
 

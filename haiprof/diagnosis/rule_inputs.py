@@ -18,14 +18,13 @@ from haiprof.diagnosis.thresholds import (
 )
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.placement import Placement, placements
+from haiprof.run_analysis.counters import host_windows, training_spans
 from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.settings import RankSettings
+from haiprof.run_analysis.settings import Placement, RankSettings, placements
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
-from haiprof.run_analysis.training_time import host_windows, training_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

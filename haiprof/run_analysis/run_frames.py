@@ -22,8 +22,8 @@ from haiprof.run_analysis.before_death import (
     gpu_memory_at_end,
     memory_at_end,
 )
-from haiprof.run_analysis.burst import burst_frame
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
+from haiprof.run_analysis.counter_sources import burst_frame
 from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
 from haiprof.run_analysis.epochs import loading_frame

@@ -12,11 +12,11 @@ from haiprof.base.errors import RunFormatError
 from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
 from haiprof.diagnosis.step_work import StepWork, step_work
+from haiprof.run_analysis.counters import host_windows, select_training_samples, training_spans
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings
 from haiprof.run_analysis.step_frame import untrained_boundary
 from haiprof.run_analysis.step_tokens import WORDS
-from haiprof.run_analysis.training_time import host_windows, select_training_samples, training_spans
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_lines

@@ -36,7 +36,7 @@ from haiprof.live.follow import LiveRank
 from haiprof.live.kineto_processes import trigger
 from haiprof.live.snapshot import _native_stack, _run_spy
 from haiprof.live.standstill import RankState, groups, main_stack, merge, odd_ranks
-from haiprof.run_analysis.burst import read_export
+from haiprof.run_analysis.counter_sources import read_export
 from haiprof.run_analysis.remote_runs import _states
 from haiprof.run_analysis.run_files import open_run, record_columns
 from haiprof.run_format.control import (

@@ -15,12 +15,12 @@ from haiprof.diagnosis.thresholds import (
     COMPARE_COUNTER_RATIO,
     COMPARE_P_VALUE,
 )
-from haiprof.run_analysis.run_files import number
-from haiprof.run_analysis.training_time import (
+from haiprof.run_analysis.counters import (
     host_windows,
     select_training_samples,
     training_spans,
 )
+from haiprof.run_analysis.run_files import number
 
 _LEAST_SAMPLES = 8
 _MOST_SAMPLES = 240  # longer ones are averaged by time: a second more or less tells nothing

@@ -7,8 +7,7 @@ from math import ceil
 from haiprof.diagnosis.finding import Abstention, Evidence, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import MIN_STEPS, THREADS_PER_CORE
-from haiprof.run_analysis.placement import sharing_groups
-from haiprof.run_analysis.settings import RankSettings
+from haiprof.run_analysis.settings import RankSettings, sharing_groups
 
 RULE = "threads_over_cores"
 _UNKNOWN = "what it costs: it depends on what else wants the cores, and on how threads wait"

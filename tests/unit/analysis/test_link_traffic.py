@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
+from haiprof.run_analysis.counter_sources import link_traffic
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.run_analysis.link_traffic import link_traffic
 
 
 def rows(source: str, entity: str | None, metric: str, *values: float) -> pl.DataFrame:

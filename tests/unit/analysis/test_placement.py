@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from haiprof.run_analysis.placement import Placement, cpu_list, placements, sharing_groups
 from haiprof.run_analysis.run_files import open_run
+from haiprof.run_analysis.settings import Placement, cpu_list, placements, sharing_groups
 from haiprof.run_format.layout import RunPaths
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 

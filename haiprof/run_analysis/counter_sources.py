@@ -1,10 +1,4 @@
-"""The frame of bursts: GPU metrics of Nsight Systems' export, beside the steps on Unix time.
-
-Source: Nsight Systems user guide, "GPU Metrics" and the SQLite export schema. Values are whole
-percents of a peak, so a ratio is right to 0.01; a time is the session's start (UTC) plus an offset.
-`typeId & 0xFF` is the GPU in Nsight Systems' own order, which is not that of NVML: UUID and PCI
-address say which one it is.
-"""
+"""Counters apart from their frame: as they were read, of links by direction, and of bursts."""
 
 from __future__ import annotations
 
@@ -13,15 +7,230 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.base.intervals import Ints
+from haiprof.run_analysis.counters import (
+    COUNTER_SCHEMA,
+    Samples,
+    counter_records,
+    entities_of,
+    ranks_of,
+    samples_of,
+)
 from haiprof.run_analysis.run_files import NodeFiles, RunFiles, integer
 from haiprof.run_format.entities import Key, plain_uuid, ranks_by_key
-from haiprof.run_format.reader import read_records
+from haiprof.run_format.reader import RecordFile, read_records
+from haiprof.run_format.schema import NULL_I64, Column, counter_end
+from haiprof.run_format.tables import COUNTER_TABLES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawSeries:
+    """One metric of one entity, at the samples that have a value."""
+
+    host: str
+    source: str
+    """The table, such as `host` or `gpu`."""
+    keys: tuple[str, ...]
+    """Names of the table's key columns."""
+    key: Key
+    """Their values; empty for the node."""
+    entity: Mapping[str, Any]
+    """What the recording says of it: `name`, and details such as a `uuid`."""
+    rank: int | None
+    """Of a process; of a GPU that one rank uses."""
+    column: Column
+    time_ns: Ints
+    """Unix time."""
+    values: npt.NDArray[Any]
+    """As stored, integers or floats: of a counter, its count so far."""
+    start_ns: Ints
+    """Of a counter: the first sample since it was last seen to go back; Unix time."""
+
+
+def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
+    """Every series of every node, and notes on files that could not be read.
+
+    A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
+    """
+    found, notes = counter_records(run)
+    return [series for node, records in found for series in _of_source(run, node, records)], notes
+
+
+def _of_source(run: RunFiles, node: NodeFiles, records: RecordFile) -> Iterator[RawSeries]:
+    samples = samples_of(records)
+    entities = entities_of(node, records)
+    ranks = ranks_of(run, node, records, entities)
+    offset_ns = records.clock.wall_ns - records.clock.mono_ns
+    table = next(table for table in COUNTER_TABLES if table.name == records.table)
+    for key, at in _slices(samples):
+        for column in table.metrics:
+            values = samples.columns[column.name][at]
+            known = _is_known(values, column)
+            if not known.any():
+                continue
+            time_ns = samples.time_ns[at][known] + offset_ns
+            yield RawSeries(
+                host=node.host,
+                source=table.name,
+                keys=table.keys,
+                key=key,
+                entity=entities.get(key, {}),
+                rank=ranks.get(key),
+                column=column,
+                time_ns=time_ns,
+                values=values[known],
+                start_ns=_starts(time_ns, values[known]),
+            )
+
+
+def _slices(samples: Samples) -> Iterator[tuple[Key, slice]]:
+    """Each entity's place among the samples, which are sorted by entity and time."""
+    ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()
+    for key, start, end in zip(samples.keys, [0, *ends], ends, strict=False):
+        yield key, slice(start, end)
+
+
+def _is_known(values: npt.NDArray[Any], column: Column) -> npt.NDArray[np.bool_]:
+    """Where there is a value; a count below 0 is damage."""
+    whole = values.dtype.kind == "i"
+    known: npt.NDArray[np.bool_] = values != NULL_I64 if whole else np.isfinite(values)
+    return known & (values >= 0) if counter_end(column.kind) is not None else known
+
+
+def _starts(time_ns: Ints, values: npt.NDArray[Any]) -> Ints:
+    back = np.append(False, values[1:] < values[:-1])
+    since = np.maximum.accumulate(np.where(back, np.arange(len(values)), 0))
+    return time_ns[since]
+
+
+SENT, RECEIVED = "sent", "received"
+NVLINK, PCIE, NETWORK = "NVLink", "PCIe", "network"
+
+LINKS_SCHEMA: dict[str, type[pl.DataType]] = {
+    "host": pl.String,
+    "source": pl.String,
+    "entity": pl.String,
+    "rank": pl.Int64,
+    "gpu": pl.Int64,
+    "link": pl.String,
+    "direction": pl.String,
+    "sample_count": pl.Int64,
+    "mean_bytes_per_s": pl.Float64,
+    "max_bytes_per_s": pl.Float64,
+    "peak_bytes_per_s": pl.Float64,
+    "mean_ratio": pl.Float64,
+    "max_ratio": pl.Float64,
+    "missing": pl.String,
+}
+_KEYS = ("host", "source", "entity", "rank", "gpu")
+_TRAFFIC = {
+    "nvlink_transmit_bytes_per_s": (NVLINK, SENT),
+    "nvlink_receive_bytes_per_s": (NVLINK, RECEIVED),
+    "pcie_transmit_bytes_per_s": (PCIE, SENT),
+    "pcie_receive_bytes_per_s": (PCIE, RECEIVED),
+    "transmit_bytes_per_s": (NETWORK, SENT),
+    "receive_bytes_per_s": (NETWORK, RECEIVED),
+    "network_transmit_bytes_per_s": (NETWORK, SENT),
+    "network_receive_bytes_per_s": (NETWORK, RECEIVED),
+}
+_RATIOS = {
+    "nvlink_transmit_ratio": (NVLINK, SENT),
+    "nvlink_receive_ratio": (NVLINK, RECEIVED),
+    "pcie_transmit_ratio": (PCIE, SENT),
+    "pcie_receive_ratio": (PCIE, RECEIVED),
+}
+_PCIE_LANE_BYTES_PER_S = {
+    1: 0.25e9, 2: 0.5e9, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130,
+    5: 32e9 / 8 * 128 / 130, 6: 64e9 / 8 * 242 / 256,
+}  # fmt: skip
+"""One direction of one lane, by generation. Source: PCI Express Base Specification: 8b/10b coding
+until generation 2, 128b/130b until 5, 242 bytes of each FLIT of 256 in 6."""
+_NO_PEAK = {
+    NVLINK: "how many NVLinks the GPU has is not recorded; `--burst` tells the share",
+    PCIE: "the PCIe link's generation and lanes were not recorded",
+    NETWORK: "the port's rate was not recorded",
+}
+
+
+def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> pl.DataFrame:
+    """What each link carried in each direction."""
+    parts = [pl.DataFrame(schema=LINKS_SCHEMA), _rates(counters)]
+    if bursts is not None:
+        parts.append(_shares(bursts))
+    found = pl.concat(parts, how="diagonal").select(list(LINKS_SCHEMA))
+    return found.sort(*_KEYS, "link", "direction", nulls_last=True)
+
+
+def _rates(counters: pl.DataFrame) -> pl.DataFrame:
+    rates = _by_direction(counters, _TRAFFIC, "bytes_per_s")
+    peaks = _pcie_peaks(counters)
+    with_pcie = rates.join(peaks, on=["host", "gpu"], how="left", nulls_equal=True)
+    joined = with_pcie.join(_port_peaks(counters), on=["host", "entity"], how="left")
+    peak = (
+        pl.when(pl.col("link") == PCIE)
+        .then("pcie_peak")
+        .when(pl.col("link") == NETWORK)
+        .then("port_peak")
+    )
+    known = joined.with_columns(peak_bytes_per_s=peak)
+    missing = pl.col("link").replace_strict(_NO_PEAK, return_dtype=pl.String)
+    return known.with_columns(
+        mean_ratio=pl.col("mean_bytes_per_s") / pl.col("peak_bytes_per_s"),
+        max_ratio=pl.col("max_bytes_per_s") / pl.col("peak_bytes_per_s"),
+        missing=pl.when(pl.col("peak_bytes_per_s").is_null()).then(missing),
+    ).drop("pcie_peak", "port_peak")
+
+
+def _shares(bursts: pl.DataFrame) -> pl.DataFrame:
+    return _by_direction(bursts, _RATIOS, "ratio")
+
+
+def _by_direction(
+    samples: pl.DataFrame, metrics: dict[str, tuple[str, str]], suffix: str
+) -> pl.DataFrame:
+    known = samples.filter(pl.col("metric").is_in(list(metrics))).drop_nulls("value")
+    parts = {
+        name: pl.col("metric").replace_strict(
+            {metric: pair[at] for metric, pair in metrics.items()}, return_dtype=pl.String
+        )
+        for at, name in enumerate(("link", "direction"))
+    }
+    value = pl.col("value")
+    return known.with_columns(**parts).group_by(*_KEYS, "link", "direction").agg(
+        pl.len().cast(pl.Int64).alias("sample_count"),
+        value.mean().alias(f"mean_{suffix}"),
+        value.max().alias(f"max_{suffix}"),
+    )  # fmt: skip
+
+
+def _pcie_peaks(counters: pl.DataFrame) -> pl.DataFrame:
+    """`host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less."""
+    widest = {
+        name: pl.col("value").filter(pl.col("metric") == metric).max()
+        for name, metric in (
+            ("generation", "pcie_generation_max"),
+            ("lanes", "pcie_lane_max_count"),
+        )
+    }
+    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
+    lane = pl.col("generation").cast(pl.Int64).replace_strict(
+        _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
+    )  # fmt: skip
+    return found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
+
+
+def _port_peaks(counters: pl.DataFrame) -> pl.DataFrame:
+    """`host`, `entity`, `port_peak`."""
+    rates = counters.filter(pl.col("metric") == "link_rate_bytes_per_s")
+    return rates.group_by("host", "entity").agg(port_peak=pl.col("value").max())
+
 
 SOURCE = "burst"
 CLOCK_LIMIT_NS = 2_000_000_000  # what nsys takes to start; more is another clock than ours
