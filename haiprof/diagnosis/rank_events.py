@@ -9,9 +9,9 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.intervals import Intervals
-from haiprof.run_analysis.compilations import compile_intervals
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
 from haiprof.run_analysis.process_ends import caught_failures
+from haiprof.run_analysis.ranks import compile_intervals
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, text
 
 COMPILE_SCHEMA = {"rank": pl.Int64, "time_ns": pl.Int64, "count": pl.Int64, "spent_ns": pl.Int64}

@@ -1,19 +1,104 @@
-"""The frame of ranks: who reported in, what was recorded, and what it cost."""
+"""The frame of ranks: who reported in, what was recorded, what it cost; all on one time axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from haiprof.run_analysis.compilations import compile_columns
+from haiprof.base.intervals import Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, Bools, kind_table
-from haiprof.run_analysis.run_files import RankFiles, integer, number, text
-from haiprof.run_analysis.step_frame import RankSegments
+from haiprof.run_analysis.run_files import RankFiles, integer, median, number, text
+from haiprof.run_analysis.step_frame import (
+    STEP_PHASES,
+    RankSegments,
+    SharedColumns,
+    cut_segments,
+    pause_frame,
+    step_frame,
+)
+from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.step_tokens import BY_MARK
 from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, Segmentation
+from haiprof.run_analysis.windows import TraceWindow, traced_steps
+from haiprof.run_format import schema
+
+_LIMIT_US = 1 << 52
+
+
+def compile_intervals(files: RankFiles) -> Intervals | None:
+    """Unix time in ns of all compilations, those of backward graphs included.
+
+    Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
+
+    None where the run does not tell when they began: it was recorded by an older haiprof.
+    """
+    lines = files.of_type("compile")
+    if any(not isinstance(line.get("spans"), list) for line in lines):
+        return None
+    pairs = [
+        (begin, length)
+        for line in lines
+        for span in line["spans"]
+        if isinstance(span, list) and len(span) == 2
+        for begin, length in [(integer(span[0]), integer(span[1]))]
+        if begin is not None and length is not None
+        if 0 < begin < _LIMIT_US and 0 <= length < _LIMIT_US
+    ]
+    table = np.array(pairs, dtype=np.int64).reshape(-1, 2) * 1_000
+    return union(table[:, 0], table.sum(axis=1))
+
+
+def compile_columns(
+    files: RankFiles, starts: Ints, ends: Ints, *, wall_offset_ns: int
+) -> dict[str, int | None]:
+    """`compile_ns` of a rank, and `eval_compile_ns` in its evaluations; None where not known."""
+    compiled = compile_intervals(files)
+    if compiled is None:
+        return {"compile_ns": None, "eval_compile_ns": None}
+    evaluated = union(starts + wall_offset_ns, ends + wall_offset_ns)
+    return {
+        "compile_ns": total(compiled),
+        "eval_compile_ns": total(intersection(evaluated, compiled)),
+    }
+
+
+LOADING_SCHEMA = {
+    "rank": pl.Int64,
+    "attempt": pl.Int64,
+    "epoch_count": pl.Int64,
+    "epoch_ns": pl.Int64,
+    "wait_ns": pl.Int64,
+}
+_LOADER_PHASE = 0  # in steps.SPAN_PHASES
+
+
+def loading_frame(rows: Iterable[tuple[int, ...]]) -> pl.DataFrame:
+    """Waits for the loader in the training steps after each rank's first one."""
+    return pl.DataFrame(list(rows), schema=LOADING_SCHEMA, orient="row")
+
+
+def loading_row(rank: RankSegments) -> tuple[int, ...]:
+    """The row of one rank."""
+    found = rank.found
+    spans = found.nested.spans
+    chosen = np.flatnonzero((found.phase == _LOADER_PHASE) & (found.step > 0))
+    kind = spans.kind[chosen]
+    own = found.nested.self_ns[chosen]
+    starts = kind == schema.DATA_ITER
+    first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
+    edge = starts | first | (kind == schema.DATA_END)
+    return (
+        rank.files.rank,
+        rank.files.attempt,
+        int(starts.sum()),
+        int(own[edge].sum()) if starts.any() else 0,
+        int(own.sum()),
+    )
+
 
 RANK_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "rank": pl.Int64,
@@ -172,3 +257,175 @@ def _why_missing(files: RankFiles, phase: str) -> str:
         "backward": "no call of the autograd engine seen in a training step",
         "optimizer": "no torch optimizer stepped (compiled whole, or another library's)",
     }[phase]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRows:
+    """A tenth of what the rank's spans take."""
+
+    record_count: int
+    """Records that its spans were read from."""
+    wall_offset_ns: int
+    """Unix time minus the clock of the spans."""
+    step_count: int
+    """Of the whole recording."""
+    steps: pl.DataFrame
+    """Of the whole recording; columns of `step_frame`."""
+    pauses: pl.DataFrame
+    """Of the whole recording; columns of `phase_frame`."""
+    loading: tuple[int, ...]
+    """Its row of `loading_frame`."""
+    rank: Mapping[str, object]
+    """Its row of `rank_frame`."""
+    positions: Mapping[int, Ints]
+    """[step] in ns of the whole recording, by index into POSITIONS; that of collections in a
+    position comes len(POSITIONS) later. Those that the rank never was in are left out."""
+
+
+def rank_rows(
+    rank: RankSegments,
+    windows: Sequence[TraceWindow],
+    *,
+    between: tuple[int, int] | None,
+    shared: SharedColumns,
+) -> RankRows:
+    """The rows of one rank."""
+    row = rank_row(rank.files, rank)
+    cut = rank
+    if between is not None:
+        cut = cut_segments(rank, between)
+        inside = rank_row(rank.files, cut)
+        counted = ("step_count", "eval_ns", "nograd_ns", "eval_compile_ns")
+        row |= {name: inside[name] for name in counted}
+    return RankRows(
+        record_count=rank.record_count,
+        wall_offset_ns=rank.wall_offset_ns,
+        step_count=len(rank.found.steps.start_ns),
+        steps=step_frame(rank, traced_steps(rank, windows), shared=shared),
+        pauses=pause_frame(rank),
+        loading=loading_row(cut),
+        rank=row,
+        positions=_position_times(rank),
+    )
+
+
+def rank_positions(rank: RankSegments) -> StepPositions:
+    """Where a rank's training thread was at each moment."""
+    compiled = compile_intervals(rank.files)
+    if compiled is not None:
+        shift = rank.wall_offset_ns
+        compiled = Intervals(compiled.starts - shift, compiled.ends - shift)
+    return step_positions(rank.found, rank.events, compiled)
+
+
+def _position_times(rank: RankSegments) -> dict[int, Ints]:
+    """Small numbers are stored small: of a thousand ranks they are much."""
+    plain, collected = rank_positions(rank).sums()
+    times = np.concatenate([plain, collected])
+    small = times.max(initial=0) < np.iinfo(np.int32).max
+    kept = times.astype(np.int32) if small else times
+    return {place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()}
+
+
+COLUMN_LIMIT = 480
+_CELL_LIMIT = 200_000
+_LEAST_COLUMNS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGrid:
+    """Mean times of the steps that touch each stretch; NaN where a rank has none."""
+
+    ranks: tuple[int, ...]
+    """The rows, in order."""
+    start_ns: int
+    """Unix time at which the first stretch begins."""
+    end_ns: int
+    """Unix time at which the last one ends."""
+    phase_ns: Mapping[str, Floats]
+    """[rank, stretch] on the host clock, by phase; together they are the step."""
+    typical_ns: Mapping[str, float | None]
+    """Median over all steps of all ranks: of `step` and of each phase; None where never seen."""
+
+    @property
+    def column_count(self) -> int:
+        """How many stretches there are."""
+        return int(self.phase_ns[STEP_PHASES[0]].shape[1])
+
+    @property
+    def step_ns(self) -> Floats:
+        """[rank, stretch]: the whole step."""
+        parts = np.stack([self.phase_ns[phase] for phase in STEP_PHASES])
+        return np.where(np.isnan(parts).all(axis=0), np.nan, np.nansum(parts, axis=0))
+
+    def of(self, name: str) -> Floats:
+        """[rank, stretch]: of `step`, or of a phase."""
+        return self.step_ns if name == "step" else self.phase_ns[name]
+
+    def excess_ratio(self, name: str) -> Floats:
+        """[rank, stretch]: what it takes above its median, as a share of the median step.
+
+        Shares of phases add up to that of the step, so that one scale of colours serves all.
+        """
+        return (self.of(name) - (self.typical_ns[name] or 0.0)) / (self.typical_ns["step"] or 1.0)
+
+
+def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGrid | None:
+    """Steps on a common time axis; None where there is no step."""
+    if steps.is_empty():
+        return None
+    start = steps["start_ns"].to_numpy()
+    end = start + steps["step_ns"].to_numpy()
+    ranks, row = np.unique(steps["rank"].to_numpy(), return_inverse=True)
+    count = column_count or _columns_for(len(ranks), int(np.bincount(row).max()))
+    first_ns, last_ns = int(start.min()), max(int(end.max()), int(start.min()) + 1)
+    scale = count / (last_ns - first_ns)
+    first = np.clip(((start - first_ns) * scale).astype(np.int64), 0, count - 1)
+    last = np.clip(((end - 1 - first_ns) * scale).astype(np.int64), first, count - 1)
+    cells = _Cells(row * (count + 1) + first, row * (count + 1) + last + 1, len(ranks), count)
+    return RankGrid(
+        ranks=tuple(int(rank) for rank in ranks),
+        start_ns=first_ns,
+        end_ns=last_ns,
+        phase_ns={phase: cells.mean(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
+        typical_ns={
+            name: median(steps[column])
+            for name, column in (
+                ("step", "step_ns"),
+                *((phase, f"{phase}_host_ns") for phase in STEP_PHASES),
+            )
+        },
+    )
+
+
+def _columns_for(rank_count: int, step_count: int) -> int:
+    limit = min(COLUMN_LIMIT, max(_LEAST_COLUMNS, _CELL_LIMIT // rank_count))
+    return max(1, min(limit, step_count))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Where each step begins and ends, as places in a flat table with one column to spare."""
+
+    first: Ints
+    after: Ints
+    row_count: int
+    column_count: int
+
+    def mean(self, values: pl.Series) -> Floats:
+        """Mean of the known values of the steps that touch each cell."""
+        numbers = values.cast(pl.Float64).fill_null(np.nan).to_numpy()
+        known = np.isfinite(numbers)
+        sums = self._running(np.where(known, numbers, 0.0))
+        counts = np.round(self._running(known.astype(np.float64)))
+        means = np.full(sums.shape, np.nan)
+        np.divide(sums, counts, out=means, where=counts > 0)
+        return means
+
+    def _running(self, weights: Floats) -> Floats:
+        size = self.row_count * (self.column_count + 1)
+        rises = np.bincount(self.first, weights=weights, minlength=size)
+        falls = np.bincount(self.after, weights=weights, minlength=size)
+        table = (rises - falls).reshape(self.row_count, self.column_count + 1)
+        running: Floats = np.cumsum(table, axis=1)[:, :-1]
+        return running

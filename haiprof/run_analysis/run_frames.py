@@ -26,7 +26,6 @@ from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.counter_sources import burst_frame
 from haiprof.run_analysis.counters import counter_frame, counter_notes
 from haiprof.run_analysis.deaths import Death, Evidence, find_deaths, gather_evidence
-from haiprof.run_analysis.epochs import loading_frame
 from haiprof.run_analysis.lateness import (
     MIN_MATCHES,
     Arrivals,
@@ -38,8 +37,14 @@ from haiprof.run_analysis.lateness import (
     own_and_after,
 )
 from haiprof.run_analysis.lines import line_frame
-from haiprof.run_analysis.rank_rows import RankRows, rank_positions, rank_rows
-from haiprof.run_analysis.ranks import rank_frame, rank_row
+from haiprof.run_analysis.ranks import (
+    RankRows,
+    loading_frame,
+    rank_frame,
+    rank_positions,
+    rank_row,
+    rank_rows,
+)
 from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import (
     AttemptTime,
@@ -142,7 +147,7 @@ class RunFrames:
         return read_settings(self.files)
 
     def loading(self) -> pl.DataFrame:
-        """What starts of epochs cost each rank; columns in `haiprof.run_analysis.epochs`."""
+        """What starts of epochs cost each rank; columns in `haiprof.run_analysis.ranks`."""
         return loading_frame(rows.loading for rows in self._rows.values())
 
     def backward_work(self) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.run_analysis.rank_grid import RankGrid
+from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.style import (
     AXIS,
     BLUE,

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import MISSING, NS_PER_MS, NS_PER_S, duration_text
-from haiprof.run_analysis.rank_grid import rank_grid
+from haiprof.run_analysis.ranks import rank_grid
 from haiprof.show.figures.job import late_ranks_figure, rank_map_figure
 from haiprof.show.figures.panels import (
     COLUMNS,

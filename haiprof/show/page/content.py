@@ -19,7 +19,7 @@ from haiprof.diagnosis.engine import judge
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.before_death import RankTimeline, last_seconds, time_range
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.rank_grid import RankGrid, rank_grid
+from haiprof.run_analysis.ranks import RankGrid, rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.death_block import WORDS, grouped_fates, memory_lines, start_lines

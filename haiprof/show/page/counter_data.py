@@ -15,7 +15,7 @@ import polars as pl
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.run_analysis.rank_grid import RankGrid
+from haiprof.run_analysis.ranks import RankGrid
 from haiprof.show.figures.panel_table import (
     OWNER,
     PANEL_ROWS,

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from haiprof.run_analysis.rank_grid import COLUMN_LIMIT, rank_grid
+from haiprof.run_analysis.ranks import COLUMN_LIMIT, rank_grid
 from haiprof.run_analysis.step_frame import STEP_PHASES, STEP_SCHEMA
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from haiprof import Analyzer
-from haiprof.run_analysis.compilations import compile_intervals
+from haiprof.run_analysis.ranks import compile_intervals
 from haiprof.run_analysis.settings import differences, read_settings
 from haiprof.run_format.setting_lines import SEEN_FIELDS, SETTINGS_FIELDS
 from tests.sampling import examples

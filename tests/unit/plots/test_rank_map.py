@@ -10,7 +10,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_analysis.lateness import LATENESS_SCHEMA
-from haiprof.run_analysis.rank_grid import rank_grid
+from haiprof.run_analysis.ranks import rank_grid
 from haiprof.show.figures.job import (
     LINE_LIMIT,
     PARTS,
