@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
-from haiprof.run_analysis.slow_step_watch import watched_frame
+from haiprof.run_analysis.reactions import watched_frame
 from haiprof.run_format.layout import RunPaths
 
 LINE_LIMIT = 6
