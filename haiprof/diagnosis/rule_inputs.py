@@ -79,13 +79,13 @@ class RuleInputs:
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
     loading: pl.DataFrame
-    """What starts of epochs cost; columns of `run_analysis.epochs`."""
+    """What starts of epochs cost; columns of `run_analysis.ranks`."""
     settings: Mapping[int, RankSettings]
     """What each rank was run with, where that was recorded."""
     last_attempts: LastAttempts
     """What ranks said of their loaders, compilations and allocators."""
     backward_work: pl.DataFrame
-    """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
+    """What ranks themselves do in backward; columns of `run_analysis.lateness`."""
     traces: TracedWindow
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from haiprof.in_job.windows.step_cycles import Cycles
 
-LOADER_CUTS = 2  # as run_analysis.repeating_steps
+LOADER_CUTS = 2  # as run_analysis.steps
 MIN_REPEATS = 2  # as run_analysis.steps
 SURE_STEPS = 3
 SURE_CALLS = 512  # root calls after a fetch: the loader is used no more
@@ -14,7 +14,7 @@ NOTHING, FETCHES, CALLS, COLLECTIVES = range(4)
 
 
 class Repeats:
-    """Steps of a process, as `run_analysis.repeating_steps` counts them afterwards.
+    """Steps of a process, as `run_analysis.steps` counts them afterwards.
 
     It receives outermost calls only, and only until an optimizer steps: after that the job's
     steps are those of its training, and only calls of `haiprof.step()` come before them.

@@ -159,7 +159,7 @@ class RunFrames:
         return self._counters[0]
 
     def bursts(self) -> pl.DataFrame:
-        """GPU metrics of `--burst`, in the columns of `counters()`; see `run_analysis.burst`.
+        """GPU metrics of `--burst`, in the columns of `counters()`; see `counter_sources`.
 
         Raises:
             RunFormatError: An export of Nsight Systems cannot be read; the message names it.

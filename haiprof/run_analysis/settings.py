@@ -326,11 +326,11 @@ def placements(run: RunFiles) -> dict[int, Placement]:
     }
     last = {rank.rank: rank for rank in sorted(run.ranks, key=lambda r: (r.rank, r.attempt))}
     found = {}
-    for number, rank in last.items():
+    for rank_number, rank in last.items():
         host = _host(rank, run.nodes)
         line = lines.get((host, *_key(rank.report)))
         if line is not None:
-            found[number] = _placement(number, host, line)
+            found[rank_number] = _placement(number, host, line)
     return found
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-MIN_SEGMENTS = (
-    4  # as run_analysis.step_boundaries: from here on, regular segments are one step each
-)
+MIN_SEGMENTS = 4  # as run_analysis.step_tokens: from here on, regular segments are one step each
 REGULAR_RATIO = 0.8
 
 
