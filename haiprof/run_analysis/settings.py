@@ -330,7 +330,7 @@ def placements(run: RunFiles) -> dict[int, Placement]:
         host = _host(rank, run.nodes)
         line = lines.get((host, *_key(rank.report)))
         if line is not None:
-            found[rank_number] = _placement(number, host, line)
+            found[rank_number] = _placement(rank_number, host, line)
     return found
 
 
