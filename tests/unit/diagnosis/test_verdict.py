@@ -352,6 +352,7 @@ STORIES = {
             {"other": (SCRIPT, MAIN, job(61, "share"), BARRIER)}, ranks=2, gap_ms=3.0,
         ),
         slug="blocking_collectives", lost=0.33, says="collectives called between the phases",
+        place="train.py:61 share",
     ),
     "collections": Story(
         write=lambda root: write_spans(root, lambda _, now: [(now, 12 * NS_PER_MS)]),
