@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -123,3 +124,23 @@ def test_accounts_and_residual_are_the_mean_step(
         assert verdict.ledger.problem_count >= sum(
             each.severity != "info" for each in verdict.findings if each.gain is not None
         )
+
+
+RECORDED = sorted(
+    path for path in (Path(__file__).parents[2] / "data" / "runs").iterdir() if path.is_dir()
+)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda path: path.name)
+def test_a_recorded_run_adds_up_from_start_to_end(recorded: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(recorded, root)
+    verdict = diagnose(Analyzer(root))
+
+    assert verdict.ledger is not None
+    check_sums(verdict.ledger)
+    check_gains(verdict.ledger)
+    manifest = Analyzer(root).manifest()
+    if manifest.end_wall_ns is not None:
+        whole = manifest.end_wall_ns - manifest.start_wall_ns
+        assert sum(verdict.run_time.values()) == whole
