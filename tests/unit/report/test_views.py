@@ -197,7 +197,7 @@ def test_card_svg_holds_the_card(tmp_path: Path) -> None:
     path = save_card_svg(fake_verdict(), header(empty_run(tmp_path)), tmp_path / "card.svg")
     text = path.read_text()
     assert text.startswith("<svg")
-    assert "warning" in text
+    assert "stands&#160;out" in text
     assert "url(http" not in text  # a picture asks no network
 
 
