@@ -109,8 +109,8 @@ class Job:
     def verdict(self) -> dict[str, Any]:
         """What `haiprof verdict --json` prints of it."""
         from haiprof import Analyzer
-        from haiprof.diagnosis.document import as_document
         from haiprof.diagnosis.engine import diagnose
+        from haiprof.diagnosis.verdict import as_document
 
         return as_document(diagnose(Analyzer(self.paths.root)))
 

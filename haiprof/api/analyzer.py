@@ -18,7 +18,7 @@ from haiprof.show import show
 
 if TYPE_CHECKING:
     from haiprof.api.run_flame_graph import RunFlameGraph
-    from haiprof.diagnosis.finding import Finding
+    from haiprof.diagnosis.verdict import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -14,8 +14,12 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, UsageError
 from haiprof.base.safe_files import make_named_folder, write_file
 from haiprof.compat.exports import write_tables
-from haiprof.diagnosis.functions.hardware import bursts_of, hardware_by_function
-from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
+from haiprof.diagnosis.function_reports import (
+    FunctionReports,
+    bursts_of,
+    function_reports,
+    hardware_by_function,
+)
 from haiprof.run_analysis.counter_sources import link_traffic
 from haiprof.show.card import MAX_WIDTH, verdict_card, view_text
 from haiprof.show.page.content import page_content

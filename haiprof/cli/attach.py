@@ -86,8 +86,8 @@ def attach(
 
 
 def _show(done: Attached, output: Output) -> None:
-    from haiprof.diagnosis.document import as_document
     from haiprof.diagnosis.engine import diagnose
+    from haiprof.diagnosis.verdict import as_document
     from haiprof.live.attach import OUTSIDE, RECORDED
     from haiprof.run_analysis.run_frames import RunFrames
     from haiprof.show.card import save_verdict

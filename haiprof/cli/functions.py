@@ -100,9 +100,8 @@ def functions(
 
       haiprof functions /shared/job
     """
-    from haiprof.diagnosis.functions.hardware import hardware_by_function
-    from haiprof.diagnosis.functions.report import FUNCTIONS
-    from haiprof.diagnosis.functions.reports import function_reports
+    from haiprof.diagnosis.function_reports import function_reports, hardware_by_function
+    from haiprof.diagnosis.gpu_functions import FUNCTIONS
     from haiprof.show.views.functions import functions_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 

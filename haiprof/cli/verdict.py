@@ -140,8 +140,8 @@ def verdict(
         analyzer = open_target(run.root)
     else:
         analyzer = _open_run_or_job(target)
-    from haiprof.diagnosis.document import as_document, save_document
     from haiprof.diagnosis.engine import diagnose
+    from haiprof.diagnosis.verdict import as_document, save_document
     from haiprof.show import death_block
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card
     from haiprof.show.figures.style import write_text

@@ -39,14 +39,11 @@ _OF_NODES = {
     "host": (
         "cpu_count",
         "cpu_utilization_ratio",
-        "cpu_iowait_ratio",
         "cpu_steal_ratio",
         "memory_total_bytes",
         "memory_available_bytes",
         "swap_in_bytes_per_s",
-        "swap_out_bytes_per_s",
         "pressure_memory_some_ratio",
-        "pressure_io_some_ratio",
     ),
     "cgroup": (
         "cpu_limit_cores",
@@ -55,12 +52,7 @@ _OF_NODES = {
         "memory_limit_bytes",
     ),
 }
-_SERIES = (
-    "memory_rss_bytes",
-    "memory_used_bytes",
-    "run_queue_wait_ratio",
-    "page_fault_count_per_s",
-)
+_SERIES = ("memory_rss_bytes", "memory_used_bytes")
 _LOST = "run_queue_wait_ratio"
 """A share of time that is lost, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset(
@@ -70,7 +62,6 @@ _SOURCES = (*_OF_RANKS, *_OF_NODES)
 _MEAN_SCHEMA = {
     "time_ns": pl.Int64, "entity": pl.String, "metric": pl.String, "value": pl.Float64
 }  # fmt: skip
-STOLEN_SCHEMA = {"host": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 POINT_SCHEMA = {"rank": pl.Int64, "metric": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 TimeRange = tuple[int, int]
 """First and last Unix time in ns."""
@@ -86,11 +77,9 @@ class CounterAverages:
     core_waits: Mapping[int, float]
     """Each rank's mean share of time in which its main thread could run and got no core."""
     points: pl.DataFrame
-    """`rank`, `metric`, `time_ns`, `value`: a few series of each rank, thinned."""
+    """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
     nodes: Mapping[str, Means]
     """By host and entity (None: the node itself): mean of each metric of host and cgroup."""
-    stolen: pl.DataFrame
-    """`host`, `time_ns`, `value`: of the time with work, the hypervisor's share; thinned."""
 
     def of(self, metric: str) -> Mapping[int, float]:
         """Median by rank of one metric."""
@@ -98,13 +87,15 @@ class CounterAverages:
 
 
 def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) -> CounterAverages:
-    """Reads file by file, so that memory holds one source of one node at a time."""
+    """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows.
+
+    Files are read one by one, so that memory holds one source of one node at a time.
+    """
     of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
     of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
     medians: dict[str, dict[int, float]] = {}
     waits: dict[int, float] = {}
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
-    stolen = [pl.DataFrame(schema=STOLEN_SCHEMA)]
     nodes: dict[str, Means] = {}
     for node in files.nodes:
         series: list[_Series] = []
@@ -117,18 +108,19 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
                 series += _of_ranks(found, of_ranks)
             else:
                 shared.append(found)
-        for metric, ranks in _medians(series).items():
-            medians.setdefault(metric, {}).update(ranks)
-        waits |= _mean_waits(series)
+        for metric, rank, values in _by_rank(series):
+            if (middle := median(values)) is not None:
+                medians.setdefault(metric, {})[rank] = middle
+            if metric == _LOST and (share := mean(values)) is not None:
+                waits[rank] = share
         points.append(_thin([each for each in series if each.metric in _SERIES]))
         nodes[node.host] = _means(shared, of_hosts.get(node.host))
-        stolen += [_steal_series(node.host, each, of_hosts.get(node.host)) for each in shared]
-    ordered = {metric: dict(sorted(values.items())) for metric, values in sorted(medians.items())}
-    core_waits = dict(sorted(waits.items()))
     return CounterAverages(
-        medians=ordered, core_waits=core_waits, points=pl.concat(points), nodes=nodes,
-        stolen=pl.concat(stolen),
-    )  # fmt: skip
+        medians={metric: dict(sorted(ranks.items())) for metric, ranks in sorted(medians.items())},
+        core_waits=dict(sorted(waits.items())),
+        points=pl.concat(points),
+        nodes=nodes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,23 +159,6 @@ def _by_rank(series: Iterable[_Series]) -> Iterator[tuple[str, int, pl.Series]]:
         yield metric, rank, pl.Series(np.concatenate(values), nan_to_null=True)
 
 
-def _mean_waits(series: Iterable[_Series]) -> dict[int, float]:
-    """By rank, where there is a value."""
-    waits = _by_rank(each for each in series if each.metric == _LOST)
-    means = ((rank, mean(values)) for _, rank, values in waits)
-    return {rank: share for rank, share in means if share is not None}
-
-
-def _medians(series: Iterable[_Series]) -> dict[str, dict[int, float]]:
-    """By metric and rank, where there is a value."""
-    found: dict[str, dict[int, float]] = {}
-    for metric, rank, values in _by_rank(series):
-        middle = median(values)
-        if middle is not None:
-            found.setdefault(metric, {})[rank] = middle
-    return found
-
-
 def _thin(series: Sequence[_Series]) -> pl.DataFrame:
     """At most POINT_COUNT points of each series."""
     if not series:
@@ -210,26 +185,6 @@ def _thin(series: Sequence[_Series]) -> pl.DataFrame:
         .sort("rank", "metric", "time_ns")
         .select(pl.col(name).cast(kind) for name, kind in POINT_SCHEMA.items())
         .collect()
-    )
-
-
-def _steal_series(host: str, found: SourceMetrics, window: TimeRange | None) -> pl.DataFrame:
-    """Steal by steal and work, over time."""
-    values = {m.name: m.values for m in found.metrics if found.source == "host"}
-    if window is None or not {"cpu_steal_ratio", "cpu_utilization_ratio"} <= values.keys():
-        return pl.DataFrame(schema=STOLEN_SCHEMA)
-    steal, work = values["cpu_steal_ratio"], values["cpu_utilization_ratio"]
-    inside = (found.time_ns >= window[0]) & (found.time_ns <= window[1])
-    at = np.flatnonzero(inside & (steal + work > 0))
-    part = (found.time_ns[at] - window[0]) // max((window[1] - window[0]) // POINT_COUNT, 1)
-    rows = pl.DataFrame(
-        {"part": part, "time_ns": found.time_ns[at], "value": steal[at] / (steal[at] + work[at])}
-    )
-    return (
-        rows.group_by("part")
-        .agg(pl.col("time_ns").median().cast(pl.Int64), pl.col("value").mean())
-        .sort("part")
-        .select(pl.lit(host).alias("host"), "time_ns", "value")
     )
 
 

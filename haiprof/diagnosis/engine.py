@@ -11,19 +11,21 @@ import polars as pl
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.attempts import attempt_notes
 from haiprof.diagnosis.explanations import Question, account_line, explain, straggler
-from haiprof.diagnosis.finding import SEVERITIES, Abstention, Finding, Gain, Severity
-from haiprof.diagnosis.gaps import not_measured, why_no_steps
-from haiprof.diagnosis.reactions import reacted_lines
-from haiprof.diagnosis.recorded_windows import traced_lines
+from haiprof.diagnosis.machine_causes import stolen_notes
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
-from haiprof.diagnosis.steal import stolen_notes
-from haiprof.diagnosis.step_work import step_work
+from haiprof.diagnosis.run_notes import (
+    attempt_notes,
+    not_measured,
+    reacted_lines,
+    traced_lines,
+    why_no_steps,
+)
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
-from haiprof.diagnosis.verdict import Cost, Events
+from haiprof.diagnosis.traced_window import step_work
+from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames

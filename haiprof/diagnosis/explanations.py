@@ -14,11 +14,10 @@ import polars as pl
 
 from haiprof.base.ledger import Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.core_contention import lost_to_waiting, starvation
-from haiprof.diagnosis.finding import CodeLine, Evidence, place_text
 from haiprof.diagnosis.loader_causes import loader_cause
+from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.slow_rank import state_of
+from haiprof.diagnosis.verdict import CodeLine, Evidence, place_text
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.lines import FunctionTime, function_times
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE

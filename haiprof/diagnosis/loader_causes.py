@@ -8,8 +8,7 @@ import numpy as np
 
 from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
-from haiprof.diagnosis.core_contention import hosts_of, used_by_others
-from haiprof.diagnosis.finding import Evidence
+from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
@@ -20,10 +19,7 @@ from haiprof.diagnosis.thresholds import (
     FREE_CORES,
     LOADER_IDLE_RATIO,
 )
-
-COMPUTED_BATCHES = ("dataloader_bound/few_workers", "dataloader_bound/cores_full")
-"""What missing cores would bring about. A loader that waits for storage needs none, and one on the
-training thread gets slower by as much as training itself."""
+from haiprof.diagnosis.verdict import Evidence, evidence_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +48,10 @@ class _Loading:
 
     @property
     def is_computing(self) -> bool | None:
-        """Whether whoever makes the batches uses the CPU for it; None where that is not known.
+        """Whether whoever makes the batches uses the CPU for it, or would if he got it.
 
-        Or would use it, if he got it: of the time in which they could run, workers are taken to
-        wait for a core as much as the main thread does.
+        Of the time in which they could run, workers are taken to wait for a core as much as the
+        main thread does. None where it is not known.
         """
         if self.workers == 0 and self.main_cores is not None:
             computed = self.main_cores + self.core_wait - (1 - self.wait_share)
@@ -67,9 +63,34 @@ class _Loading:
             return wanted >= LOADER_IDLE_RATIO * self.wait_share * self.workers
         return None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there are cores for one more worker, as far as known.
+
+        It needs all of one. Without workers the main thread's own core is free in the time in which
+        it made batches.
+        """
+        if self.free_cores is None:
+            return True
+        own = min(1.0, self.wait_share) if self.workers == 0 else 1.0
+        return self.free_cores >= FREE_CORES * CORES_FULL_RATIO * own
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Workers, and the cores that are used."""
+        return evidence_rows(
+            ("workers", None if self.workers is None else float(self.workers), "count"),
+            ("cores used by the training process", self.main_cores, "cores"),
+            ("cores used by its workers", self.worker_cores, "cores"),
+            ("cores left free", self.free_cores, "cores"),
+        )
+
 
 def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
-    """The reason that the numbers show; None where nothing tells one."""
+    """The reason that the numbers of a run show whose typical rank waits for that share of a step.
+
+    None where nothing tells one.
+    """
     loading = _of_typical_rank(inputs, share)
     return (
         _epochs(inputs, loading)
@@ -81,38 +102,32 @@ def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
 
 def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
     """The rank that waits as long as the typical one: the lower middle."""
-    means = {rank: _mean_wait(inputs, rank) for rank in inputs.world}
-    ranks = sorted(means, key=lambda rank: (means[rank], rank))
+    means = {rank: inputs.of_rank(rank)["dataloader_host_ns"].mean() for rank in inputs.world}
+    waits = {r: float(v) if isinstance(v, (int, float)) else 0.0 for r, v in means.items()}
+    ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
     rank = ranks[(len(ranks) - 1) // 2]
-    loader = inputs.last_attempts.loaders.get(rank)
     main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
     placed = inputs.placements.get(rank)
-    allowed = len(placed.allowed_cpus or ()) if placed is not None else 0
-    beside = (r for r in inputs.busy_cores if r != rank and _share(inputs, r, rank))
-    hosts = hosts_of(inputs)
-    strangers = used_by_others(inputs, hosts[rank], hosts) if rank in hosts else None
-    others = sum(inputs.busy_cores[r] for r in beside) + (strangers or 0.0)
+    allowed = (placed.allowed_cpus if placed is not None else None) or frozenset()
+    others = sum(
+        inputs.busy_cores[other]
+        for other, place in inputs.placements.items()
+        if other != rank
+        and other in inputs.busy_cores
+        and placed is not None
+        and place.host == placed.host
+        and allowed & (place.allowed_cpus or frozenset())
+    )
+    host = hosts_of(inputs).get(rank)
+    others += (used_by_others(inputs, host) if host is not None else None) or 0.0
     return _Loading(
-        workers=None if loader is None else loader.workers,
+        workers=inputs.last_attempts.loader_workers.get(rank),
         wait_share=share,
         main_cores=main,
         core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=None if main is None or busy is None else max(busy - main, 0.0),
-        free_cores=max(allowed - busy - others, 0.0) if allowed and busy is not None else None,
+        free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
     )
-
-
-def _share(inputs: RuleInputs, one: int, other: int) -> bool:
-    """Whether two ranks may run on the same cores."""
-    first, second = inputs.placements.get(one), inputs.placements.get(other)
-    if first is None or second is None or first.host != second.host:
-        return False
-    return bool((first.allowed_cpus or frozenset()) & (second.allowed_cpus or frozenset()))
-
-
-def _mean_wait(inputs: RuleInputs, rank: int) -> float:
-    value = inputs.of_rank(rank)["dataloader_host_ns"].mean()
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _epochs(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
@@ -121,23 +136,20 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
-    workers = bool(loading.workers)
     return LoaderCause(
         slug="epoch_restart",
         title="most of it where an epoch begins",
-        remedy=(
-            "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); or "
-            "make epochs longer (a sampler that repeats)"
-            if workers
-            else "look at what DataLoader.__iter__ does: the sampler's shuffle, files that the "
-            "dataset opens again; make epochs longer (a sampler that repeats)"
+        remedy="keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
+        "or make epochs longer (a sampler that repeats)"
+        if loading.workers
+        else "look at what DataLoader.__iter__ does: the sampler's shuffle, files that the dataset "
+        "opens again; make epochs longer (a sampler that repeats)",
+        evidence=evidence_rows(
+            ("starts of epochs", float(count), "count"),
+            ("time at one: first batch too", edge / count, "ns"),
+            ("share of all waiting that is there", edge / wait, "ratio"),
         ),
-        evidence=(
-            Evidence(name="starts of epochs", value=float(count), unit="count"),
-            Evidence(name="time at one: first batch too", value=edge / count, unit="ns"),
-            Evidence(name="share of all waiting that is there", value=edge / wait, unit="ratio"),
-        ),
-    )  # fmt: skip
+    )
 
 
 def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
@@ -147,8 +159,8 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     """
     if loading.workers is None:
         return None
-    rare = [_rare_share(inputs.of_rank(r)["dataloader_host_ns"].to_numpy()) for r in inputs.world]
-    typical = lower_median(rare)
+    waits = (inputs.of_rank(rank)["dataloader_host_ns"].to_numpy() for rank in inputs.world)
+    typical = lower_median([_rare_share(each) for each in waits])
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
     return LoaderCause(
@@ -157,9 +169,9 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
         remedy="find the samples that are slow (large or remote files, retries, outliers in "
         "length): time dataset[i] for each i; prepare them ahead, or read further ahead "
         "(prefetch_factor)",
-        evidence=(
-            Evidence(name="steps with 80 % of the unusual waiting", value=typical, unit="ratio"),
-            Evidence(name="workers", value=float(loading.workers), unit="count"),
+        evidence=evidence_rows(
+            ("steps with 80 % of the unusual waiting", typical, "ratio"),
+            ("workers", float(loading.workers), "count"),
         ),
     )
 
@@ -178,82 +190,55 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     """Whoever makes the batches waits himself: for storage, a network, or a lock."""
     if loading.is_computing is not False:
         return None
-    many = "more workers wait in parallel (num_workers), and " if loading.workers != 0 else (
-        "let workers wait in parallel, ahead of training (num_workers=4 and up), and "
-    )  # fmt: skip
+    parallel = (
+        "more workers wait in parallel (num_workers), and "
+        if loading.workers
+        else "let workers wait in parallel, ahead of training (num_workers=4 and up), and "
+    )
+    read = {
+        "read by calls, all ranks": inputs.counted.of("read_bytes_per_s"),
+        "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),
+    }
+    rows = [(name, sum(ranks.values()), "bytes/s") for name, ranks in read.items() if ranks]
     return LoaderCause(
         slug="storage",
         title="and the loader itself waits: storage, network, or a lock",
-        remedy=f"{many}read less often and more at once: larger files (tar, parquet, memory maps), "
-        "a local copy of the data set, no request per sample",
-        evidence=(*_cpu(loading), *_traffic(inputs)),
+        remedy=f"{parallel}read less often and more at once: larger files (tar, parquet, memory "
+        "maps), a local copy of the data set, no request per sample",
+        evidence=(*loading.evidence, *evidence_rows(*rows)),
     )
 
 
 def _workers(loading: _Loading, *, on_gpu: bool) -> LoaderCause | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
-    if loading.workers is None:
+    workers = loading.workers
+    if workers is None:
         return None
-    evidence = _cpu(loading)
     missing = () if loading.is_computing is not None else ("CPU use of the loader",)
-    if loading.free_cores is not None and loading.free_cores < FREE_CORES * _cores_per_worker(
-        loading
-    ):
-        return LoaderCause(
-            slug="cores_full",
-            title="and the cores are full",
-            remedy="more workers would not help: do less per sample (decode and tokenize once, "
-            f"ahead of training; cheaper augmentation{'; transforms on the GPU' * on_gpu}), or "
-            "take more cores",
-            evidence=evidence,
-            missing=missing,
+    if not loading.has_room:
+        slug, title = "cores_full", "and the cores are full"
+        gpu = "; transforms on the GPU" if on_gpu else ""
+        remedy = (
+            "more workers would not help: do less per sample (decode and tokenize once, ahead of "
+            f"training; cheaper augmentation{gpu}), or take more cores"
         )
-    none = loading.workers == 0
+    elif workers == 0:
+        slug, title = "no_workers", "made on the training thread"
+        remedy = (
+            "make batches beside training: DataLoader(..., num_workers=4, "
+            "persistent_workers=True); or do less per sample"
+        )
+    else:
+        slug = "few_workers"
+        title = f"{workers} {'worker is' if workers == 1 else 'workers are'} too few"
+        remedy = (
+            f"give the DataLoader more workers (num_workers={2 * workers}), or do less per sample: "
+            "decode and tokenize once, ahead of training"
+        )
     return LoaderCause(
-        slug="no_workers" if none else "few_workers",
-        title="made on the training thread" if none
-        else f"{loading.workers} {'worker is' if loading.workers == 1 else 'workers are'} too few",
-        remedy="make batches beside training: DataLoader(..., num_workers=4, "
-        "persistent_workers=True); or do less per sample"
-        if none
-        else f"give the DataLoader more workers (num_workers={2 * loading.workers}), or do less "
-        "per sample: decode and tokenize once, ahead of training",
-        evidence=evidence,
+        slug=slug,
+        title=title,
+        remedy=remedy,
+        evidence=loading.evidence,
         missing=missing if loading.free_cores is not None else (*missing, "cores that are free"),
-    )  # fmt: skip
-
-
-def _cores_per_worker(loading: _Loading) -> float:
-    """Cores that one more worker needs: all of one, unless training leaves its own while it waits.
-
-    Without workers the main thread's own core is free in the time in which it made batches.
-    """
-    if loading.workers == 0:
-        return min(1.0, loading.wait_share) * CORES_FULL_RATIO
-    return CORES_FULL_RATIO
-
-
-def _cpu(loading: _Loading) -> tuple[Evidence, ...]:
-    return (
-        Evidence(
-            name="workers", value=None if loading.workers is None else float(loading.workers),
-            unit="count",
-        ),
-        Evidence(name="cores used by the training process", value=loading.main_cores, unit="cores"),
-        Evidence(name="cores used by its workers", value=loading.worker_cores, unit="cores"),
-        Evidence(name="cores left free", value=loading.free_cores, unit="cores"),
-    )  # fmt: skip
-
-
-def _traffic(inputs: RuleInputs) -> tuple[Evidence, ...]:
-    """What was read in the meantime."""
-    called, stored = (
-        inputs.counted.of(name) for name in ("read_bytes_per_s", "storage_read_bytes_per_s")
     )
-    return tuple(
-        Evidence(name=name, value=sum(values.values()), unit="bytes/s")
-        for name, values in (
-            ("read by calls, all ranks", called), ("read from storage, all ranks", stored)
-        )
-        if values
-    )  # fmt: skip

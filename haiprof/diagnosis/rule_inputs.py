@@ -1,4 +1,4 @@
-"""What the rules look at: the steps after warm-up, and each rank's counters in that time."""
+"""What a diagnosis looks at: steps after warm-up, counters of that time, and what ranks noted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import polars as pl
 
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.counter_averages import CounterAverages, count
-from haiprof.diagnosis.rank_events import LastAttempts, read_last_attempts
 from haiprof.diagnosis.thresholds import (
     SHORT_RUN_S,
     UNTRACED_MIN_RATIO,
@@ -19,12 +18,18 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counters import host_windows, training_spans
+from haiprof.run_analysis.gpu_memory import GpuMemorySeries, GpuOutOfMemory, gpu_memory_series
+from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.reactions import Reaction, reactions
-from haiprof.run_analysis.run_files import RunFiles
+from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.run_files import median as median
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import Placement, RankSettings, placements
 from haiprof.run_analysis.step_frame import STEP_PHASES, last_attempts, untrained_boundary
+
+_SIZE_SCHEMA = {
+    "rank": pl.Int64, "root": pl.Int64, "time_ns": pl.Int64, "number_count": pl.Int64
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,25 @@ class NodeCpu:
     """Share of those in which something had to stop; None without any."""
     stolen_ratio: float | None
     """Of the time in which the CPUs had work, what the hypervisor kept; None where not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastAttempts:
+    """What ranks noted in events.jsonl in the attempt of each that is judged."""
+
+    loader_workers: Mapping[int, int]
+    """Workers of the loader that each rank iterated first, where known."""
+    operator_threads: Mapping[int, int]
+    """Threads that torch computes one operator with on the CPU."""
+    input_sizes: pl.DataFrame
+    """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
+    called with from then on, looked at once a second; only those that changed have a row."""
+    allocator: Mapping[int, tuple[int, int, int]]
+    """(retries of the GPU's allocator, its failures, ns in which they were counted)."""
+    gpu_memory: Mapping[int, GpuMemorySeries]
+    """What the GPU's allocator held where steps began."""
+    caught: Mapping[int, GpuOutOfMemory]
+    """The last allocation that failed, of ranks that did not die of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +103,13 @@ class RuleInputs:
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
     loading: pl.DataFrame
-    """What starts of epochs cost; columns of `run_analysis.ranks`."""
+    """What starts of epochs cost; columns of `run_analysis.epochs`."""
     settings: Mapping[int, RankSettings]
     """What each rank was run with, where that was recorded."""
     last_attempts: LastAttempts
     """What ranks said of their loaders, compilations and allocators."""
     backward_work: pl.DataFrame
-    """What ranks themselves do in backward; columns of `run_analysis.lateness`."""
+    """What ranks themselves do in backward; columns of `run_analysis.backward_work`."""
     traces: TracedWindow
     """What the run's traces say of a window of steps, or why they say nothing."""
     reactions: tuple[Reaction, ...]
@@ -175,7 +199,7 @@ def gather_inputs(
         pauses=_within(pauses, spans),
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
-        last_attempts=read_last_attempts(
+        last_attempts=_read_last_attempts(
             analyzer.files, dict(spans.select("rank", "attempt").rows())
         ),
         backward_work=analyzer.backward_work(),
@@ -300,19 +324,59 @@ def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
     return throttled / periods if periods and throttled is not None else None
 
 
-def own_backward_ns(inputs: RuleInputs, backward_ns: float, clock: str) -> float | None:
-    """Of a rank's backward its own work per step, the typical rank's; None where not known."""
+def _read_last_attempts(files: RunFiles, judged: Mapping[int, int]) -> LastAttempts:
+    """Of the judged attempt by rank; of other ranks the last one counts."""
+    last = {
+        rank.rank: rank
+        for rank in sorted(files.ranks, key=lambda r: (r.rank, r.attempt))
+        if judged.get(rank.rank, rank.attempt) == rank.attempt
+    }
+    loaders = {n: integer(line.get("workers")) for n, rank in last.items()
+               for line in rank.of_type("dataloader")[:1]}  # fmt: skip
+    threads = {n: integer(rank.report.get("operator_threads")) for n, rank in last.items()}
+    sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
+    allocators = {number: _allocator(rank) for number, rank in last.items()}
+    return LastAttempts(
+        loader_workers={n: count for n, count in loaders.items() if count is not None},
+        operator_threads={n: count for n, count in threads.items() if count is not None},
+        input_sizes=pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
+        allocator={n: counts for n, counts in allocators.items() if counts is not None},
+        gpu_memory=gpu_memory_series(files),
+        caught=caught_failures(files),
+    )
+
+
+def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]]:
+    rows, offset = [], rank.clock_offset_ns
+    for line in rank.of_type("input_size"):
+        root, time, count = (integer(line.get(n)) for n in ("root", "time_ns", "number_count"))
+        if root is None or time is None or not count or count < 0 or offset is None:
+            continue
+        if (wall := integer(time + offset)) is not None:
+            rows.append((number, root, wall, count))
+    return rows
+
+
+def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
+    """Growth from the first line to the last: what came before them was warm-up."""
+    lines = rank.of_type("allocator")
+    if len(lines) < 2:
+        return None
+    names = ("retry_count", "oom_count", "time_ns")
+    first, last = ([integer(line.get(name)) for name in names] for line in (lines[0], lines[-1]))
+    grown = [b - a for a, b in zip(first, last, strict=True) if a is not None and b is not None]
+    return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None
+
+
+def own_backward_ns(inputs: RuleInputs, backward_ns: float) -> float | None:
+    """Of that time in backward per step the typical rank's own work; None where not known."""
     if len(inputs.world) < 2:
         return backward_ns
     known = inputs.backward_work.sort("own_ns")["own_ns"]
-    if known.is_empty() or clock != "host":
+    if known.is_empty():
         return None
-    return min(float(known[(len(known) - 1) // 2]) * _passes(inputs), backward_ns)
-
-
-def _passes(inputs: RuleInputs) -> float:
-    """Backward passes of a step."""
-    return median(inputs.steps["micro_step_count"]) or 1.0
+    passes = median(inputs.steps["micro_step_count"]) or 1.0
+    return min(float(known[(len(known) - 1) // 2]) * passes, backward_ns)
 
 
 def usual_share(inputs: RuleInputs, phase: str) -> float | None:
@@ -344,9 +408,7 @@ def typical_of(by_rank: Mapping[int, pl.DataFrame]) -> int:
 def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
     """Mean time per phase in ns of some steps of one rank, without what lies between steps.
 
-    What is paid at every Nth step counts in full.
-
-    None for a phase without a value on that clock.
+    What is paid at every Nth step counts in full; None: a phase has no value on that clock.
     """
     names = {phase: f"{phase}_{clock}_ns" for phase in STEP_PHASES}
     found = {phase: steps[name].mean() for phase, name in names.items()}

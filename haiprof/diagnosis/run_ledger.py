@@ -11,7 +11,6 @@ import polars as pl
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.finding import place_text
 from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
 from haiprof.diagnosis.opportunities import (
     Opportunity,
@@ -27,6 +26,7 @@ from haiprof.diagnosis.thresholds import (
     SAME_WORK_CORRELATION,
     SIZES_MIN_COUNT,
 )
+from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,

@@ -1,15 +1,16 @@
-"""What a run's traces say to the rules: the patterns of one window, or why there are none."""
+"""What the traces of a run say: functions and waits of one window, and the work of a step."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from haiprof.base.errors import HaiprofError
-from haiprof.base.medians import lower_median
-from haiprof.diagnosis.finding import Abstention
+from haiprof.base.options import ENV_PEAK
+from haiprof.base.units import NS_PER_S
 from haiprof.run_format.layout import RunPaths
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 NO_TRACES = "no traces in this run: `--trace` records a window"
 NO_GPU = "no GPU event in the traces"
-_MANY = 3
+# Most runs have no trace: the functions below import the questions on traces where one is there.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +29,17 @@ class TracedWindow:
     why: str
     """Why there are no patterns; empty where there are."""
 
-    def of_gpus(self, rule: str) -> Patterns | Abstention:
-        """The patterns, where some rank's GPU was traced; else the rule's answer."""
+    def of_gpus(self) -> Patterns | str:
+        """The patterns, where some rank's GPU was traced; else why there are none."""
         if self.patterns is None:
-            return Abstention(rule=rule, why=self.why)
-        if not self.patterns.totals["has_gpu"].any():
-            return Abstention(rule=rule, why=NO_GPU)
-        return self.patterns
+            return self.why
+        return self.patterns if self.patterns.totals["has_gpu"].any() else NO_GPU
 
 
 def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWindow:
-    """The last whole window of a run."""
+    """The last whole window of a run; traces larger than the limit are left alone."""
     if not run.traces.is_dir():
         return TracedWindow(patterns=None, why=NO_TRACES)
-    # Most runs have no trace; and all other questions would have to be loaded for nothing.
     from haiprof.trace_analysis.questions.all_ranks import RankQuestions
 
     analysis = RankQuestions(run.root)
@@ -57,41 +55,70 @@ def traced_window(run: RunPaths, *, limit_bytes: int | None = None) -> TracedWin
         return TracedWindow(patterns=None, why=f"traces: {error.strerror or error}")
 
 
-def typical(values: pl.Series) -> float | None:
-    """The middle rank's value, the lower of two; None where it is not known of all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Work of one rank in the mean step, the mean over the ranks that were traced."""
 
-    Source: the median over ranks is TraceML's typical rank.
+    model_flops: float
+    """Of matrix products, convolutions and attention in one step, without recomputation."""
+    flops_per_s: float
+    """The same over the mean step's time, which tracing did not make longer."""
+    mfu_ratio: float | None
+    """Share of the device's dense peak; None where that is not known."""
+    is_lower_bound: bool
+    """Whether kernels whose work is not known make these numbers too low."""
+    kernel_known_ratio: float | None
+    """Share of GPU time whose work is known; None without GPU events."""
+    device: str | None
+    """As the trace names it; None of a CPU."""
+    peak: str | None
+    """Who states the peak."""
+    reason: str | None
+    """Why MFU is not known."""
+
+
+def step_work(
+    run: RunPaths, step_ns: float | None, *, limit_bytes: int | None = None
+) -> StepWork | None:
+    """The work of a run's mean step; None where no window recorded shapes.
+
+    Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time and
+    the device's peak. `haiprof.trace_analysis.operator_work` counts them.
     """
-    if values.is_empty() or values.null_count():
+    if not step_ns or not run.traces.is_dir():
         return None
-    return float(lower_median(values))
+    from haiprof.trace_analysis.operator_efficiency import parse_peak, step_efficiency
+    from haiprof.trace_analysis.questions.base import RankTraces
+
+    try:
+        analysis = RankTraces(run.root)
+        if limit_bytes is not None and analysis.size_bytes() > limit_bytes:
+            return None
+        peaks = parse_peak(os.environ.get(ENV_PEAK))
+        found = analysis.per_rank(step_efficiency, peaks=peaks)
+    except (HaiprofError, OSError):  # no trace, none with shapes: `haiprof efficiency` says which
+        return None
+    return _mean(found.drop_nulls("step_count"), step_ns)
 
 
-def places(patterns: Patterns, table: str, by: str, where: pl.Expr | None = None) -> list[str]:
-    """Where in the code most of it is, over all ranks: `aten::item at train.py(45): step`."""
-    found = pl.concat(getattr(signs, table) for signs in patterns.signs.values())
-    rows = found if where is None else found.filter(where)
-    summed = rows.group_by("operator", "module", "line").agg(pl.col(by).sum())
-    order = summed.filter(pl.col(by) > 0).sort(
-        -pl.col(by), "operator", "module", "line", nulls_last=True
+def _mean(ranks: pl.DataFrame, step_ns: float) -> StepWork | None:
+    per_step = ranks.with_columns(
+        flops=pl.col("model_flops") / pl.col("step_count"),
+        at_peak_ns=pl.col("mfu_ratio") * pl.col("wall_ns") / pl.col("step_count"),
     )
-    texts = (_location(*row) for row in order.select("operator", "module", "line").rows())
-    return [text for text in texts if text][:_MANY]
-
-
-def _location(operator: str | None, module: str | None, line: str | None) -> str:
-    what = " in ".join(part for part in (operator, module) if part)
-    return " at ".join(part for part in (what, line) if part)
-
-
-def at_places(found: list[str]) -> str:
-    """`: aten::item at train.py(45): step`; nothing where no place is known."""
-    return f" ({'; '.join(found)})" if found else ""
-
-
-NO_LINE = "the lines of code: record with --trace-stacks"
-
-
-def missing_lines(patterns: Patterns) -> tuple[str, ...]:
-    """What would name the line."""
-    return () if patterns.totals["has_python"].all() else (NO_LINE,)
+    if per_step.is_empty() or not per_step["flops"].sum():
+        return None
+    flops = float(per_step.select(pl.col("flops").mean()).item())
+    known = per_step["at_peak_ns"].null_count() == 0
+    at_peak_ns = per_step.select(pl.col("at_peak_ns").mean()).item() if known else None
+    first = per_step.row(0, named=True)
+    return StepWork(
+        model_flops=flops,
+        flops_per_s=flops / step_ns * NS_PER_S,
+        mfu_ratio=None if at_peak_ns is None else at_peak_ns / step_ns,
+        is_lower_bound=bool(per_step["is_lower_bound"].any()),
+        kernel_known_ratio=per_step.select(pl.col("kernel_known_ratio").mean()).item(),
+        device=first["device_name"],
+        peak=first["peak"],
+        reason=next((why for why in per_step["reason"] if why), None),
+    )

@@ -19,8 +19,8 @@ from rich.text import Text
 from haiprof.base.errors import HaiprofError
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.base.units import duration_text, ratio_text, visible
-from haiprof.diagnosis.document import as_document
-from haiprof.diagnosis.step_work import StepWork
+from haiprof.diagnosis.traced_window import StepWork
+from haiprof.diagnosis.verdict import as_document
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
 from haiprof.show.death_block import death_block
@@ -36,8 +36,7 @@ from haiprof.show.text import (
 )
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.finding import Finding
-    from haiprof.diagnosis.verdict import Cost, Verdict
+    from haiprof.diagnosis.verdict import Cost, Finding, Verdict
 
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
@@ -71,7 +70,7 @@ _PHASE_OF = {
 _AROUND_COMMAND = 16
 """Columns of the card beside the next command: its border, its margins and the label."""
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
-_DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.gaps` has them
+_DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.run_notes` has them
 _NEVER = ("one rank", "torch.compile was not used")
 _GPU_RULES = (
     "slow_kernels", "slow_link", "exposed_communication", "synchronising_calls", "pageable_copies",

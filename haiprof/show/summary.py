@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import judged_steps, usual_split
-from haiprof.diagnosis.step_work import StepWork, step_work
+from haiprof.diagnosis.run_notes import traced_lines
+from haiprof.diagnosis.traced_window import StepWork, step_work
 from haiprof.run_analysis.counters import host_windows, select_training_samples, training_spans
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import RankSettings

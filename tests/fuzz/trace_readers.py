@@ -18,7 +18,7 @@ import polars as pl
 from benchmarks.gpu.simulated_allocator import MIB, Allocator
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
-from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis import report_cache
 from haiprof.trace_analysis.chakra import chakra_graph, write_chakra
 from haiprof.trace_analysis.memory_timeline import memory_by_category

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.verdict import Finding
 from tests.process.jobs import TWO_RANKS, Job, succeeded
 
 pytestmark = pytest.mark.slow

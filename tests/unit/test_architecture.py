@@ -161,9 +161,9 @@ def test_no_module_imports_itself_through_others() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_rule_imports_another_rule() -> None:
-    rules = {name for name in ALL_MODULES if name.startswith("haiprof.diagnosis.rules.")}
-    assert {name: imports_of(name) & rules for name in rules if imports_of(name) & rules} == {}
+def test_no_kind_of_fact_imports_another_kind() -> None:
+    kinds = {f"haiprof.diagnosis.{kind}_facts" for kind in ("settings", "window", "memory")}
+    assert {name: imports_of(name) & kinds for name in kinds if imports_of(name) & kinds} == {}
 
 
 def test_only_the_command_line_names_haiprof_commands_to_start() -> None:

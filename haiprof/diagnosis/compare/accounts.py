@@ -12,9 +12,9 @@ import numpy as np
 from haiprof.base.ledger import POSITIONS, PROBLEM_RATIO, Account
 from haiprof.base.statistics import BlockMean, Uncertain, block_mean
 from haiprof.diagnosis.compare.step_change import Change, StepChange, certain, difference
-from haiprof.diagnosis.finding import place_text
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.thresholds import COMPARE_RUN_RATIO
+from haiprof.diagnosis.verdict import place_text
 from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 
 PROMISED_RATIO = PROBLEM_RATIO / 5

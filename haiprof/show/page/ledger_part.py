@@ -10,9 +10,8 @@ import numpy as np
 
 from haiprof.base.ledger import Account, Ledger
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.finding import Finding, place_text
 from haiprof.diagnosis.run_ledger import RunLedger
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.verdict import Finding, Verdict, place_text
 from haiprof.show.figures.panels import thin_points
 from haiprof.show.page.counter_data import half_floats, single_floats
 

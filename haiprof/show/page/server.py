@@ -27,7 +27,7 @@ from haiprof.base.local_http import (
 )
 from haiprof.base.stop_signal import stop_event
 from haiprof.base.units import NS_PER_S, duration_text
-from haiprof.diagnosis.document import as_document
+from haiprof.diagnosis.verdict import as_document
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.page.content import PageContent, page_content, time_start_ns

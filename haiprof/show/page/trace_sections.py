@@ -12,7 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.functions.reports import FunctionReports, function_reports
+from haiprof.diagnosis.function_reports import FunctionReports, function_reports
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.frame_table import PageTable, page_table
 from haiprof.show.text import printable

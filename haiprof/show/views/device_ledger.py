@@ -12,7 +12,7 @@ from rich.text import Text
 
 from haiprof.base.ledger import PROBLEM_RATIO, Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
-from haiprof.diagnosis.document import STEP_FIELDS, account_document
+from haiprof.diagnosis.verdict import STEP_FIELDS, account_document
 from haiprof.show.figures.style import BLUE, GREY, ORANGE, PURPLE, SKY, YELLOW
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import INDENT, bullets

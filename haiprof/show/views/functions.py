@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.diagnosis.functions.report import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
-from haiprof.diagnosis.functions.reports import FunctionReports
+from haiprof.diagnosis.function_reports import FunctionReports
+from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.frame_table import Columns, frame_table
 from haiprof.show.text import count_text, printable, value_text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.diagnosis.document import FIELDS, FINDING_FIELDS, SCHEMA
+from haiprof.diagnosis.verdict import FIELDS, FINDING_FIELDS, SCHEMA
 from tests.unit.diagnosis.stories import write_story
 
 ROOT = Path(__file__).parents[3]

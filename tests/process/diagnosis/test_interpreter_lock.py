@@ -8,7 +8,7 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.finding import Finding
+from haiprof.diagnosis.verdict import Finding
 from tests.process.jobs import run_job
 
 pytestmark = pytest.mark.slow

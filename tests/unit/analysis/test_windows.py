@@ -14,7 +14,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.agent.finish_traces import finish_parts
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.recorded_windows import traced_lines
+from haiprof.diagnosis.run_notes import traced_lines
 from haiprof.run_analysis.windows import WINDOW_SCHEMA
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths

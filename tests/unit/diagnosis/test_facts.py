@@ -13,9 +13,8 @@ from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.compare.compared_run import open_compared_run
 from haiprof.diagnosis.compare.counters import load_of
-from haiprof.diagnosis.finding import Finding
 from haiprof.diagnosis.rule_inputs import gather_inputs
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, GPU, PROCESS

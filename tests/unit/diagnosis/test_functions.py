@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from haiprof import TraceAnalysis
 from haiprof.base.errors import UsageError
 from haiprof.cli.app import run_command
-from haiprof.diagnosis.functions.distance import differs, with_distance
-from haiprof.diagnosis.functions.report import FunctionReport
-from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.diagnosis.function_reports import function_reports
+from haiprof.diagnosis.gpu_functions import FunctionReport, differs, with_distance
 from haiprof.trace_analysis.pattern_gathering import Patterns
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, traces
 from tests.unit.diagnosis.trace_stories import ALL_REDUCE, ALL_TO_ALL, GEMM, Story, write_ranks

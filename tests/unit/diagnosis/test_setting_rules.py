@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.finding import Finding
-from haiprof.diagnosis.setting_prices import PRICES
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.settings_facts import PRICES
+from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_format.setting_lines import FLAGS
 from tests.unit.diagnosis.stories import START_NS, judged, note, placed, write_story
 

@@ -9,19 +9,20 @@ import pytest
 
 from haiprof import Analyzer, TraceAnalysis
 from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.finding import Abstention, Finding, Judgement
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.rules import RULES
-from haiprof.diagnosis.rules.exposed_communication import exposed_communication
-from haiprof.diagnosis.rules.launch_bound import launch_bound
-from haiprof.diagnosis.rules.pageable_copies import pageable_copies
-from haiprof.diagnosis.rules.slow_kernels import slow_kernels
-from haiprof.diagnosis.rules.slow_link import slow_link
-from haiprof.diagnosis.rules.small_batches import small_batches
-from haiprof.diagnosis.rules.synchronising_calls import synchronising_calls
-from haiprof.diagnosis.rules.tensor_cores_unused import tensor_cores_unused
+from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.traced_window import NO_GPU, NO_TRACES, TracedWindow
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, Verdict
+from haiprof.diagnosis.window_facts import (
+    exposed_communication,
+    launch_bound,
+    pageable_copies,
+    slow_kernels,
+    slow_link,
+    small_batches,
+    synchronising_calls,
+    tensor_cores_unused,
+)
 from tests.unit.analysis.trace.shared import event, rank_file, traces
 from tests.unit.diagnosis.stories import write_story
 from tests.unit.diagnosis.trace_stories import ALL_TO_ALL, Story, write_ranks

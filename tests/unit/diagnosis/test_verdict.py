@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.diagnosis.document import as_document
-from haiprof.diagnosis.finding import CodeLine, Finding
-from haiprof.diagnosis.rules import RULES
-from haiprof.diagnosis.verdict import Verdict
+from haiprof.diagnosis.run_facts import RULES
+from haiprof.diagnosis.verdict import CodeLine, Finding, Verdict, as_document
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, HOST, PROCESS

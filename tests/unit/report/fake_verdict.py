@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from haiprof.base.units import NS_PER_MS, NS_PER_S
-from haiprof.diagnosis.finding import Evidence, Finding
-from haiprof.diagnosis.verdict import Cost, Events, Verdict
+from haiprof.diagnosis.verdict import Cost, Events, Evidence, Finding, Verdict
 
 SPLIT = {
     "dataloader": 2.0 * NS_PER_MS,

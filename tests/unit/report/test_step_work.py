@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from haiprof.diagnosis.step_work import StepWork
+from haiprof.diagnosis.traced_window import StepWork
 from haiprof.show.card import flops_text, work_text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.diagnosis.finding import Evidence, Finding
+from haiprof.diagnosis.verdict import Evidence, Finding
 from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_text
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from haiprof import Analyzer
 from haiprof.base.errors import RunFormatError, RunNotFoundError
-from haiprof.diagnosis.document import as_document
 from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import as_document
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import GPU, HOST, PROCESS

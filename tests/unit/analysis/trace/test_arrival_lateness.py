@@ -9,7 +9,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.diagnosis.function_reports import function_reports
 from haiprof.show.views.causes import what_if_answers
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.report import standard_report

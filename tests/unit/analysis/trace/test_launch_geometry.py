@@ -10,7 +10,7 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
 from haiprof.cli import main
-from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.kernel_names import block_counts
 from haiprof.trace_analysis.pattern_file import reduce_patterns
 from tests.unit.analysis.trace.shared import Event, kernel, launch, rank_file, step, traces

@@ -13,7 +13,7 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
 from haiprof.cli import main
-from haiprof.diagnosis.functions.reports import function_reports
+from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.pattern_file import SIZE_LIMIT_BYTES, reduce_patterns
 from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, rank_file, step, traces
 from tests.unit.diagnosis.trace_stories import Story, write_ranks

@@ -1,0 +1,257 @@
+"""PerfTracker's five reports: what bounds the job by function, and the rank that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from haiprof.base.errors import RunFormatError, UsageError
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.gpu_functions import (
+    ABNORMAL,
+    BETA,
+    FUNCTIONS,
+    FunctionReport,
+    by_function,
+    communication_report,
+    differs,
+    far_functions,
+    gpu_compute_report,
+    mean_text,
+    memory_report,
+    over_ranks,
+    sorted_ranks,
+    spread_of,
+    too_few_ranks,
+)
+from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
+from haiprof.run_analysis.counters import COUNTER_SCHEMA
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.trace_analysis.device_time import Steps
+from haiprof.trace_analysis.function_patterns import NO_GPU
+from haiprof.trace_analysis.kernel_names import (
+    COMMUNICATION,
+    GPU_COMPUTE,
+    MEMORY,
+    PYTHON,
+    RUNTIME,
+)
+from haiprof.trace_analysis.pattern_gathering import COUNTERS_SCHEMA, function_counters
+
+if TYPE_CHECKING:
+    from haiprof.trace_analysis.pattern_gathering import Patterns
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+_LINE_LIMIT = 4
+_HARDWARE = ("gpu", "gpu_health", "dcgm", "burst", "infiniband", "host", "memory_bandwidth")
+_ADVICE = (
+    ("Launch", ": many short kernels; torch.compile, CUDA graphs or fused optimizers launch fewer"),
+    ("Free", ": memory is given back in training; raise the memory limit or avoid empty_cache()"),
+    ("Malloc", ": memory is taken in training; the caching allocator should have it already"),
+    ("Synchronize", ": the host waits for the GPU; find the .item(), .cpu() or print that does"),
+    ("Memcpy", ": copies that wait; pinned memory and non_blocking=True do not"),
+)
+_NO_RUNTIME = (
+    "no call of the CUDA runtime in any trace: the jobs used no GPU, or it was not profiled "
+    "(ProfilerActivity.CUDA)"
+)
+_NO_STACKS = "Python functions: operators stand in; record stacks with `--trace-stacks`"
+_NO_PYTHON = (
+    "neither operators nor Python functions in any trace: profile with ProfilerActivity.CPU"
+)
+
+
+def _runtime_report(patterns: Patterns) -> FunctionReport:
+    """Calls of the CUDA or HIP runtime and driver while no GPU event runs.
+
+    Source: PerfTracker (seed 001), CUDA Runtime.
+    """
+    report = _host_report(patterns, RUNTIME, "CUDA runtime", _NO_RUNTIME)
+    lines = []
+    for name, rows, far in _first_functions(report):
+        advice = next((text for sign, text in _ADVICE if sign in name), "")
+        apart = f"; far from the others: {ranks_text(far)}" if far else ""
+        lines.append(
+            f"{name}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}, the GPU "
+            f"idle{apart}{advice}"
+        )
+    return replace(report, meaning=tuple(lines))
+
+
+def _python_report(patterns: Patterns) -> FunctionReport:
+    """Python functions and operators by call stack (`root|...|leaf`) while nothing above runs.
+
+    Source: PerfTracker (seed 001), Python functions; operators are part of a stack there too.
+    """
+    report = _host_report(patterns, PYTHON, "Python functions by call stack", _NO_PYTHON)
+    lines = []
+    for stack, rows, far in _first_functions(report):
+        leaf = " > ".join(stack.split("|")[-2:])
+        line = f"{leaf}: {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}"
+        if far:
+            apart = rows.filter("is_far")
+            most, usual = apart.select(
+                pl.col(BETA).max(), pl.col(f"others_{BETA}").first()
+            ).row(0)  # fmt: skip
+            line = (
+                f"{ranks_text(far)}: {leaf} takes {ratio_text(most)} of the time with nothing "
+                f"above it, on most ranks {ratio_text(usual)}"
+            )
+        lines.append(line)
+    abnormal = report.tables[ABNORMAL]
+    facts = {**report.facts, "far": sorted_ranks(abnormal.filter("is_far"))}
+    return replace(report, meaning=tuple(lines), facts=facts)
+
+
+def _first_functions(report: FunctionReport) -> Iterable[tuple[str, pl.DataFrame, list[int]]]:
+    """The first abnormal functions: name, rows, and the ranks that are far from the others."""
+    groups = list(report.tables[ABNORMAL].group_by("name", maintain_order=True))
+    for (name, *_), rows in groups[:_LINE_LIMIT]:
+        yield str(name), rows, sorted_ranks(rows.filter("is_far"))
+
+
+def _host_report(patterns: Patterns, kind: str, title: str, nothing: str) -> FunctionReport:
+    """Functions of the host; of their shares a rank without the function counts as 0."""
+    functions = patterns.functions.filter(pl.col("kind") == kind)
+    abnormal = _abnormal_host(functions)
+    missing = list(too_few_ranks(patterns))
+    if kind == PYTHON and not patterns.totals["has_python"].all():
+        missing.append(_NO_STACKS)
+    if functions[BETA].null_count():
+        missing.append(NO_GPU)
+    table = by_function(
+        functions,
+        pl.col("median_ns").median(),
+        pl.when(pl.col(BETA).null_count() == 0).then(over_ranks(BETA, patterns)),
+        over_ranks("share_ratio", patterns),
+        order=[-pl.col("share_ratio")],
+    )
+    return FunctionReport(
+        kind=kind,
+        title=title,
+        tables={ABNORMAL: abnormal, FUNCTIONS: table},
+        facts={"abnormal": sorted_ranks(abnormal)},
+        meaning=(),
+        missing=(nothing,) if functions.is_empty() else tuple(missing),
+    )
+
+
+def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
+    """Functions of ranks above 1 % of the window; those with a rank that is far come first.
+
+    A rank that has not got the function, or only below what a pattern keeps, counts as 0 in
+    `others_bottleneck_ratio`, the ranks' median. `is_far`: off the other ranks' by distance, and
+    higher by 1 % of the window.
+    """
+    above = functions.filter(pl.col(BETA) > ABNORMAL_RATIO).select("type", "name").unique()
+    grid = above.join(functions.select("rank").unique(), how="cross")
+    own = grid.join(functions, on=["rank", "type", "name"], how="left")
+    judged = far_functions(own.with_columns(pl.col(BETA).fill_null(0.0)), BETA)
+    more = pl.col(BETA) - pl.col(f"{BETA}_median") > ABNORMAL_RATIO
+    far = (pl.col("is_far") & differs(BETA, high=True) & more).fill_null(value=False)
+    return (
+        judged.with_columns(is_far=far)
+        .filter(pl.col(BETA) > ABNORMAL_RATIO)
+        .select(
+            "rank", "name", BETA, "share_ratio", "count", "median_ns",
+            others_bottleneck_ratio=f"{BETA}_median", is_far="is_far",
+        )
+        .with_columns(
+            odd=pl.col("is_far").any().over("name"), most=pl.col(BETA).max().over("name")
+        )
+        .sort("odd", "most", "name", BETA, "rank", descending=[True, True, False, True, False])
+        .drop("odd", "most")
+    )  # fmt: skip
+
+
+REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
+    GPU_COMPUTE: gpu_compute_report,
+    MEMORY: memory_report,
+    COMMUNICATION: communication_report,
+    RUNTIME: _runtime_report,
+    PYTHON: _python_report,
+}
+"""By the kind of function that each is about, in PerfTracker's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionReports:
+    """What bounds a job, function by function."""
+
+    ranks: tuple[int, ...]
+    reports: tuple[FunctionReport, ...]
+    functions: pl.DataFrame
+    """Every function of every rank, the columns of `Patterns.functions`."""
+    notes: tuple[str, ...] = ()
+    """What files of the ranks' functions have left out."""
+    hardware: pl.DataFrame | None = None
+    """From `hardware_by_function`; None where it was not asked for."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data with stable keys."""
+        first = self.functions.filter(pl.col("rank") == self.ranks[0]).drop("rank")
+        return {
+            "ranks": list(self.ranks),
+            "thresholds": {
+                "abnormal_ratio": ABNORMAL_RATIO,
+                "mad_factor": FAR_MAD_FACTOR,
+                "min_ranks": FAR_MIN_RANKS,
+            },
+            "notes": list(self.notes),
+            "reports": {report.kind: report.as_json() for report in self.reports},
+            **({} if self.hardware is None else {"hardware": self.hardware.to_dicts()}),
+            "example": {"rank": self.ranks[0], "functions": first.to_dicts()},
+        }
+
+
+def function_reports(patterns: Patterns, only: str | None = None) -> FunctionReports:
+    """All reports, or the one of a kind."""
+    if only is not None and only not in REPORTS:
+        raise UsageError(f"no report {only}", hint=f"one of {', '.join(REPORTS)}")
+    kinds = tuple(REPORTS) if only is None else (only,)
+    return FunctionReports(
+        ranks=patterns.ranks,
+        reports=tuple(_report(kind, patterns) for kind in kinds),
+        functions=patterns.functions.filter(pl.col("kind").is_in(kinds)),
+        notes=patterns.left_out,
+    )
+
+
+def _report(kind: str, patterns: Patterns) -> FunctionReport:
+    """With what all functions of the kind take together, over the ranks."""
+    found = REPORTS[kind](patterns)
+    whole = spread_of(patterns.totals[f"{kind.replace('-', '_')}_ratio"])
+    return replace(found, facts={"bottleneck": whole, **found.facts})
+
+
+def hardware_by_function(
+    traces: TraceQuestions, run: RunFrames, *, steps: Steps = None, geometry: bool = False
+) -> pl.DataFrame:
+    """What the hardware's counters were while functions ran (P1 beside P5 to P8).
+
+    `rank`, and the columns of `function_counters`: a row per function and metric with samples that
+    are at least half the function's. Without `--burst` samples are a second apart, so that most
+    functions have none.
+    """
+    counters = run.counters().filter(pl.col("source").is_in(_HARDWARE))
+    samples = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), counters, bursts_of(run)])
+    found = [pl.DataFrame(schema={"rank": pl.Int64, **COUNTERS_SCHEMA})]
+    for rank, trace in traces.traces.items():
+        host = traces.files[rank].host
+        own = pl.col("rank") == rank
+        if host is not None:
+            own = own | (pl.col("gpu").is_null() & (pl.col("host") == host))
+        rows = function_counters(trace, samples.filter(own), steps=steps, geometry=geometry)
+        found.append(rows.select(pl.lit(rank, pl.Int64).alias("rank"), pl.all()))
+    return pl.concat(found)
+
+
+def bursts_of(run: RunFrames) -> pl.DataFrame:
+    """A run's bursts; none where an export cannot be read."""
+    try:
+        return run.bursts()
+    except RunFormatError:
+        return pl.DataFrame(schema=COUNTER_SCHEMA)

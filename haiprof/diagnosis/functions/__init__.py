@@ -1,1 +1,0 @@
-"""PerfTracker's five reports: what bounds the job by function, and the rank that differs."""

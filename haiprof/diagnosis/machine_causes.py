@@ -1,0 +1,421 @@
+"""What the machine does to training: who has the cores, slow hardware of a rank, NUMA nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from haiprof.base.medians import lower_median
+from haiprof.base.units import NS_PER_S, ranks_text, ratio_text
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.thresholds import (
+    DRIFT_PHASE_RATIO,
+    FAULT_NS,
+    HARDWARE_DIFFERENCE_RATIO,
+    PAGES_ELSEWHERE_RATIO,
+    PAGES_MIN_COUNT,
+    SAME_COUNT_RATIO,
+    STOLEN_NOTED_RATIO,
+)
+from haiprof.diagnosis.verdict import Evidence, evidence_rows
+from haiprof.run_analysis.settings import Placement, sharing_groups
+
+_NAMED_RANKS = 4
+_THROTTLES = {
+    "throttle_thermal_ratio": "temperature",
+    "throttle_sw_thermal_ratio": "temperature",
+    "throttle_hw_thermal_ratio": "temperature",
+    "throttle_power_ratio": "its power cap",
+    "throttle_power_brake_ratio": "the power brake",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starvation:
+    """Why threads that could run got no core."""
+
+    slug: str
+    title: str
+    remedy: str
+    evidence: tuple[Evidence, ...]
+    is_choice: bool = True
+    """Whether somebody could give the job these cores; not where the node has no more of them."""
+
+
+def starvation(inputs: RuleInputs) -> Starvation | None:
+    """The cause that the counters show, of the rank that waits most; None where they show none.
+
+    A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
+    that want more cores than they may use, which would wait without anybody else; then others.
+    """
+    waits = inputs.core_waits
+    rank = min(waits, key=lambda rank: (-waits[rank], rank), default=None)
+    if rank is None or waits[rank] <= 0:
+        return None
+    return _limit(inputs, rank) or _own_doing(inputs, rank) or _neighbours(inputs, rank)
+
+
+def lost_to_waiting(inputs: RuleInputs) -> float:
+    """Of the time in which a training thread could run, how long it had no core, at most.
+
+    Its loader's workers lose as much: they run on the same cores.
+    """
+    lost = [
+        wait / (wait + inputs.main_cores.get(rank, 0.0))
+        for rank, wait in inputs.core_waits.items()
+        if wait > 0
+    ]
+    return max(lost, default=0.0)
+
+
+def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """The cgroup's limit stopped something in as much of its periods as the rank waited."""
+    host = hosts_of(inputs).get(rank)
+    node = inputs.node_cpus.get(host) if host is not None else None
+    stopped = node.throttled_ratio if node is not None else None
+    if node is None or not stopped or stopped < inputs.core_waits[rank]:
+        return None
+    limit = "" if node.limit_cores is None else f" of {node.limit_cores:.3g} cores"
+    return Starvation(
+        slug="cpu_throttled",
+        title=f"the job's cgroup stops at its limit{limit} in {ratio_text(stopped)} of the periods",
+        remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
+        "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
+        "they are as many as the node has cores, not as the limit allows",
+        evidence=evidence_rows(
+            ("periods with a stop", stopped, "ratio"), ("CPU limit", node.limit_cores, "cores")
+        ),
+    )
+
+
+def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """The ranks on these cores want more of them than there are."""
+    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
+    group = next((g for g in groups if rank in {p.rank for p in g}), ())
+    cores = len(frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group)))
+    ranks = [placement.rank for placement in group]
+    if not cores or not all(r in inputs.busy_cores and r in inputs.core_waits for r in ranks):
+        return None
+    busy = sum(inputs.busy_cores[r] for r in ranks)
+    wanted = busy + sum(inputs.core_waits[r] for r in ranks)
+    host = hosts_of(inputs).get(rank)
+    others = used_by_others(inputs, host) if host is not None else None
+    if wanted <= cores or (others or 0.0) > busy:
+        return None
+    node = inputs.node_cpus.get(group[0].host)
+    on_node = node.core_count if node is not None else None
+    spare = on_node is not None and on_node > cores
+    shared = len(ranks) > 1
+    of = f" of {on_node}" if spare else ""
+    count = "1 core" if cores == 1 else f"{cores} cores"
+    return Starvation(
+        slug="shared_cores" if shared else "too_few_cores",
+        title=f"{ranks_text(ranks)} share {count}{of}"
+        if shared
+        else f"too few cores: {ranks_text(ranks)} may use {cores}{of}",
+        remedy=_core_remedy(shared=shared, spare=spare),
+        evidence=evidence_rows(
+            ("cores they may use", float(cores), "cores"),
+            ("cores they use", busy, "cores"),
+            ("cores they could use at least", wanted, "cores"),
+        ),
+        is_choice=spare,
+    )
+
+
+def _core_remedy(*, shared: bool, spare: bool) -> str:
+    if not spare:
+        ranks = "fewer ranks per node, " if shared else ""
+        return (
+            "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
+            f"{ranks}or take a node with more cores"
+        )
+    if shared:
+        return (
+            "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
+            "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that "
+            "all ranks inherit"
+        )
+    return (
+        "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider taskset), "
+        "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+    )
+
+
+def _neighbours(inputs: RuleInputs, rank: int) -> Starvation | None:
+    """Others use as many cores as the rank misses."""
+    host = hosts_of(inputs).get(rank)
+    used = used_by_others(inputs, host) if host is not None else None
+    if used is None or used < inputs.core_waits[rank]:
+        return None
+    return Starvation(
+        slug="busy_neighbours",
+        title=f"others use the CPUs ({used:.2g} cores)",
+        remedy="see what else runs there (top, haiprof ps, other containers of the node), and give "
+        "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
+        "move the neighbour",
+        evidence=evidence_rows(
+            ("cores used by others on its node", used, "cores"),
+            ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
+        ),
+    )
+
+
+def hosts_of(inputs: RuleInputs) -> dict[int, str]:
+    """The last host of each rank, where its CPUs were counted."""
+    rows = inputs.ranks.select("rank", "host").drop_nulls().rows()
+    return {rank: host for rank, host in rows if host in inputs.node_cpus}
+
+
+def used_by_others(inputs: RuleInputs, host: str) -> float | None:
+    """Cores of a host that others than its ranks used; None where that is not known."""
+    cores, hosts = inputs.node_cpus[host].core_count, hosts_of(inputs)
+    busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
+    ranks = [rank for rank in inputs.world if hosts.get(rank) == host]
+    if cores is None or busy is None or not all(r in inputs.busy_cores for r in ranks):
+        return None
+    return max(busy * cores - sum(inputs.busy_cores[r] for r in ranks), 0.0)
+
+
+def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
+    """What the verdict says of steal: time of the cores that other virtual machines got."""
+    lost = max(inputs.stolen.values(), default=0.0)
+    if lost < STOLEN_NOTED_RATIO:
+        return ()
+    return (
+        f"the hypervisor gave the cores to others {ratio_text(lost)} of the time in which ranks "
+        "trained (steal): their steps are longer by that",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What is different about a slow rank's hardware."""
+
+    cause: str
+    """Slug: `throttled`, `waits_for_cores`, `far_memory` or `page_faults`."""
+    text: str
+    """For the title, with a leading comma."""
+    remedy: str
+    evidence: tuple[Evidence, ...]
+
+
+def state_of(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+    """The first difference that would make a rank lose that share of a step; None without one."""
+    return (
+        _find_throttling(inputs, rank)
+        or _find_starvation(inputs, rank, share)
+        or _find_far_memory(inputs, rank)
+        or _find_faults(inputs, rank, share)
+    )
+
+
+def _beyond(values: Mapping[int, float], rank: int) -> float | None:
+    """A rank's value beyond the lower-median rank's; None where it is not known."""
+    if rank not in values or len(values) < 2:
+        return None
+    return values[rank] - lower_median(values.values())
+
+
+def _find_throttling(inputs: RuleInputs, rank: int) -> RankState | None:
+    beyond = {name: _beyond(inputs.counted.of(name), rank) or 0.0 for name in _THROTTLES}
+    worst = max(beyond, key=lambda name: beyond[name])
+    if beyond[worst] < HARDWARE_DIFFERENCE_RATIO:
+        return None
+    share, why = inputs.counted.of(worst)[rank], _THROTTLES[worst]
+    return RankState(
+        cause="throttled",
+        text=f", its GPU is slowed by {why} {ratio_text(share)} of the time",
+        remedy=f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
+        "PERFORMANCE,POWER); move the job off this node until then",
+        evidence=evidence_rows((f"rank {rank}: slowed by {why}", share, "ratio")),
+    )
+
+
+def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+    """Waiting for cores must make most of what the rank loses.
+
+    Ranks are compared by their wait for each second in which they could run: one that works more
+    also waits more, and is not starved by that. One that works no more, and waits for longer by
+    most of what it loses, is.
+    """
+    waits, most = inputs.core_waits, DRIFT_PHASE_RATIO * share
+    could = {r: wait + min(inputs.main_cores.get(r, 1.0), 1.0) for r, wait in waits.items()}
+    hungers = {r: wait / could[r] if could[r] else 0.0 for r, wait in waits.items()}
+    hungrier, longer = _beyond(hungers, rank), _beyond(waits, rank)
+    if hungrier is None or longer is None:
+        return None
+    wait, works_more = waits[rank], _beyond(inputs.main_cores, rank)
+    is_hungry = hungrier >= HARDWARE_DIFFERENCE_RATIO and wait >= most
+    if not is_hungry and (longer < most or works_more is None or works_more >= most):
+        return None
+    return RankState(
+        cause="waits_for_cores",
+        text=f", it waits for a core {ratio_text(wait)} of the time",
+        remedy=f"see what else runs on the cores of rank {rank} (top, another rank with the same "
+        "affinity), and give it cores of its own",
+        evidence=evidence_rows((f"rank {rank}: waits for a core", wait, "ratio")),
+    )
+
+
+def _find_far_memory(inputs: RuleInputs, rank: int) -> RankState | None:
+    placed = find_misplacement(
+        [inputs.placements[r] for r in inputs.world if r in inputs.placements]
+    )
+    if placed is None or placed.ranks != [rank]:
+        return None
+    return RankState(
+        cause="far_memory",
+        text=", it runs far from its GPU or memory",
+        remedy=placed.kind.remedy,
+        evidence=placed.evidence,
+    )
+
+
+def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | None:
+    """The same work with far more page faults, which take most of what it loses.
+
+    What the allocator keeps is chance. Larger inputs have more of them too: where sizes are not
+    known, nothing is said. Source of the remedy: PyTorch's performance tuning guide, CPU specific
+    optimizations.
+    """
+    sizes = inputs.last_attempts.input_sizes.group_by("rank").agg(pl.col("number_count").mean())
+    known = {r: size for r, size in sizes.rows() if r in inputs.world}
+    faults = inputs.counted.of("page_fault_count_per_s")
+    beyond = _beyond(faults, rank) or 0.0
+    if len(known) < len(inputs.world) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
+        return None
+    if known[rank] > (1 + SAME_COUNT_RATIO) * lower_median(known.values()):
+        return None
+    own = faults.get(rank, 0.0)
+    return RankState(
+        cause="page_faults",
+        text=f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than they",
+        remedy="memory is given back to the system and faulted in again in each step: keep it in "
+        "the process (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or "
+        "tcmalloc by LD_PRELOAD), or reuse the tensors",
+        evidence=evidence_rows((f"rank {rank}: page faults per second", own, "count")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacementKind:
+    """One way to be misplaced."""
+
+    weight: int
+    """The heavier one names the finding; from 2 on it is a warning, 0 may cost nothing."""
+    title: str
+    singular: str
+    remedy: str
+
+
+_BIND_EARLY = "numactl --cpunodebind=N --membind=N"
+_CORES = MisplacementKind(
+    weight=3,
+    title="run on another NUMA node than their GPU",
+    singular="runs on another NUMA node than its GPU",
+    remedy="bind each rank to its GPU's node: torchrun --numa-binding=node, srun "
+    f"--gpu-bind=closest with --cpu-bind, or {_BIND_EARLY} (nvidia-smi topo -m shows which)",
+)
+_MEMORY = MisplacementKind(
+    weight=2,
+    title="have most of their memory on another NUMA node than their cores",
+    singular="has most of its memory on another NUMA node than its cores",
+    remedy=f"bind before memory is taken, not afterwards: {_BIND_EARLY} in front of the command, "
+    "or torchrun --numa-binding=node",
+)
+_UNBOUND = MisplacementKind(
+    weight=1,
+    title="are not bound, and have most of their memory on another NUMA node than their GPU",
+    singular="is not bound, and has most of its memory on another NUMA node than its GPU",
+    remedy=_CORES.remedy,
+)
+_ADAPTER = MisplacementKind(
+    weight=0,
+    title="run on a NUMA node without a network adapter, while another has one",
+    singular="runs on a NUMA node without a network adapter, while another has one",
+    remedy=f"bind the ranks to the adapters' node: {_BIND_EARLY}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misplacement:
+    """The ranks that are misplaced in the heaviest way that was found."""
+
+    kind: MisplacementKind
+    placements: tuple[Placement, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Which ranks."""
+        return [placement.rank for placement in self.placements]
+
+    @property
+    def title(self) -> str:
+        """What is wrong, in one line."""
+        one = len(self.placements) == 1
+        return f"{ranks_text(self.ranks)} {self.kind.singular if one else self.kind.title}"
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Where the first of the ranks run."""
+        return tuple(_placement_evidence(p, self.kind) for p in self.placements[:_NAMED_RANKS])
+
+
+def find_misplacement(placed: Sequence[Placement]) -> Misplacement | None:
+    """The heaviest kind of misplacement among ranks, and all ranks that have it.
+
+    A machine with one node, and a rank that may run anywhere with its memory near its GPU, is fine.
+    Network adapters count where no GPU says where the rank belongs; a rank beside a GPU without an
+    adapter of its node is how the machine is built.
+    """
+    judged = [(p, kind) for p in placed if p.cpu_nodes and (kind := _misplacement_kind(p))]
+    if not judged:
+        return None
+    worst = max((kind for _, kind in judged), key=lambda kind: kind.weight)
+    return Misplacement(kind=worst, placements=tuple(p for p, kind in judged if kind is worst))
+
+
+def _misplacement_kind(placement: Placement) -> MisplacementKind | None:
+    """The heaviest kind that fits."""
+    gpu, cores = placement.gpu_node, placement.cpu_nodes
+    if len(placement.nodes) < 2:
+        return None
+    if gpu is not None and gpu not in cores:
+        return _CORES
+    if _has_pages_elsewhere(placement, cores):
+        return _MEMORY
+    if gpu is not None and len(cores) > 1 and _has_pages_elsewhere(placement, [gpu]):
+        return _UNBOUND
+    adapters = {node for _, node in placement.adapters}
+    if gpu is None and len(cores) == 1 and adapters and cores[0] not in adapters:
+        return _ADAPTER
+    return None
+
+
+def _has_pages_elsewhere(placement: Placement, nodes: Collection[int]) -> bool:
+    """Whether most pages lie on other nodes, and enough were looked at."""
+    share = placement.pages_off(nodes)
+    enough = sum(placement.memory_pages.values()) >= PAGES_MIN_COUNT
+    return enough and share is not None and share >= PAGES_ELSEWHERE_RATIO
+
+
+def _placement_evidence(placement: Placement, kind: MisplacementKind) -> Evidence:
+    parts = [f"cores on node {_join_nodes(placement.cpu_nodes)}"]
+    if placement.gpu_node is not None:
+        parts.append(f"GPU on {placement.gpu_node}")
+    if placement.adapters:
+        parts.append(f"network on {_join_nodes({node for _, node in placement.adapters})}")
+    gpu = None if kind is _MEMORY else placement.gpu_node
+    away = "its cores" if gpu is None else "its GPU"
+    return Evidence(
+        name=f"rank {placement.rank}: {', '.join(parts)}; pages away from {away}",
+        value=placement.pages_off(placement.cpu_nodes if gpu is None else [gpu]),
+        unit="ratio",
+    )
+
+
+def _join_nodes(nodes: Collection[int]) -> str:
+    return " and ".join(map(str, sorted(nodes)))

@@ -1,0 +1,292 @@
+"""Facts of memory: it grows, is short on a node, or is full on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+import polars as pl
+
+from haiprof.base.intervals import Floats
+from haiprof.base.statistics import growth_p_value
+from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ratio_text
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.thresholds import (
+    ALLOCATOR_RETRY_MIN_COUNT,
+    AVAILABLE_RATIO,
+    CREEP_LAST_RATIO,
+    CREEP_MIN_STEPS,
+    CREEP_RATIO,
+    GPU_MEMORY_FULL_RATIO,
+    PRESSURE_RATIO,
+    TREND_MIN_POINTS,
+    TREND_P_VALUE,
+)
+from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
+from haiprof.run_analysis.gpu_memory import (
+    LEAK_REMEDY,
+    GpuMemorySeries,
+    GpuOutOfMemory,
+    growth_per_step,
+)
+
+_T = TypeVar("_T")
+_SOON_NS = 24 * 3600 * NS_PER_S
+"""A limit that is so near is said in the title."""
+_ENDS_NS = 3600 * NS_PER_S
+"""With a limit so near the job is about to end: no loss of time is graver."""
+_HOST, _GPU = "memory_rss_bytes", "memory_used_bytes"
+_GROWN = {
+    _HOST: ("host memory", "look for what is kept from each step: losses added up without .item() "
+            "or .detach() (they hold the whole graph), lists of outputs or metrics, a dataset that "
+            "caches samples in each worker (copy on write)"),
+    _GPU: ("GPU memory", LEAK_REMEDY),
+}  # fmt: skip
+_NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
+_NO_ALLOCATOR = "no counts of a GPU's allocator"
+
+
+def memory_creep(inputs: RuleInputs) -> Judgement:
+    """Memory grows for as long as the job trains.
+
+    It grows by a tenth, beyond chance, and still does at the end. No line of code is named: stacks
+    are sampled by time, and keeping something takes none; only tracemalloc would say who allocated
+    what stays, and it makes Python code slower by a multiple.
+    """
+    if max(steps.height for steps in inputs.by_rank.values()) < CREEP_MIN_STEPS:
+        return Abstention(rule="memory_creep", why=f"fewer than {CREEP_MIN_STEPS} steps")
+    # What the allocator of a GPU counts is judged by `gpu_memory_limit`.
+    counted = pl.col("rank").is_in(list(inputs.last_attempts.gpu_memory))
+    is_judged = pl.col("metric").is_in(list(_GROWN)) & ~((pl.col("metric") == _GPU) & counted)
+    series = inputs.counted.points.filter(is_judged)
+    long = [
+        (int(rank), str(metric), _by_step(inputs, int(rank), rows))
+        for (rank, metric), rows in series.group_by("rank", "metric", maintain_order=True)
+        if rows.height >= TREND_MIN_POINTS
+    ]
+    if not long:
+        why = f"fewer than {TREND_MIN_POINTS} samples of memory"
+        return Abstention(rule="memory_creep", why=why)
+    found = [(_growth_ratio(each[2]), -each[0], each) for each in long if _grows(each[2])]
+    if not found:
+        return None
+    share, _, (rank, metric, values) = max(found, key=lambda each: each[:2])
+    per_step = float(values[-1] - values[0]) / max(inputs.of_rank(rank).height, 1)
+    left_ns = _until_limit_ns(inputs, series, rank) if metric == _HOST else None
+    soon = left_ns is not None and left_ns < _SOON_NS
+    what, remedy = _GROWN[metric]
+    until = ("until its limit, if it goes on so", left_ns, "ns")
+    return Finding(
+        rule="memory_creep",
+        severity="critical" if left_ns is not None and left_ns < _ENDS_NS else "warning",
+        title=f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
+        f"{ratio_text(share)} so far"
+        + (f"; its limit is {duration_text(left_ns)} away" if soon else ""),
+        evidence=evidence_rows(
+            ("at the beginning", float(values[0]), "bytes"),
+            ("at the end", float(values[-1]), "bytes"),
+            ("growth per step", per_step, "bytes"),
+            *([until] if left_ns is not None else []),
+            ("p of no trend (Mann-Kendall), below", TREND_P_VALUE, ""),
+            ("series that grow so", float(len(found)), "count"),
+        ),
+        remedy=remedy,
+        confidence=0.8,
+        rank=rank,
+        missing=(_NO_LINE,),
+    )
+
+
+def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> Floats:
+    """Samples as at equal distances of steps: what is kept of each step grows with them.
+
+    Over time, a leak looks like something that fills where steps become slower meanwhile.
+    """
+    values: Floats = rows["value"].to_numpy()
+    steps = np.searchsorted(inputs.of_rank(rank)["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
+    return np.interp(np.linspace(steps[0], steps[-1], len(steps)), steps, values)
+
+
+def _growth_ratio(values: Floats) -> float:
+    return float(values[-1] - values[0]) / max(float(values[0]), 1.0)
+
+
+def _grows(values: Floats) -> bool:
+    third = max(len(values) // 3, 1)
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    if last - first < CREEP_RATIO * first or growth_p_value(values) >= TREND_P_VALUE:
+        return False
+    return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
+
+
+def _until_limit_ns(inputs: RuleInputs, series: pl.DataFrame, rank: int) -> float | None:
+    """When the host memory of a rank's node is used up, if its ranks go on to grow as they did.
+
+    The limit is that of the tightest control group, else the node's memory; None: neither is known.
+    """
+    hosts = dict(inputs.ranks.select("rank", "host").rows())
+    means = inputs.counted.nodes.get(hosts.get(rank) or "", {})
+    limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
+    limits = limits or [means.get(None, {}).get("memory_total_bytes")]
+    limit = min((each for each in limits if each), default=None)
+    if limit is None:
+        return None
+    there = [other for other, host in hosts.items() if host == hosts.get(rank)]
+    own = series.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
+    first, last = pl.all().first().name.prefix("first_"), pl.all().last()
+    ends = own.group_by("rank").agg(first, last)
+    rates = (ends["value"] - ends["first_value"]) / (ends["time_ns"] - ends["first_time_ns"]).clip(
+        lower_bound=1
+    )
+    left, rate = limit - float(ends["value"].sum()), float(rates.sum())
+    return max(left, 0.0) / rate if rate > 0 else None
+
+
+def memory_pressure(inputs: RuleInputs) -> Judgement:
+    """The node has too little memory: tasks wait for it a tenth of the time, or it swaps."""
+    nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
+    signs = ("pressure_memory_some_ratio", "swap_in_bytes_per_s")
+    judged = {h: n for h, n in nodes.items() if any(n.get(sign) is not None for sign in signs)}
+    if not judged:
+        why = "neither memory pressure nor swapping was recorded"
+        return Abstention(rule="memory_pressure", why=why)
+    host = max(judged, key=lambda h: (judged[h].get(signs[0]) or 0.0, h))
+    node = judged[host]
+    pressure, swapped = (node.get(sign) for sign in signs)
+    available, total = node.get("memory_available_bytes"), node.get("memory_total_bytes")
+    free = available / total if available is not None and total else None
+    swaps = bool(swapped) and free is not None and free < AVAILABLE_RATIO
+    if (pressure or 0.0) < PRESSURE_RATIO and not swaps:
+        return None
+    faults = inputs.counted.of("major_page_fault_count_per_s")
+    what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
+    return Finding(
+        rule="memory_pressure",
+        severity="critical" if swaps else "warning",
+        title=f"memory is short on {host}: {what}",
+        evidence=evidence_rows(
+            ("some task waits for memory", pressure, "ratio"),
+            ("memory available", free, "ratio"),
+            ("read back from swap", swapped, "bytes/s"),
+            ("page faults from storage, all ranks", sum(faults.values()) if faults else None,
+             "count/s"),
+        ),
+        remedy="fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
+        "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
+        confidence=0.85,
+        lost_ratio=pressure,
+    )  # fmt: skip
+
+
+def gpu_memory_limit(inputs: RuleInputs) -> Judgement:
+    """The GPU's memory ran out and the job went on, grows from step to step, or is nearly full."""
+    caught = _of_world(inputs, inputs.last_attempts.caught)
+    if caught:
+        rank = max(caught, key=lambda r: (caught[r].count, -r))
+        return _caught_failure(rank, caught[rank])
+    series = _of_world(inputs, inputs.last_attempts.gpu_memory)
+    counted = {rank: each for rank, each in series.items() if each.limit_bytes > 0}
+    if not counted:
+        return Abstention(rule="gpu_memory_limit", why=_NO_ALLOCATOR)
+    grown = {rank: growth for rank, s in counted.items() if (growth := growth_per_step(s))}
+    if grown:
+        rank = max(grown, key=lambda r: (grown[r] / counted[r].limit_bytes, -r))
+        return _growing(rank, counted[rank], grown[rank], len(grown))
+    full = {r: float(each.peak_bytes.max()) / each.limit_bytes for r, each in counted.items()}
+    rank = max(full, key=lambda r: (full[r], -r))
+    return _full(rank, counted[rank]) if full[rank] >= GPU_MEMORY_FULL_RATIO else None
+
+
+def _of_world(inputs: RuleInputs, by_rank: Mapping[int, _T]) -> dict[int, _T]:
+    """Of the ranks that have steps."""
+    return {rank: value for rank, value in by_rank.items() if rank in inputs.world}
+
+
+def _caught_failure(rank: int, failed: GpuOutOfMemory) -> Finding:
+    sizes = {
+        "asked for": failed.requested_bytes,
+        "allocated": failed.allocated_bytes,
+        "reserved by the allocator": failed.reserved_bytes,
+        "limit": failed.limit_bytes,
+    }
+    return Finding(
+        rule="gpu_memory_limit",
+        title=f"rank {rank} ran {failed.text}; it went on",
+        evidence=evidence_rows(
+            ("allocations that failed", float(failed.count), "count"),
+            *((name, float(size), "bytes") for name, size in sizes.items() if size is not None),
+        ),
+        remedy=failed.remedy,
+        confidence=0.9,
+        rank=rank,
+    )
+
+
+def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> Finding:
+    peak = float(series.peak_bytes[-1])
+    steps_left = max(series.limit_bytes - peak, 0.0) / growth
+    steps = max(int(series.step[-1] - series.step[0]), 1)
+    left_ns = steps_left * float(series.time_ns[-1] - series.time_ns[0]) / steps
+    begins = float(series.allocated_bytes[-1])
+    return Finding(
+        rule="gpu_memory_limit",
+        title=f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
+        f"{duration_text(left_ns)} away",
+        evidence=evidence_rows(
+            ("growth per step", growth, "bytes"),
+            ("allocated where the last step began", begins, "bytes"),
+            ("peak so far", peak, "bytes"),
+            ("limit", float(series.limit_bytes), "bytes"),
+            ("steps until then, if it goes on so", steps_left, "count"),
+            ("time until then, if it goes on so", left_ns, "ns"),
+            ("ranks that grow so", float(count), "count"),
+        ),
+        remedy=LEAK_REMEDY,
+        confidence=0.85,
+        rank=rank,
+    )
+
+
+def _full(rank: int, series: GpuMemorySeries) -> Finding:
+    peak, limit = float(series.peak_bytes.max()), float(series.limit_bytes)
+    return Finding(
+        rule="gpu_memory_limit",
+        severity="info",
+        title=f"GPU memory is nearly full on rank {rank}: {ratio_text(peak / limit)} of it was "
+        "allocated at the peak",
+        evidence=evidence_rows(
+            ("peak", peak, "bytes"),
+            ("limit", limit, "bytes"),
+            ("reserved by the allocator", float(series.reserved_bytes[-1]), "bytes"),
+        ),
+        remedy="a longer sequence or a larger batch will not fit; where batches differ in size, "
+        "bound the largest, or checkpoint activations",
+        confidence=0.9,
+        rank=rank,
+    )
+
+
+def allocator_retries(inputs: RuleInputs) -> Judgement:
+    """The GPU's memory is so full that the allocator gives its cache back to find room."""
+    counted = _of_world(inputs, inputs.last_attempts.allocator)
+    if not counted:
+        return Abstention(rule="allocator_retries", why=_NO_ALLOCATOR)
+    rank = max(counted, key=lambda r: (counted[r][0], -r))
+    retries, failures, elapsed_ns = counted[rank]
+    if retries < ALLOCATOR_RETRY_MIN_COUNT:
+        return None
+    per_minute = retries / max(elapsed_ns / NS_PER_S / 60, 1e-9)
+    return Finding(
+        rule="allocator_retries",
+        title=f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
+        evidence=evidence_rows(
+            ("allocations tried again", float(retries), "count"),
+            ("the same per minute", per_minute, "count"),
+            ("allocations that failed for good", float(failures), "count"),
+        ),
+        remedy="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragments; else a smaller "
+        "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
+        confidence=0.85,
+        rank=rank,
+    )

@@ -1,0 +1,312 @@
+"""Notes of a verdict: traced windows, reactions, restarts, and what could not be measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import polars as pl
+
+from haiprof.base.log_addresses import shown_path
+from haiprof.base.units import NS_PER_S, bytes_text, duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
+from haiprof.run_analysis.reactions import Reaction, outcome_text, watched_frame
+from haiprof.run_analysis.run_files import integer, text
+from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format.layout import RunPaths
+
+PHASES = ("dataloader", "forward", "backward", "optimizer")
+_LINE_LIMIT = 6
+_NAMED = 4
+_NAMED_METRICS = 3
+_EVERY = "all"
+_NEARLY_ALL = 0.9  # the first steps of a run are never watched: what is usual must be known
+_SIDE_BY_SIDE_RATIO = 0.1
+_STATES = {"failed": "failed", "refused": "refused", "dropped": "not kept"}
+_JUDGED_SOURCES = {"host": "node", "process": "process", "gpu": "GPU"}
+_OPTIONAL_SOURCES = ("dcgm", "gpu_health", "infiniband_health")
+"""They only stand in for another source, or add to one that is named already."""
+_NOBODY = (
+    "no process of the job reported in: it called no module, loader or collective of PyTorch, "
+    "ended before its first step, or ran a Python that ignores PYTHONPATH"
+)
+_NO_OPTIMIZER = (
+    "no optimizer stepped while haiprof recorded, and nothing repeats that could be a step: the "
+    "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
+    "torch's (haiprof.step() at the end of each step marks it)"
+)
+
+
+def not_measured(analyzer: RunFrames, inputs: RuleInputs) -> tuple[tuple[str, str], ...]:
+    """(what, why): phases that are null, counters that are missing, processes unseen."""
+    hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
+    gaps = [*_phases(inputs), *_device(inputs), *_counters(analyzer), *hooks[:_NAMED]]
+    gaps += _processes(analyzer)
+    return tuple(dict.fromkeys(gaps))
+
+
+def why_no_steps(analyzer: RunFrames, inputs: RuleInputs) -> list[str]:
+    """Likely reasons for a run without steps, the likeliest first."""
+    if not inputs.ranks.height:
+        failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
+        unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
+        return failed or unseen or [_NOBODY]
+    evaluated = inputs.ranks["eval_ns"].sum()
+    unread = inputs.ranks["step_count"].null_count()
+    if unread == inputs.ranks.height:
+        return ["no rank's spans can be read", *analyzer.notes()[:1]]
+    if evaluated:
+        return ["the ranks only evaluated: forward passes without gradients, no optimizer step"]
+    return [_NO_OPTIMIZER]
+
+
+def _phases(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
+    """Phases that are null in a rank that has steps, with that rank's own words."""
+    for phase in PHASES:
+        if inputs.marked_by and phase in ("backward", "optimizer"):
+            continue
+        if not inputs.steps.height or not inputs.steps[f"{phase}_host_ns"].null_count():
+            continue
+        prefix = f"{phase}: "
+        notes = [note for notes in inputs.ranks["notes"].to_list() for note in notes or []]
+        why = next((n.removeprefix(prefix) for n in notes if n.startswith(prefix)), "not seen")
+        yield phase, why
+
+
+def _device(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
+    if not inputs.steps.height or inputs.steps["other_device_ns"].drop_nulls().len():
+        return
+    devices = set(inputs.ranks["device"].drop_nulls().to_list())
+    why = "the ranks used no GPU" if devices <= {"cpu"} else "no complete device times"
+    yield "device time", why
+
+
+def _counters(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
+    """What rules look at is named with its metrics; other sources together, each once."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    others: dict[str, None] = {}
+    for node in analyzer.files.nodes:
+        for line in node.of_type("counter_missing"):
+            source, metric = text(line.get("source")) or "?", text(line.get("metric")) or _EVERY
+            if source in _JUDGED_SOURCES:
+                reason = text(line.get("reason")) or "unknown"
+                found.setdefault((_JUDGED_SOURCES[source], reason), {})[metric] = None
+            elif metric == _EVERY and source not in _OPTIONAL_SOURCES:
+                others[source.replace("_", " ")] = None
+    for (source, reason), metrics in found.items():
+        more = len(metrics) - _NAMED_METRICS
+        names = ", ".join(list(metrics)[:_NAMED_METRICS]) + (f" and {more} more" * (more > 0))
+        yield source if _EVERY in metrics else f"{source} {names}", reason
+    if others:
+        yield ", ".join(others), "`haiprof doctor` says what each would need"
+
+
+def _processes(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
+    lines = [line for node in analyzer.files.nodes for line in node.of_type("unreported")]
+    for line in lines[:_NAMED]:
+        what = f"{integer(line.get('pid')) or '?'} ({text(line.get('command')) or '?'})"
+        words = [text(line.get(name)) for name in ("reason", "remedy")]
+        yield what, "; ".join(word for word in words if word) or "it did not report in"
+    if len(lines) > _NAMED:
+        yield "more processes", f"{len(lines) - _NAMED} others did not report in"
+
+
+def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> tuple[str, ...]:
+    """What was traced, in a line each: which steps, where the files are, why the rest was not."""
+    watched = tuple(_slow_step_lines(watched_frame(run)))
+    if windows.is_empty():
+        return watched
+    kept = windows.filter(pl.col("path").is_not_null())
+    lines = list(_stored_windows(kept, run))
+    lines += _others(windows.filter(pl.col("path").is_null()))
+    if len(lines) > _LINE_LIMIT:
+        more = len(lines) - _LINE_LIMIT + 1
+        lines[_LINE_LIMIT - 1 :] = [
+            f"and {more} more: haiprof query {shown_path(run.root)} --schema"
+        ]
+    if kept.height:
+        lines.append(_left_out(steps))
+        path = shown_path(run.root)
+        lines.append(f"see them: haiprof trace-report {path}, haiprof tensorboard {path}")
+    return (*watched, *(line for line in lines if line))
+
+
+def _slow_step_lines(frame: pl.DataFrame) -> Iterable[str]:
+    """How many steps `--keep-slow` looked at, what that took, and how it would be more."""
+    frame = frame.filter(pl.col("step_count") > 0, pl.col("watched_count").is_not_null())
+    if frame.is_empty():
+        return
+    most = frame.sort("step_count").row(-1, named=True)
+    steps, seen = most["step_count"], most["watched_count"]
+    share = seen / steps
+    line = f"watched for slow steps: {seen:,} of {steps:,} steps ({ratio_text(share)})"
+    cost, budget = _most(frame["cost_ratio"]), most["budget_ratio"]
+    if cost is not None:
+        line += f" for {ratio_text(cost)} of the time"
+        line += "" if budget is None else f" (--slow-cost {budget:g})"
+    memory, disk = _most(frame["memory_bytes"]), int(frame["kept_bytes"].sum() or 0)
+    line += "" if memory is None else f", at most {bytes_text(memory)} of memory per rank"
+    yield line + (f", {bytes_text(disk)} of disk before compression" if disk else "")
+    slow, kept = _most(frame["slow_count"]), _most(frame["kept_count"])
+    if slow is not None and kept is not None:
+        line = f"{_number(slow, 'slow step')} on the rank with most, {_number(kept, 'window')} kept"
+        limit = most["kept_limit"]
+        if limit is not None and kept >= limit:
+            line += f", as many as --repeat {limit} asks for: no later step was watched"
+        yield line + _more(most, share)
+    for (reason,), rows in frame.drop_nulls("refused").group_by("refused", maintain_order=True):
+        yield f"{ranks_text(rows['rank'].to_list())}: not watched at the end: {reason}"
+
+
+def _number(count: float, what: str) -> str:
+    return f"{count:,.0f} {what}" + ("" if count == 1 else "s")
+
+
+def _more(most: Mapping[str, Any], share: float) -> str:
+    """With which chance one slow step is caught, and which option makes that larger."""
+    if share >= _NEARLY_ALL:
+        return ""
+    line = f"; one that comes once is caught with a chance of {ratio_text(share)}"
+    cost_ns, usual_ns = most["cost_ns"], most["usual_ns"]
+    if not (cost_ns and usual_ns and most["watched_count"]):
+        return line + ": a higher --slow-cost watches more"
+    price = cost_ns / most["watched_count"] / usual_ns
+    return line + f", with --slow-cost {_rounded_up(price):g} nearly always"
+
+
+def _rounded_up(ratio: float) -> float:
+    """To one digit."""
+    unit = 10.0 ** math.floor(math.log10(ratio))
+    return round(math.ceil(ratio / unit - 1e-9) * unit, 9)
+
+
+def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
+    """Windows with a file, those of the same steps together."""
+    keys = ("first_step", "end_step", "trigger", "state", "reason")
+    for key, rows in windows.group_by(*keys, maintain_order=True):
+        first, end, trigger, state, reason = (None if v is None else str(v) for v in key)
+        files = rows.height + rows["et_path"].drop_nulls().len()
+        size = int(rows["bytes"].sum() or 0) + int(rows["et_bytes"].sum() or 0)
+        line = f"{_steps(first, end)} on {ranks_text(rows['rank'].to_list())}: "
+        line += f"{files} {'file' if files == 1 else 'files'}, {bytes_text(size)}, in {run.traces}"
+        if rows["stall_ns"].max() is not None:
+            line += f"; the job stood still for {duration_text(_most(rows['stall_ns']))} at most"
+        if trigger == "slow":
+            line += "; kept because a step was slow"
+        yield line + (f"; {state}: {reason}" if reason else "")
+
+
+def _others(windows: pl.DataFrame) -> Iterable[str]:
+    """Windows without a file, by why."""
+    for (state, reason), rows in windows.group_by("state", "reason", maintain_order=True):
+        who = ranks_text(rows["rank"].to_list())
+        if state == "dropped":
+            yield f"{rows.height} windows of {who} not kept: {reason or 'no step was slow'}"
+        elif state in ("recorded", "cut"):
+            yield f"{who}: recorded, and the files are gone"
+        else:
+            yield f"{who}: not traced: {reason or _STATES.get(str(state), state)}"
+
+
+def _left_out(steps: pl.DataFrame) -> str:
+    traced = int(steps["traced"].sum() or 0)
+    if not traced:
+        return ""
+    if steps.height - traced <= UNTRACED_MIN_RATIO * steps.height:
+        return f"{traced} of {steps.height} steps were traced, which makes them slower than usual"
+    return f"{traced} traced steps of all ranks are left out of medians and findings"
+
+
+def _steps(first: str | None, end: str | None) -> str:
+    if first is None or end is None:
+        return "steps that are not known"
+    last = int(end) - 1
+    return f"step {first}" if last == int(first) else f"steps {first} to {last}"
+
+
+def _most(values: pl.Series) -> float | None:
+    most = values.max()
+    return float(most) if isinstance(most, (int, float)) else None
+
+
+def reacted_lines(reactions: Sequence[Reaction], run: RunPaths) -> tuple[str, ...]:
+    """What haiprof noticed and did while the job ran, in a line each."""
+    return tuple(_slow_text(r, run) if r.trigger == "slow" else _hang_text(r) for r in reactions)
+
+
+def _slow_text(reaction: Reaction, run: RunPaths) -> str:
+    grown = None
+    if reaction.before_ns and reaction.after_ns:
+        grown = reaction.after_ns / reaction.before_ns - 1
+    line = (
+        f"step {reaction.step} on became {ratio_text(grown)} slower on rank {reaction.rank} "
+        f"({duration_text(reaction.before_ns)} to {duration_text(reaction.after_ns)}) "
+        f"at {_clock_text(reaction.since_wall_ns)}"
+    )
+    line += f"; {outcome_text(reaction)}"
+    if reaction.window is None:
+        return line
+    return f"{line}: haiprof trace-report {shown_path(run.root)} --window {reaction.window}"
+
+
+def _hang_text(reaction: Reaction) -> str:
+    said = f"{outcome_text(reaction)}; {reaction.path}" if reaction.path else outcome_text(reaction)
+    return f"{reaction.reason} at {_clock_text(reaction.wall_ns)}: {said}"
+
+
+def _clock_text(wall_ns: int) -> str:
+    """`14:02:11` in the reader's time zone."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+
+
+def attempt_notes(steps: pl.DataFrame) -> tuple[str, ...]:
+    """What is said where a rank had several processes: restarts, or jobs side by side."""
+    if not steps.height or not (steps["attempt"] > 0).any():
+        return ()
+    spans = steps.group_by("rank", "attempt").agg(
+        pl.len(),
+        begin=pl.col("start_ns").min(),
+        end=(pl.col("start_ns") + pl.col("step_ns")).max(),
+    )
+    return tuple(_attempt_lines(spans.sort("rank", "attempt")))
+
+
+def _attempt_lines(spans: pl.DataFrame) -> Iterator[str]:
+    for (rank,), rows in spans.group_by("rank", maintain_order=True):
+        if rows.height < 2:
+            continue
+        counts = _list_attempts(rows["len"].to_list())
+        last = rows["attempt"][-1]
+        if _side_by_side(rows):
+            yield (
+                f"{rows.height} processes trained at the same time and none had a rank of its own: "
+                f"they are jobs of their own ({counts} steps), and this verdict is of the one that "
+                f"began last (ranks/{rank}.{last})"
+            )
+        else:
+            gap = max(0, int(rows["begin"][-1]) - int(rows["end"][-2]))
+            yield (
+                f"rank {rank} was started {rows.height} times ({counts} steps): the last start is "
+                f"judged, {duration_text(gap)} after the step before it"
+            )
+
+
+def _side_by_side(rows: pl.DataFrame) -> bool:
+    """Whether two of them overlap by more than a tenth of the shorter one."""
+    spans = sorted(zip(rows["begin"].to_list(), rows["end"].to_list(), strict=True))
+    return any(
+        min(one[1], other[1]) - other[0]
+        > _SIDE_BY_SIDE_RATIO * max(min(one[1] - one[0], other[1] - other[0]), 1)
+        for one, other in pairwise(spans)
+    )
+
+
+def _list_attempts(counts: Sequence[int]) -> str:
+    shown = [f"{count:,}" for count in counts[:_NAMED]]
+    more = len(counts) - _NAMED
+    shown += [f"{more} more"] if more > 0 else []
+    return ", ".join(shown[:-1]) + f" and {shown[-1]}"

@@ -1,0 +1,690 @@
+"""Settings that make training slower: what is on, what that costs, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from math import ceil
+from typing import Literal
+
+import numpy as np
+
+from haiprof.base.ledger import PROBLEM_RATIO
+from haiprof.base.units import ranks_text, ratio_text
+from haiprof.diagnosis.rule_inputs import (
+    RuleInputs,
+    median,
+    own_backward_ns,
+    typical_rank,
+    usual_share,
+    usual_split,
+)
+from haiprof.diagnosis.thresholds import (
+    FLOAT64_RATIO,
+    LEFT_ON_RATIO,
+    LOOP_MIN_TENSORS,
+    MIN_COUNT,
+    MIN_STEPS,
+    NO_SYNC_MISSED_RATIO,
+    SWITCHED_ON_RATIO,
+    TF32_CAPABILITY,
+    THREADS_PER_CORE,
+)
+from haiprof.diagnosis.verdict import (
+    Abstention,
+    Evidence,
+    Finding,
+    Judgement,
+    Severity,
+    evidence_rows,
+)
+from haiprof.run_analysis.code_samples import CODE_PHASES
+from haiprof.run_analysis.settings import (
+    OptimizerSettings,
+    RankSettings,
+    differences,
+    sharing_groups,
+)
+
+MODEL = ("forward", "backward")
+STEP = (*MODEL, "optimizer")
+MEASURED = "benchmarks/results/settings_price.md"
+UNKNOWN = "what it costs here: its price is not measured on this kind of device"
+_GPU_FLOAT64_RATIO = 0.5
+"""No GPU does more than half as many float64 operations as float32 ones, and most do 1/32 or 1/64
+(CUDA C++ Programming Guide, throughput of native arithmetic instructions); both move twice the
+bytes."""
+_STACK_WRITERS = ("/traceback.py", "/linecache.py")
+"""Where Python writes the stack of each operator that autograd is to name in its errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Time with a setting over time without it, of some phases, on CPUs."""
+
+    least: float
+    """Of the jobs that it was measured on the one that it slowed least: judged is by this."""
+    most: float
+    phases: tuple[str, ...]
+
+    def lost_ratio(self, inputs: RuleInputs, *, on: float = 1.0) -> float:
+        """Of the mean step, what the setting costs at least; `on`: share of the time it is on."""
+        return on * touched_ratio(inputs, self.phases) * max(1 - 1 / self.least, 0.0)
+
+    def evidence(self, inputs: RuleInputs) -> tuple[Evidence, ...]:
+        """The price, and the share of the step that it is paid for."""
+        phases = " and ".join(self.phases) if len(self.phases) < 3 else "all phases of the model"
+        return evidence_rows(
+            (f"measured price, least ({MEASURED})", self.least, ""),
+            ("measured price, most", self.most, ""),
+            (f"{phases}, share of the step", touched_ratio(inputs, self.phases), "ratio"),
+        )
+
+
+PRICES: Mapping[str, Price] = {
+    "anomaly": Price(least=1.17, most=6.54, phases=MODEL),
+    "profiler": Price(least=1.01, most=1.48, phases=MODEL),
+    "float64": Price(least=1.16, most=3.31, phases=STEP),
+    "tracemalloc": Price(least=1.00, most=1.34, phases=MODEL),
+    "deterministic": Price(least=1.00, most=1.03, phases=MODEL),
+    "mkldnn_convolutions": Price(least=2.01, most=2.01, phases=MODEL),
+    "find_unused_parameters": Price(least=1.02, most=1.18, phases=MODEL),
+}
+"""Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
+
+
+def touched_ratio(inputs: RuleInputs, phases: tuple[str, ...]) -> float:
+    """Share of the mean step in some phases."""
+    return min(sum(usual_share(inputs, phase) or 0.0 for phase in phases), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What is on; remedy and confidence where they are not those of the setting's row."""
+
+    title: str
+    evidence: tuple[Evidence, ...] = ()
+    lost_ratio: float | None = None
+    phases: tuple[str, ...] = ()
+    """The phases whose operators `lost_ratio` is the price of."""
+    missing: tuple[str, ...] | None = None
+    """None: the price, where it is not known."""
+    remedy: str | None = None
+    confidence: float | None = None
+    rank: int | None = None
+    cause: str | None = None
+
+
+_Find = Callable[[RuleInputs], _Found | str | None]
+"""Looks for a setting: what is on, why that cannot be told, or None where nothing is amiss."""
+
+
+def _setting(
+    remedy: str, confidence: float, *, device: Literal["cpu", "cuda"] | None = None,
+    ranks: int = 1, severity: Severity = "info",
+) -> Callable[[_Find], Callable[[RuleInputs], Judgement]]:  # fmt: skip
+    """A row of the table: makes a rule of the function that looks for a setting.
+
+    The rule abstains where a run has no settings, other devices, too few ranks or too few steps.
+    """
+
+    def abstain(inputs: RuleInputs) -> str | None:
+        if not inputs.settings:
+            return "no settings were recorded"
+        if device is not None and inputs.uses_gpu != (device == "cuda"):
+            return "no GPU" if device == "cuda" else "the ranks use a GPU"
+        if len(inputs.world) < ranks:
+            return "one rank"
+        return f"fewer than {MIN_STEPS} steps" if inputs.steps.height < MIN_STEPS else None
+
+    def row(find: _Find) -> Callable[[RuleInputs], Judgement]:
+        @wraps(find)
+        def rule(inputs: RuleInputs) -> Judgement:
+            found = abstain(inputs) or find(inputs)
+            if isinstance(found, str):
+                return Abstention(rule=find.__name__, why=found)
+            if found is None:
+                return None
+            unknown = (UNKNOWN,) if found.lost_ratio is None else ()
+            return Finding(
+                rule=find.__name__,
+                cause=found.cause,
+                title=found.title,
+                evidence=found.evidence,
+                remedy=found.remedy or remedy,
+                confidence=found.confidence or confidence,
+                severity=severity,
+                lost_ratio=found.lost_ratio,
+                phases=found.phases,
+                missing=unknown if found.missing is None else found.missing,
+                rank=found.rank,
+            )
+
+        return rule
+
+    return row
+
+
+def _with_price(
+    inputs: RuleInputs, price: Price, title: str, *evidence: Evidence, on: float = 1.0,
+    rank: int | None = None,
+) -> _Found:  # fmt: skip
+    """What a setting with a measured price costs on CPUs; on GPUs none is measured."""
+    measured = () if inputs.uses_gpu else price.evidence(inputs)
+    return _Found(
+        title=title,
+        evidence=(*evidence, *measured),
+        lost_ratio=None if inputs.uses_gpu else price.lost_ratio(inputs, on=on),
+        phases=price.phases,
+        rank=rank,
+    )
+
+
+@_setting(
+    "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
+    "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
+    0.9,
+)
+def anomaly_detection(inputs: RuleInputs) -> _Found | None:
+    """Autograd's anomaly detection is on while the job trains.
+
+    Each operator then has its Python stack written down as text, and each gradient is looked
+    through for NaN (torch/csrc/autograd/anomaly_mode.h). What the writing takes is seen in sampled
+    stacks of this job; without them a CPU job is judged by the least price measured.
+    """
+    on = {rank: each.on_ratio("anomaly") for rank, each in inputs.settings.items()}
+    ranks = [rank for rank, ratio in on.items() if ratio >= SWITCHED_ON_RATIO]
+    if not ranks:
+        return None
+    ratio, seen = max(on.values()), _stack_writing_ratio(inputs)
+    known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
+    known += [] if seen is None else [seen]
+    return _Found(
+        title="anomaly detection is on"
+        + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else ""),
+        evidence=evidence_rows(
+            ("on, of the looks at it", ratio, "ratio"),
+            ("writing stacks, of the step (samples)", seen, "ratio"),
+            ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
+        ),
+        lost_ratio=max(known, default=None),
+        phases=MODEL,
+        rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
+    )
+
+
+def _stack_writing_ratio(inputs: RuleInputs) -> float | None:
+    """Share of the step in which stacks are written, of the typical rank; None: not sampled."""
+    samples = inputs.load_samples(typical_rank(inputs))
+    phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
+    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
+    if int(chosen.sum()) < MIN_COUNT:
+        return None
+    tree = samples.tree
+    writes = np.array([f.file.endswith(_STACK_WRITERS) for f in tree.frames] or [False])
+    inside = np.zeros(len(tree.parent), dtype=np.bool_)
+    for stack in range(1, len(tree.parent)):  # callers come before the called
+        inside[stack] = inside[tree.parent[stack]] or writes[tree.place[stack]]
+    weight = samples.weight_ns[chosen]
+    whole = float(weight.sum())
+    return float(weight[inside[samples.stack[chosen]]].sum()) / whole if whole else None
+
+
+@_setting(
+    "give it a schedule (torch.profiler.schedule(wait=.., warmup=.., active=..)) or remove it; "
+    "haiprof run --trace records a few steps and leaves the others alone",
+    0.8,
+)
+def profiler_left_on(inputs: RuleInputs) -> _Found | None:
+    """A profiler of the job's own records all the time.
+
+    It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
+    do not count.
+    """
+    on = {rank: each.on_ratio("profiler") for rank, each in inputs.settings.items()}
+    ranks = [rank for rank, ratio in on.items() if ratio >= LEFT_ON_RATIO]
+    if not ranks:
+        return None
+    ratio, some = max(on.values()), len(ranks) < len(inputs.world)
+    return _with_price(
+        inputs,
+        PRICES["profiler"],
+        f"a profiler of the job's own is on {ratio_text(ratio)} of the time"
+        + (f", on {ranks_text(ranks)}" if some else ""),
+        *evidence_rows(("on, of the looks at it", ratio, "ratio")),
+        on=ratio,
+        rank=ranks[0] if some and len(ranks) == 1 else None,
+    )
+
+
+@_setting("", 0.8)
+def costly_switches(inputs: RuleInputs) -> _Found | None:
+    """Switches for finding errors are on, or a fast path between GPUs is switched off."""
+    ranks = inputs.settings.values()
+    on = {
+        name: does
+        for name, does, concerns, is_on in _SWITCHES
+        if concerns(inputs) and any(is_on(rank) for rank in ranks)
+    }
+    if not on:
+        return None
+    prices = {n: PRICES[n].lost_ratio(inputs) for n in on if n in PRICES and not inputs.uses_gpu}
+    unknown = [name for name in on if name not in prices]
+    return _Found(
+        title="; ".join(f"{name}: {does}" for name, does in on.items()),
+        evidence=evidence_rows(
+            *((f"{name}: of the step at least", prices.get(name), "ratio") for name in on)
+        ),
+        remedy=f"leave out {', '.join(on)}",
+        lost_ratio=max(prices.values(), default=None),
+        phases=MODEL,
+        missing=(f"{UNKNOWN} ({', '.join(unknown)})",) if unknown else (),
+    )
+
+
+def _has_variable(name: str, *values: str) -> Callable[[RankSettings], bool]:
+    """Whether a variable has one of these values; without any, whether it is switched on."""
+
+    def is_on(settings: RankSettings) -> bool:
+        value = settings.variables.get(name, "").strip().lower()
+        return value in values if values else value not in ("", "0", "off", "false", "no")
+
+    return is_on
+
+
+def _uses_nccl(inputs: RuleInputs) -> bool:
+    backends = [str(each.flags.get("backend")) for each in inputs.settings.values()]
+    return inputs.uses_gpu and len(inputs.world) > 1 and any("nccl" in name for name in backends)
+
+
+def _shares_node(inputs: RuleInputs) -> bool:
+    return _uses_nccl(inputs) and _host_count(inputs) < len(inputs.settings)
+
+
+def _host_count(inputs: RuleInputs) -> int:
+    return len({each.host for each in inputs.settings.values()})
+
+
+_SWITCHES: tuple[
+    tuple[str, str, Callable[[RuleInputs], bool], Callable[[RankSettings], bool]], ...
+] = (
+    ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "each collective is checked against those of all ranks "
+     "first", lambda inputs: len(inputs.world) > 1,
+     lambda settings: settings.flags.get("distributed_debug") == "DETAIL"),
+    ("tracemalloc", "Python notes where each object was made", lambda inputs: True,
+     lambda settings: settings.flags.get("tracemalloc") is True),
+    ("CUDA_LAUNCH_BLOCKING", "the host waits for each kernel", lambda inputs: inputs.uses_gpu,
+     _has_variable("CUDA_LAUNCH_BLOCKING")),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "each tensor is a cudaMalloc and a cudaFree, which wait for "
+     "the GPU", lambda inputs: inputs.uses_gpu,
+     lambda settings: "PYTORCH_NO_CUDA_MEMORY_CACHING" in settings.variables),
+    ("NCCL_P2P_DISABLE", "GPUs of a node exchange data through the host's memory", _shares_node,
+     _has_variable("NCCL_P2P_DISABLE")),
+    ("NCCL_SHM_DISABLE", "ranks of a node use the network where they have no direct path",
+     _shares_node, _has_variable("NCCL_SHM_DISABLE")),
+    ("NCCL_IB_DISABLE", "nodes exchange data by TCP, not by RDMA",
+     lambda inputs: _uses_nccl(inputs) and _host_count(inputs) > 1,
+     _has_variable("NCCL_IB_DISABLE")),
+    ("NCCL_DEBUG=TRACE", "NCCL writes a line for each call", _uses_nccl,
+     _has_variable("NCCL_DEBUG", "trace")),
+    ("PYTHONMALLOC=debug", "each of Python's allocations is filled and checked",
+     lambda inputs: True,
+     _has_variable("PYTHONMALLOC", "debug", "malloc_debug", "pymalloc_debug")),
+)  # fmt: skip
+"""Name, what it makes slower, whether it has an effect on such a job, and whether it is on.
+
+By what each does: PyTorch's and NCCL's lists of environment variables, Python's -X options."""
+
+
+@_setting(
+    "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
+    "numpy are float64, so that batches made from them need .float()",
+    0.8,
+)
+def double_precision(inputs: RuleInputs) -> _Found | None:
+    """The model is trained in float64.
+
+    Half of the parameters of what is trained are. A note where only batches are: whatever they
+    meet is computed in float64 until it is cast, and how much that is was not measured.
+    """
+    share = max(_double_ratio(each) for each in inputs.settings.values())
+    if share < FLOAT64_RATIO:
+        count = sum("float64" in each.input_dtypes for each in inputs.settings.values())
+        return _double_batches(count) if count else None
+    price, busy = PRICES["float64"], max(inputs.gpu_use.values(), default=None)
+    if not inputs.uses_gpu:
+        lost: float | None = price.lost_ratio(inputs)
+    else:
+        lost = None if busy is None else touched_ratio(inputs, STEP) * busy * _GPU_FLOAT64_RATIO
+    return _Found(
+        title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
+        evidence=(
+            *evidence_rows(("float64, of what is trained", share, "ratio")),
+            *(() if inputs.uses_gpu else price.evidence(inputs)),
+        ),
+        lost_ratio=lost,
+        phases=price.phases,
+        missing=("how busy the GPU is",) if lost is None else (),
+    )
+
+
+def _double_batches(rank_count: int) -> _Found:
+    return _Found(
+        cause="batches",
+        title="float64: the model is called with batches that have twice the bytes of float32",
+        evidence=evidence_rows(("ranks with such batches", float(rank_count), "count")),
+        remedy="make batches float32 where they are made (arrays of numpy are float64): .float(), "
+        "np.float32; copies and transfers take half the time then",
+        confidence=0.6,
+        missing=("how much is computed in float64 before it is cast",),
+    )
+
+
+def _double_ratio(settings: RankSettings) -> float:
+    """Of the parameters of all models that have any to train."""
+    trained = [model.dtypes for model in settings.models if model.trainable_ratio]
+    whole = sum(sum(dtypes.values()) for dtypes in trained)
+    return sum(dtypes.get("float64", 0) for dtypes in trained) / whole if whole else 0.0
+
+
+@_setting(
+    "leave it off where runs need not repeat to the bit; with it, "
+    "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
+    0.6,
+)
+def deterministic_mode(inputs: RuleInputs) -> _Found | None:
+    """Only deterministic algorithms are allowed, which is slower.
+
+    On CPUs it costs next to nothing where no index operation is used: it is said there where the
+    least price measured is one. cuDNN's own switch concerns GPUs alone.
+    """
+    titles = {"deterministic": "torch.use_deterministic_algorithms"}
+    if inputs.uses_gpu:
+        titles["cudnn_deterministic"] = "torch.backends.cudnn.deterministic"
+    on = {name for each in inputs.settings.values() for name in titles if each.flags.get(name)}
+    price = PRICES["deterministic"]
+    if not on or not (inputs.uses_gpu or price.lost_ratio(inputs)):
+        return None
+    switches = " and ".join(titles[name] for name in sorted(on))
+    return _with_price(inputs, price, f"deterministic algorithms only: {switches}")
+
+
+@_setting(
+    "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
+    0.7,
+    device="cpu",
+    severity="warning",
+)
+def mkldnn_off(inputs: RuleInputs) -> _Found | None:
+    """Convolutions on CPUs run without oneDNN.
+
+    Matrix products in float32 are MKL's or OpenBLAS' either way: without convolutions it is silent.
+    """
+    off = [each for each in inputs.settings.values() if each.flags.get("mkldnn") is False]
+    if not any(_has_layers(each, ("Conv",)) for each in off):
+        return None
+    price = PRICES["mkldnn_convolutions"]
+    return _with_price(
+        inputs,
+        price,
+        f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
+        f"{ratio_text(price.lost_ratio(inputs))} of the step",
+    )
+
+
+@_setting("leave foreach out, or pass fused=True", 0.7, device="cuda")
+def optimizer_loop(inputs: RuleInputs) -> _Found | None:
+    """The optimizer updates parameters one by one on a GPU, where one call could update all.
+
+    Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
+    finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
+    """
+    loops = [o for each in inputs.settings.values() for o in each.optimizers if _loops(o)]
+    share = usual_share(inputs, "optimizer")
+    if not loops or share is None or share < PROBLEM_RATIO:
+        return None
+    most = max(loops, key=lambda optimizer: optimizer.tensor_count or 0)
+    return _Found(
+        title=f"{most.name} updates {most.tensor_count} tensors one by one (foreach=False), "
+        f"{ratio_text(share)} of the step",
+        evidence=evidence_rows(
+            ("tensors", float(most.tensor_count or 0), "count"),
+            ("optimizer, share of the step", share, "ratio"),
+        ),
+    )
+
+
+def _loops(optimizer: OptimizerSettings) -> bool:
+    many = (optimizer.tensor_count or 0) >= LOOP_MIN_TENSORS
+    one_by_one = optimizer.foreach is False and not optimizer.fused
+    return many and one_by_one and "cuda" in optimizer.devices
+
+
+@_setting(
+    "all but the last backward of a step under `with model.no_sync():`, its forward too",
+    0.8,
+)
+def ddp_arguments(inputs: RuleInputs) -> _Found | str | None:
+    """DistributedDataParallel reduces gradients more often, or looks for more, than it must.
+
+    One look a second falls into no_sync with a known chance, where it is used: it is missing where
+    none of so many looks found it. Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
+    """
+    wrapped = [each for each in inputs.settings.values() if _is_wrapped_once(each)]
+    if not wrapped or len(inputs.world) < 2:
+        return "no DistributedDataParallel of several ranks"
+    count = median(inputs.steps["micro_step_count"]) or 1.0
+    if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
+        return _no_sync(inputs, count)
+    ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
+    unused = any(each.get("find_unused_parameters") is True for each in ddp)
+    if unused and not any(each.get("static_graph") is True for each in ddp):
+        return _find_unused(inputs)
+    return None
+
+
+def _is_wrapped_once(settings: RankSettings) -> bool:
+    """One wrapped model and one optimizer: several have backward passes of their own."""
+    wrapped = [model for model in settings.models if model.ddp is not None]
+    return len(wrapped) == 1 and len(settings.optimizers) == 1
+
+
+def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) -> bool:
+    looks = settings.looks
+    if not looks.look_count or looks.no_sync_count != 0:
+        return False
+    inside = touched_ratio(inputs, MODEL) * (count - 1) / count
+    return (1 - inside) ** looks.look_count <= NO_SYNC_MISSED_RATIO
+
+
+def _no_sync(inputs: RuleInputs, count: float) -> _Found:
+    split = usual_split(inputs.of_rank(typical_rank(inputs)))
+    backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
+    own = None if backward is None else own_backward_ns(inputs, backward)
+    spare = None if own is None or backward is None else (backward - own) * (count - 1) / count
+    return _Found(
+        cause="no_sync",
+        title=f"gradients of {count:.0f} micro-steps are accumulated, and reduced after each one",
+        evidence=evidence_rows(
+            ("backward passes of a step", count, "count"),
+            ("waiting and reducing that no_sync spares", spare, "ns"),
+        ),
+        lost_ratio=None if spare is None or not whole else spare / whole,
+        phases=("backward",),
+        missing=(UNKNOWN,) if spare is None else (),
+    )
+
+
+def _find_unused(inputs: RuleInputs) -> _Found:
+    price = PRICES["find_unused_parameters"]
+    lost = None if inputs.uses_gpu else price.lost_ratio(inputs)
+    return _Found(
+        cause="find_unused_parameters",
+        title="find_unused_parameters=True: the graph is walked after each forward"
+        + (f", at least {ratio_text(lost)} of the step" if lost else ""),
+        evidence=() if inputs.uses_gpu else price.evidence(inputs),
+        remedy="leave it out where every parameter gets a gradient in every step; where the unused "
+        "ones are always the same, static_graph=True does without",
+        confidence=0.5,
+        lost_ratio=lost,
+        phases=price.phases,
+    )
+
+
+@_setting(
+    "a unit for each block: fully_shard(block) for every layer before the model itself, or "
+    "FullyShardedDataParallel(auto_wrap_policy=...); it also takes less memory",
+    0.6,
+    ranks=2,
+)
+def fsdp_units(inputs: RuleInputs) -> _Found | None:
+    """FSDP shards the model as one unit, so that all parameters are gathered at once.
+
+    Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2 and 3.3: parameters of a unit are
+    gathered before it computes, the next unit's meanwhile.
+    """
+    models = [model for settings in inputs.settings.values() for model in settings.models]
+    for model in models:
+        count = model.tensor_count or 0
+        if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
+            return _Found(
+                title=f"FSDP has the whole of {model.name} as one unit: all parameters are "
+                "gathered before forward, and nothing computes meanwhile",
+                evidence=evidence_rows(
+                    ("units", 1.0, "count"), ("parameters, each a tensor", float(count), "count")
+                ),
+            )
+    return None
+
+
+@_setting("", 0.5, device="cuda")
+def fast_paths_off(inputs: RuleInputs) -> _Found | None:
+    """Faster arithmetic that the GPU has is not switched on: TF32, cuDNN's search for algorithms.
+
+    Both change results in the last digits, or from run to run, so that they are the user's choice;
+    what they would save here is not measured. Source: NVIDIA's data sheet of the A100, 19.5 TFLOPS
+    in float32 and 156 in TF32; PyTorch's Performance Tuning Guide, cuDNN auto-tuner.
+    """
+    ranks = inputs.settings.values()
+    found = [(what, remedy) for what, remedy, is_off in _PATHS if all(map(is_off, ranks))]
+    if not found:
+        return None
+    titles, remedies = ("; ".join(texts) for texts in zip(*found, strict=True))
+    return _Found(title=titles, remedy=remedies)
+
+
+def _without_tf32(settings: RankSettings) -> bool:
+    """Products of float32 matrices on a GPU that has TF32, by a model that has such matrices."""
+    flags, able = settings.flags, _capability(settings)
+    if able is None or able < TF32_CAPABILITY or settings.autocast is not None:
+        return False
+    full = flags.get("matmul_precision") in ("highest", None) and flags.get("tf32_matmul") != "tf32"
+    numbers: dict[str, int] = {}
+    for model in settings.models:
+        for dtype, count in model.dtypes.items():
+            numbers[dtype] = numbers.get(dtype, 0) + count
+    single = max(numbers, key=lambda dtype: numbers[dtype], default=None) == "float32"
+    matrices = ("Linear", "NonDynamicallyQuantizableLinear", "Conv", "LSTM", "GRU", "RNN")
+    return full and single and _has_layers(settings, matrices)
+
+
+def _without_search(settings: RankSettings) -> bool:
+    flags = settings.flags
+    searches = flags.get("cudnn_benchmark") is not False
+    chosen = flags.get("cudnn_deterministic") is True or flags.get("deterministic") is True
+    usable = flags.get("cudnn_enabled") is True and not chosen
+    return usable and not searches and _has_layers(settings, ("Conv",))
+
+
+def _has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
+    return any(layer.startswith(names) for model in settings.models for layer in model.layers)
+
+
+def _capability(settings: RankSettings) -> tuple[int, int] | None:
+    """`9.0` as numbers."""
+    major, _, minor = str(settings.flags.get("compute_capability")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+_PATHS = (
+    (
+        "float32 matrix products do not use the tensor cores",
+        "torch.set_float32_matmul_precision('high') (TF32: 10 bits of mantissa), or torch.autocast "
+        "with bfloat16",
+        _without_tf32,
+    ),
+    (
+        "cuDNN takes the first algorithm for each convolution",
+        "torch.backends.cudnn.benchmark = True, where shapes of batches seldom change",
+        _without_search,
+    ),
+)
+"""What is off, what switches it on, and whether it is off on a rank."""
+
+
+@_setting("", 0.7, device="cpu")
+def threads_over_cores(inputs: RuleInputs) -> _Found | None:
+    """Operators are computed by more threads than the rank has cores.
+
+    A rank on CPUs has twice as many threads per operator as cores or CPU quota. The threads of an
+    operator wait for the last one of them (OpenMP's barrier), which then stands in line for a core.
+    """
+    found = {rank: _threads_per_core(each) for rank, each in inputs.settings.items()}
+    rank = max(found, key=lambda r: (found[r], -r))
+    over = [r for r, factor in found.items() if factor >= THREADS_PER_CORE]
+    if rank not in over:
+        return None
+    settings = inputs.settings[rank]
+    cores = settings.usable_cores or 1.0
+    limited = (settings.cpu_limit_cores or cores + 1) <= cores
+    where = "the CPU limit of its control group" if limited else "its CPU affinity"
+    groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
+    sharing = next((len(group) for group in groups if rank in {p.rank for p in group}), 1)
+    return _Found(
+        title=f"{settings.operator_threads} threads per operator on {cores:g} cores",
+        evidence=evidence_rows(
+            ("threads per operator", float(settings.operator_threads or 0), "count"),
+            (f"cores, by {where}", cores, "cores"),
+        ),
+        remedy=f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
+        + (f", as {sharing} ranks share the cores" if sharing > 1 else "")
+        + (": torch counts the machine's cores, and knows no limit" if limited else ""),
+        missing=(
+            "what it costs: it depends on what else wants the cores, and on how threads wait",
+        ),
+        rank=rank if len(over) == 1 < len(found) else None,
+    )
+
+
+def _threads_per_core(settings: RankSettings) -> float:
+    cores = settings.usable_cores
+    return (settings.operator_threads or 0) / ceil(cores) if cores else 0.0
+
+
+def settings_differ(inputs: RuleInputs) -> Judgement:
+    """A rank was run with other settings than the others.
+
+    What it costs is said by the rule on that setting, or by the one on the slow rank.
+    """
+    if len(inputs.settings) < 2:
+        why = "settings of fewer than two ranks were recorded"
+        return Abstention(rule="settings_differ", why=why)
+    found = differences(inputs.settings)
+    if not found:
+        return None
+    ranks = sorted({rank for difference in found for rank in difference.others})
+    texts = [
+        f"{each.name} {' or '.join(sorted(set(map(str, each.others.values()))))} in place of "
+        f"{each.usual}"
+        for each in found
+    ]
+    return Finding(
+        rule="settings_differ",
+        title=f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
+        evidence=evidence_rows(("settings that differ", float(len(found)), "count")),
+        remedy="give all ranks the same; what is set under `if rank == 0` may make the others wait",
+        confidence=0.9,
+        severity="info",
+        rank=ranks[0] if len(ranks) == 1 else None,
+    )
