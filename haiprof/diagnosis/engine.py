@@ -12,19 +12,27 @@ from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import ratio_text
 from haiprof.diagnosis.attempts import attempt_notes
-from haiprof.diagnosis.explanations import Question, account_line, explain, straggler
+from haiprof.diagnosis.explanations import (
+    Question,
+    account_line,
+    code_lines,
+    explain,
+    straggler,
+)
 from haiprof.diagnosis.finding import SEVERITIES, Abstention, Finding, Gain, Severity
 from haiprof.diagnosis.gaps import not_measured, why_no_steps
 from haiprof.diagnosis.reactions import reacted_lines
 from haiprof.diagnosis.recorded_windows import traced_lines
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.rules import RULES
+from haiprof.diagnosis.rules.first_batch import RULE as FIRST_BATCH
 from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
 from haiprof.diagnosis.steal import stolen_notes
 from haiprof.diagnosis.step_work import step_work
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHORT_RUN_S
 from haiprof.diagnosis.verdict import Cost, Events
 from haiprof.diagnosis.verdict import Verdict as Verdict
+from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.phases import GC_PHASE, SAVE_PHASE
 from haiprof.run_analysis.records import number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -38,6 +46,7 @@ CRITICAL_RATIO = 4 * PROBLEM_RATIO
 _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
+_LOADING = TRAINING_PHASES.index("dataloader")
 _SURE = 0.95
 _NOTHING = "nothing stands out"
 
@@ -173,9 +182,18 @@ def _findings(
             for row, account in listed[:_LISTED]
         ]
     named = {row.rule for row in rows}
-    others = [fact for fact in facts if fact.rule not in named]
+    others = [_with_lines(fact, found) for fact in facts if fact.rule not in named]
     everything = [*rows, *others]
     return tuple(sorted(everything, key=_weight))
+
+
+def _with_lines(fact: Finding, found: RunLedger | None) -> Finding:
+    """The first batch is before all judged steps: its code is in no account."""
+    if fact.rule != FIRST_BATCH or found is None:
+        return fact
+    samples = found.samples
+    first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
+    return replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
 
 
 def _weight(finding: Finding) -> tuple[bool, int, float]:
