@@ -11,7 +11,13 @@ import polars as pl
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import ratio_text
-from haiprof.diagnosis.explanations import Question, account_line, explain, straggler
+from haiprof.diagnosis.explanations import (
+    Question,
+    account_line,
+    code_lines,
+    explain,
+    straggler,
+)
 from haiprof.diagnosis.machine_causes import stolen_notes
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
@@ -27,18 +33,20 @@ from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FEW_STEPS_SURE, SHO
 from haiprof.diagnosis.traced_window import step_work
 from haiprof.diagnosis.verdict import SEVERITIES, Abstention, Cost, Events, Finding, Gain, Severity
 from haiprof.diagnosis.verdict import Verdict as Verdict
+from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.step_tokens import WORDS
 
-STANDSTILL = "standstill"
+STANDSTILL, FIRST_BATCH = "standstill", "first_batch"
 """It comes first: a job that stands still loses all of its time from then on."""
 CRITICAL_RATIO = 4 * PROBLEM_RATIO
 """A problem that costs so much of the step is shown in red."""
 _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
+_LOADING = TRAINING_PHASES.index("dataloader")
 _SURE = 0.95
 _NOTHING = "nothing stands out"
 
@@ -163,9 +171,18 @@ def _findings(
             for row, account in listed[:_LISTED]
         ]
     named = {row.rule for row in rows}
-    others = [fact for fact in facts if fact.rule not in named]
+    others = [_with_lines(fact, found) for fact in facts if fact.rule not in named]
     everything = [*rows, *others]
     return tuple(sorted(everything, key=_weight))
+
+
+def _with_lines(fact: Finding, found: RunLedger | None) -> Finding:
+    """The first batch is before all judged steps: its code is in no account."""
+    if fact.rule != FIRST_BATCH or found is None:
+        return fact
+    samples = found.samples
+    first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
+    return replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
 
 
 def _weight(finding: Finding) -> tuple[bool, int, float]:

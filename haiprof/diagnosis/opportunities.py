@@ -15,6 +15,7 @@ import numpy as np
 from haiprof.base.intervals import Ints
 from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
+    LINK_WAIT,
     MODEL_POSITIONS,
     NO_LINE,
     OPERATORS,
@@ -124,8 +125,9 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    for activity in NO_LINE:
-        rows = np.flatnonzero(free & (table.activity == activity))
+    called = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    for activity in NO_LINE:  # but a collective that the job itself calls has one
+        rows = np.flatnonzero(free & (table.activity == activity) & ~called)
         free[rows] = False
         if len(rows):
             found.append(opportunity(table, rows, None))

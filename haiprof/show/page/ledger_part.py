@@ -36,7 +36,7 @@ class AccountRow:
     """`critical` or `warning`: a problem; `info`: another opportunity; empty: what is needed."""
 
     @property
-    def place(self) -> str:
+    def code_place(self) -> str:
         """`train.py:88 load_image`; empty where no line is known."""
         at = self.account
         if at is None or at.file is None or at.line is None:

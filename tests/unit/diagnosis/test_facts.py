@@ -30,6 +30,7 @@ from tests.unit.diagnosis.stories import (
     verdict_of,
     write_beside,
     write_line,
+    write_samples,
     write_story,
 )
 
@@ -79,7 +80,10 @@ def loader_story(
 
 def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
     times = lambda rank, step: (0.2 if step else 5_000.0, *BALANCED[1:])  # noqa: E731
-    finding = found(verdict_of(root, times), "first_batch")
+    write_story(root, times)
+    write_samples(root, lambda phase, step: (("/me/data.py", 3 + min(step or 0, 1), "read"),))
+    finding = found(judged(root), "first_batch")
+    assert [line.location for line in finding.code_lines] == ["data.py:3 read"]
     assert finding.evidence[0].value == pytest.approx(5_000 * NS_PER_MS, rel=0.1)
 
 

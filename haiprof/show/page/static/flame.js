@@ -191,7 +191,7 @@ const drawFlame = (() => {
       this.inner.checked = inner;
       this.rebuild();
       let frame = this.root;
-      for (const key of path) frame = frame.children.find((one) => `${one.name}\n${one.place}` === key) || frame;
+      for (const key of path) frame = frame.children.find((one) => `${one.name}\n${one.code_place}` === key) || frame;
       if (frame !== this.root) this.zoomTo(frame, false);
     }
 
