@@ -10,11 +10,7 @@ import polars as pl
 
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.counter_averages import CounterAverages, count
-from haiprof.diagnosis.thresholds import (
-    SHORT_RUN_S,
-    UNTRACED_MIN_RATIO,
-    warm_up_steps,
-)
+from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_up_steps
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.counters import host_windows, training_spans
@@ -167,7 +163,7 @@ def gather_inputs(
 ) -> RuleInputs:
     """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
     found = analyzer.steps()
-    steps = _drop_unused_columns(found)
+    steps = found.drop("skipped", "boundary", "confidence", "optimizer_step_count")
     restarted = bool((steps["attempt"] > 0).any())
     parts = _by_rank(last_attempts(steps) if restarted else steps)
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
@@ -180,12 +176,15 @@ def gather_inputs(
     windows = host_windows(spans, analyzer.ranks())
     pauses = _of_judged(analyzer.pauses(), spans)
     counted = count(_judged_files(analyzer.files, spans), spans.drop("attempt"), windows)
-    main_cores, node_cpus = counted.of("cpu_main_cores"), _node_cpus(counted, windows)
+    main_cores = counted.of("cpu_main_cores")
+    node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
     return RuleInputs(
         steps=pl.concat([steps.clear(), *by_rank.values()]),
         by_rank=by_rank,
         step_count=sum(part.height for part in parts.values()),
-        first_steps=pl.concat([steps.clear(), *(_first_step(part) for part in parts.values())]),
+        first_steps=pl.concat(
+            [steps.clear(), *(part.head(1).filter(step=0) for part in parts.values())]
+        ),
         ranks=_judged_ranks(analyzer.ranks(), spans),
         gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
@@ -220,16 +219,6 @@ def judged_steps(steps: pl.DataFrame) -> pl.DataFrame:
         return settled  # a slice, which copies nothing
     untraced = settled.filter(~pl.col("traced").fill_null(value=False))
     return untraced if untraced.height > UNTRACED_MIN_RATIO * settled.height else settled
-
-
-def _drop_unused_columns(steps: pl.DataFrame) -> pl.DataFrame:
-    """Without columns that no rule reads."""
-    return steps.drop("skipped", "boundary", "confidence", "optimizer_step_count")
-
-
-def _first_step(steps: pl.DataFrame) -> pl.DataFrame:
-    """Of one rank in order: its first step, where that is among them."""
-    return steps.head(1 if steps.height and steps["step"][0] == 0 else 0)
 
 
 def _by_rank(steps: pl.DataFrame) -> dict[int, pl.DataFrame]:
@@ -267,14 +256,6 @@ def _samples(analyzer: RunFrames, spans: pl.DataFrame, rank: int) -> CodeSamples
     return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
 
 
-def _node_cpus(counted: CounterAverages, windows: pl.DataFrame) -> dict[str, NodeCpu]:
-    """Counters of the host and of the job's cgroup in these windows."""
-    return {
-        host: _node_cpu(list(counted.nodes.get(host, {}).values()))
-        for host in windows["host"].to_list()
-    }
-
-
 def _steal_ratios(
     ranks: pl.DataFrame, main_cores: Mapping[int, float], node_cpus: Mapping[str, NodeCpu]
 ) -> dict[int, float]:
@@ -287,35 +268,32 @@ def _steal_ratios(
     return found
 
 
-def _stolen_ratio(entities: Sequence[Mapping[str, float | None]]) -> float | None:
-    for means in entities:
-        steal, work = means.get("cpu_steal_ratio"), means.get("cpu_utilization_ratio")
-        if steal is not None and work is not None:
-            return steal / (steal + work) if steal else 0.0
-    return None
-
-
 def _node_cpu(entities: Sequence[Mapping[str, float | None]]) -> NodeCpu:
     """From the means by metric of the node, of its cgroup and of those above that have a limit.
 
-    Periods are of one cgroup: of the one that stops the job most often.
+    Periods are of one cgroup: of the one that stops the job most often, and has counted longest.
     """
     counts = [count for means in entities if (count := means.get("cpu_count")) is not None]
     limits = [limit for means in entities if (limit := means.get("cpu_limit_cores")) is not None]
     counted = [means for means in entities if means.get("cpu_period_count_per_s") is not None]
-    most = max(counted, key=_stops, default={})
+    most = max(
+        counted,
+        key=lambda means: (_throttled_ratio(means) or 0.0, means["cpu_period_count_per_s"] or 0.0),
+        default={},
+    )
     limit = most.get("cpu_limit_cores")
+    stolen = (
+        steal / (steal + work) if steal else 0.0
+        for means in entities
+        if (steal := means.get("cpu_steal_ratio")) is not None
+        and (work := means.get("cpu_utilization_ratio")) is not None
+    )
     return NodeCpu(
         core_count=round(counts[0]) if counts else None,
         limit_cores=min(limits, default=None) if limit is None else limit,
         throttled_ratio=_throttled_ratio(most),
-        stolen_ratio=_stolen_ratio(entities),
+        stolen_ratio=next(stolen, None),
     )
-
-
-def _stops(means: Mapping[str, float | None]) -> tuple[float, float]:
-    """Orders cgroups by how often they stop the job, then by how long they have counted."""
-    return _throttled_ratio(means) or 0.0, means.get("cpu_period_count_per_s") or 0.0
 
 
 def _throttled_ratio(means: Mapping[str, float | None]) -> float | None:
@@ -392,15 +370,10 @@ def typical_rank(inputs: RuleInputs) -> int:
     Own is what lies outside of backward, where ranks wait for each other. Source: the median over
     ranks is TraceML's typical rank; of an even number the slow one of two is not typical.
     """
-    return typical_of(inputs.by_rank)
-
-
-def typical_of(by_rank: Mapping[int, pl.DataFrame]) -> int:
-    """The same of judged steps by rank; at least one."""
     work = {
         rank: float(int(steps["step_ns"].sum()) - int(steps["backward_host_ns"].sum() or 0))
         / steps.height
-        for rank, steps in by_rank.items()
+        for rank, steps in inputs.by_rank.items()
     }
     return sorted(work, key=lambda rank: (work[rank], rank))[(len(work) - 1) // 2]
 

@@ -7,28 +7,9 @@ from collections.abc import Callable
 import polars as pl
 
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis import memory_facts, settings_facts, window_facts
 from haiprof.diagnosis.machine_causes import find_misplacement
-from haiprof.diagnosis.memory_facts import (
-    allocator_retries,
-    gpu_memory_limit,
-    memory_creep,
-    memory_pressure,
-)
 from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
-from haiprof.diagnosis.settings_facts import (
-    anomaly_detection,
-    costly_switches,
-    ddp_arguments,
-    deterministic_mode,
-    double_precision,
-    fast_paths_off,
-    fsdp_units,
-    mkldnn_off,
-    optimizer_loop,
-    profiler_left_on,
-    settings_differ,
-    threads_over_cores,
-)
 from haiprof.diagnosis.thresholds import (
     CPU_FULL_CORES,
     CRITICAL_MIN_STEPS,
@@ -37,17 +18,6 @@ from haiprof.diagnosis.thresholds import (
     GPU_IDLE_RATIO,
 )
 from haiprof.diagnosis.verdict import Abstention, Finding, Judgement, evidence_rows
-from haiprof.diagnosis.window_facts import (
-    exposed_communication,
-    host_bound,
-    launch_bound,
-    pageable_copies,
-    slow_kernels,
-    slow_link,
-    small_batches,
-    synchronising_calls,
-    tensor_cores_unused,
-)
 from haiprof.run_analysis.reactions import Reaction
 
 
@@ -190,12 +160,16 @@ def numa_placement(inputs: RuleInputs) -> Judgement:
 
 
 RULES: tuple[Callable[[RuleInputs], Judgement], ...] = (
-    standstill, first_batch, host_bound, gpu_waits_for_host,
-    memory_creep, memory_pressure, gpu_memory_limit, allocator_retries, numa_placement,
-    anomaly_detection, profiler_left_on, costly_switches, double_precision, deterministic_mode,
-    mkldnn_off, optimizer_loop, ddp_arguments, fsdp_units, fast_paths_off, threads_over_cores,
-    settings_differ,
-    slow_kernels, slow_link, exposed_communication, synchronising_calls, pageable_copies,
-    launch_bound, tensor_cores_unused, small_batches,
+    standstill, first_batch, window_facts.host_bound, gpu_waits_for_host,
+    memory_facts.memory_creep, memory_facts.memory_pressure, memory_facts.gpu_memory_limit,
+    memory_facts.allocator_retries, numa_placement,
+    settings_facts.anomaly_detection, settings_facts.profiler_left_on,
+    settings_facts.costly_switches, settings_facts.double_precision,
+    settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.optimizer_loop,
+    settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
+    settings_facts.threads_over_cores, settings_facts.settings_differ,
+    window_facts.slow_kernels, window_facts.slow_link, window_facts.exposed_communication,
+    window_facts.synchronising_calls, window_facts.pageable_copies, window_facts.launch_bound,
+    window_facts.tensor_cores_unused, window_facts.small_batches,
 )  # fmt: skip
 """In the order in which they are asked; the name of each is its slug in documents."""

@@ -14,10 +14,6 @@ WARM_UP_MIN_TOTAL = 10
 UNTRACED_MIN_RATIO = 0.10
 """With a smaller share of steps outside of trace windows, traced ones count too. Own choice."""
 
-COSTLY_CRITICAL_RATIO = 0.20
-COSTLY_WARNING_RATIO = 0.05
-"""Of the time: TraceML's 20 % for what is critical (diagnostics/DIAGNOSIS.md); below a twentieth
-what was found is a note. Own choice."""
 FEW_STEPS_SURE = 0.60
 """No finding is surer with fewer steps than CRITICAL_MIN_STEPS. Own choice."""
 EXPLAINED_RATIO = 0.50
@@ -37,14 +33,12 @@ BLOCK_COUNT = 20
 waits come in bursts, which a median over single steps does not see, and one stall spoils one block
 only."""
 
-
 DRIFT_PHASE_RATIO = 0.50
 """A phase is named where it makes this share of the growth. Own choice."""
 
 DEVICE_COVERAGE_RATIO = 0.8
 """The device clock is used in a comparison where it has this share of the steps; never both clocks
 in one. TraceML asks for all steps, but an evaluation or a skipped step takes some away."""
-
 
 GPU_IDLE_RATIO = 0.50
 """Below it the GPU waits for most of the time. TraceML calls 30-70 % moderate; the published case
@@ -55,7 +49,6 @@ CPU_FULL_CORES = 0.9
 FAULT_NS = 2_000.0
 """What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
 ours; hosts take about half of it. Own choice."""
-
 
 CORES_FULL_RATIO = 0.90
 """From here on a set of cores is full by the ranks' own work: at most a tenth is left to others, so
@@ -138,7 +131,6 @@ Architecture and Microarchitecture, 2002)."""
 COMPARE_MAX_RANKS = 32
 """Of more ranks only those that changed most are named with an interval. Own choice."""
 
-
 FIRST_BATCH_RATIO = 0.10
 """Of the recorded training time: TraceML's 10 % for waiting for input."""
 EPOCH_MAIN_RATIO = 0.50
@@ -156,7 +148,6 @@ SMALL_RATIO = 0.01
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
-
 
 LIKE_RATIO = 1.6
 """A step with more work: forward and backward both take a quarter longer than around it, and their
@@ -187,7 +178,6 @@ GPU_MEMORY_FULL_RATIO = 0.95
 libraries take beside the allocator. Own choice."""
 ALLOCATOR_RETRY_MIN_COUNT = 2
 """One retry may be the first large batch; more are a state. Own choice."""
-
 
 SIZES_MIN_COUNT = 4
 """Sizes of one rank's inputs that were looked at, each unlike the one before. Own choice."""
