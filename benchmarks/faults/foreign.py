@@ -44,7 +44,7 @@ class Foreign:
     mirror: Path
     healthy: bool
     loaded: bool
-    marked: dict[str, tuple[str, int]] = field(default_factory=dict)
+    marked: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
     """Where the fault and what can be left out stand, as the program was last written whole."""
 
     def __post_init__(self) -> None:
@@ -77,23 +77,23 @@ class Foreign:
             if key is not None and change == AS_DRAWN:
                 marks[key] = (edit["file"], "# FAULT" if key == "fault" else edit["find"])
         if change == AS_DRAWN:  # lines are known when all edits are made
-            self.marked = {k: (f, _line(folder / f, text)) for k, (f, text) in marks.items()}
+            self.marked = {k: _lines(folder / f, text) for k, (f, text) in marks.items()}
         start = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
         start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         return [sys.executable, *(start if self.ranks > 1 else []), *shlex.split(recipe["run"])]
 
     def truth(self) -> Truth:
         """The account of the planted line."""
-        fault, (file, line) = self.recipe["fault"], self.marked["fault"]
+        fault = self.recipe["fault"]
         return Truth(
-            lines=((Path(file).name, line),), positions=tuple(fault.get("at", ())),
-            activities=tuple(fault.get("doing", ())), rank=fault.get("rank"),
+            lines=tuple(self.marked["fault"]), positions=tuple(fault.get("at", ())),
+            activities=self.doing, rank=fault.get("rank"),
         )  # fmt: skip
 
     def without(self, account: dict[str, Any]) -> Change | None:
         """How to try it without an account; None where nothing is known."""
-        for key, (file, line) in self.marked.items():
-            if key != "fault" and (Path(file).name, line) in places(account):
+        for key, lines in self.marked.items():
+            if key != "fault" and lines & places(account):
                 return Change(without=(key,))
         return usual_change(account)
 
@@ -102,7 +102,7 @@ def _apply(edit: dict[str, str], path: Path, mark: str) -> None:
     """Replaces what an expression finds, or adds a line behind its line, as far in as that."""
     text = path.read_text(encoding="utf-8")
     if "find" in edit:
-        text, count = re.subn(edit["find"], lambda _: edit["put"], text)
+        text, count = re.subn(edit["find"], edit["put"], text)
     else:
         code = edit["line"].replace("TICK", TICK) + mark
         into = edit.get("into", "")
@@ -114,11 +114,11 @@ def _apply(edit: dict[str, str], path: Path, mark: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _line(path: Path, mark: str) -> int:
+def _lines(path: Path, mark: str) -> set[tuple[str, int]]:
     text = path.read_text(encoding="utf-8")
-    found = re.search(mark, text)
+    found = {(path.name, text.count("\n", 0, m.start()) + 1) for m in re.finditer(mark, text)}
     assert found, (path, mark)
-    return text.count("\n", 0, found.start()) + 1
+    return found
 
 
 def programs(mirror: Path, *, loaded: bool) -> list[Foreign]:

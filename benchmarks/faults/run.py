@@ -141,7 +141,7 @@ def measured(job: Any, folder: Path, repeat: int, truth_only: bool) -> dict[str,
             "offered": [round(score.promised(document, a), 4) for a in offered[:5]],
         }  # fmt: skip
     if repeat > 1:
-        return row | _repeated(job, folder, document, repeat)
+        return row | _repeated(job, folder, document, repeat, alone=not missing and alone)
 
     def gain(change: Change, base: Change = AS_DRAWN) -> dict[str, Any]:
         return measure.true_gain(job, folder, change, base=base, steps=ran.steps, count=count)
@@ -175,7 +175,9 @@ def _of_healthy(
     return found
 
 
-def _repeated(job: Any, folder: Path, document: dict[str, Any], repeat: int) -> dict[str, Any]:
+def _repeated(
+    job: Any, folder: Path, document: dict[str, Any], repeat: int, *, alone: bool
+) -> dict[str, Any]:  # fmt: skip
     """Whether recordings of the same job say the same first."""
     firsts = []
     for turn in range(repeat):
@@ -184,7 +186,7 @@ def _repeated(job: Any, folder: Path, document: dict[str, Any], repeat: int) -> 
             document = measure.verdict(folder / "recorded")
         if score.lacks(document):
             return {"outcome": "no ledger", "why": score.NO_LEDGER}
-        offered = score.opportunities(document)
+        offered = score.opportunities(document, alone=alone)
         firsts.append(score.key(offered[0]) if offered else "nothing")
     return {"outcome": "repeated", "firsts": firsts, "same": len(set(firsts)) == 1}
 
