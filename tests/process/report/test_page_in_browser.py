@@ -404,7 +404,7 @@ def test_account_opens_with_its_series_and_its_code(
     times = page.run("Array.from(document.querySelector('#one .plot').data[0].y)")
     assert 40 <= len(times) <= 500
     assert page.texts("#one .flame bdi")[0] == "this account"
-    assert page.run("[...document.querySelectorAll('#one .flame.phase')].length") == 1
+    assert page.run("document.querySelectorAll('#one .flame.phase').length") >= 1
     check_quiet(page, own=1)
 
 
