@@ -33,7 +33,6 @@ from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
 from haiprof.show.page.ledger_part import LedgerPart, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
-from haiprof.show.page.run_sections import SlowStepPart, slow_step_part
 from haiprof.show.page.trace_sections import (
     TraceSections,
     figure_data,
@@ -204,7 +203,6 @@ class PageContent:
     nodes: PageTable
     phases: PageTable
     slowest: PageTable
-    slow_step: SlowStepPart | None
     late: PageTable
     collectives: PageTable
     death: DeathPart | None
@@ -263,7 +261,6 @@ def page_content(
         nodes=nodes,
         phases=parts.phase_table(judged),
         slowest=parts.slow_table(judged),
-        slow_step=slow_step_part(analyzer, judged),
         late=parts.late_table(late),
         collectives=parts.collective_table(analyzer.collectives()),
         death=death_part(analyzer.files, verdict),

@@ -121,8 +121,7 @@ def counter_data(
                 if each or line.about["all"]
             ]
             if found:
-                shown = {"title": panel.title, "unit": panel.unit, "top": panel.top}
-                panels.append({"row": row.title, **shown})
+                panels.append({"title": panel.title, "unit": panel.unit, "top": panel.top})
                 lines += found
     return _pack(panels, lines)
 

@@ -17,7 +17,7 @@ from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show import text
-from haiprof.show.card import cost_text
+from haiprof.show.card import cost_text, gain_text
 from haiprof.show.figures.panel_table import by_reason
 from haiprof.show.figures.style import FONT, write_text
 from haiprof.show.flame import RunFlames, other_run, run_flames
@@ -233,6 +233,8 @@ def _template(name: str) -> Template:
         moment_text=text.moment_text,
         count_text=text.count_text,
         steps_text=text.steps_text,
+        share_text=text.share_text,
+        gain_text=gain_text,
         duration_text=duration_text,
         bytes_text=bytes_text,
     )

@@ -286,11 +286,9 @@
     return all.sort((a, b) => means[b] - means[a]).slice(0, most);
   }
 
-  /** All ranks by their number; one row of a cell's height where there is one alone. */
+  /** All ranks by their number. */
   function linearRows(ranks) {
-    const many = { type: "linear", tickformat: "d", tick0: 0, dtick: Math.max(1, Math.ceil(ranks.length / 16)) };
-    if (ranks.length > 1) return many;
-    return { ...many, autorange: false, range: [ranks[0] + 0.5, ranks[0] - 0.5], dtick: 1 };
+    return { type: "linear", tickformat: "d", tick0: 0, dtick: Math.max(1, Math.ceil(ranks.length / 16)) };
   }
 
   function drawMap(place) {
@@ -608,21 +606,11 @@
 
   // ---- choosing ----------------------------------------------------------------------------
 
+  /** Marks its rows in the table of ranks. */
   function showAbout(rank) {
-    const table = byId("rank-table");
-    if (!table) return;
-    const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
-    const own = [...table.tBodies[0].rows].filter((row) => {
-      const chosen = row.cells[0].textContent.split(".")[0] === rank;
-      row.classList.toggle("chosen", chosen);
-      return chosen;
-    });
-    const last = own[own.length - 1];
-    byId("about").replaceChildren(...(last ? heads.slice(1).map((head, i) => {
-      const pair = element("div");
-      pair.append(element("dt", head), element("dd", last.cells[i + 1].textContent));
-      return pair;
-    }) : []));
+    for (const row of byId("rank-table")?.tBodies[0].rows ?? []) {
+      row.classList.toggle("chosen", row.cells[0].textContent.split(".")[0] === rank);
+    }
   }
 
   function showRank() {
