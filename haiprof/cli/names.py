@@ -7,7 +7,7 @@ from collections.abc import Iterable
 COMMANDS = {
     "overview": "haiprof overview [DIR]: the whole job: every rank, counters, time split",
     "rank": "haiprof rank [DIR] [RANK]: one rank over time, phase statistics, slowest steps",
-    "lines": "haiprof lines [DIR]: which lines of your code take the time, by rank and phase",
+    "lines": "haiprof lines [DIR]: which lines of your code take the time, by rank and position",
     "list": "haiprof list [DIR]: the runs in a log directory",
     "verdict": "haiprof verdict [RUN_OR_JOB]: the cause, the numbers that prove it, what to change",
     "report": "haiprof report [DIR] -o report.html: all of a run in one page, without network",
