@@ -140,11 +140,11 @@ class TimeTable:
         columns = {
             name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS
         }
-        ns = columns["ns"]
-        ns[rows] = self.ns[rows] * (1 - share)
-        ns[len(self.ns) :] = part.ns * share
+        for name in ("ns", "count"):
+            columns[name][rows] *= 1 - share
+            columns[name][len(self.ns) :] *= share
         found = TimeTable(tree=self.tree, packages=self.packages, **columns)
-        return found, np.arange(len(self.ns), len(ns))
+        return found, np.arange(len(self.ns), len(found.ns))
 
 
 def package_of(file: str, *, library: bool) -> str:
@@ -281,6 +281,7 @@ def _split(rows: _Rows, share: Floats, activity: int) -> _Rows:
     moved = rows["ns"] * share
     found = {name: np.concatenate([column, column[extra]]) for name, column in rows.items()}
     found["ns"] = np.concatenate([rows["ns"] - moved, moved[extra]])
+    found["count"] = np.concatenate([rows["count"] * (1 - share), (rows["count"] * share)[extra]])
     found["activity"][len(share) :] = activity
     return found
 

@@ -198,7 +198,7 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
     )
     done = run("train/train.py", cwd=tmp_path)
     assert "our process" not in done.stderr
-    assert "usual step" in done.stderr
+    assert "30 steps" in done.stderr
 
 
 def test_words_taken_after_the_script_are_said_even_when_quiet(tmp_path: Path) -> None:
