@@ -78,9 +78,9 @@ def test_finding_names_the_function_that_takes_the_time(
     job = run_job(command, folder=tmp_path / "job", haiprof=True)
     assert job.returncode == 0, job.stderr
     assert job.log_dir is not None
-    found = {finding.rule: finding for finding in diagnose(Analyzer(job.log_dir)).findings}
-    lines = found[rule].code_lines
-    assert lines, found[rule]
+    found = next(f for f in diagnose(Analyzer(job.log_dir)).findings if f.rule == rule)
+    lines = found.code_lines
+    assert lines, found
     assert lines[0].function == function
 
 
