@@ -8,7 +8,7 @@ import numpy as np
 
 from haiprof.base.intervals import Floats
 from haiprof.base.medians import lower_median
-from haiprof.diagnosis.machine_causes import hosts_of, used_by_others
+from haiprof.diagnosis.machine_causes import Cause, hosts_of, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import (
     BURST_MAIN_RATIO,
@@ -20,17 +20,6 @@ from haiprof.diagnosis.thresholds import (
     LOADER_IDLE_RATIO,
 )
 from haiprof.diagnosis.verdict import Evidence, evidence_rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderCause:
-    """One reason, in words."""
-
-    slug: str
-    title: str
-    remedy: str
-    evidence: tuple[Evidence, ...] = ()
-    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +75,7 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs, share: float) -> LoaderCause | None:
+def loader_cause(inputs: RuleInputs, share: float) -> Cause | None:
     """The reason that the numbers of a run show whose typical rank waits for that share of a step.
 
     None where nothing tells one.
@@ -130,13 +119,13 @@ def _of_typical_rank(inputs: RuleInputs, share: float) -> _Loading:
     )
 
 
-def _epochs(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
+def _epochs(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     """Most of the waiting is at the edges of epochs."""
     names = ("epoch_count", "epoch_ns", "wait_ns")
     count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     if not count or edge < EPOCH_MAIN_RATIO * wait:
         return None
-    return LoaderCause(
+    return Cause(
         slug="epoch_restart",
         title="most of it where an epoch begins",
         remedy="keep the workers alive between epochs: DataLoader(..., persistent_workers=True); "
@@ -152,7 +141,7 @@ def _epochs(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     )
 
 
-def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
+def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     """Few steps hold most of the waiting: fewer than bursts of so many workers would give.
 
     What each step waits as usual, the median, is left out: slow samples are slow beside others.
@@ -163,7 +152,7 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     typical = lower_median([_rare_share(each) for each in waits])
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
         return None
-    return LoaderCause(
+    return Cause(
         slug="slow_samples",
         title="most of it for a few slow samples",
         remedy="find the samples that are slow (large or remote files, retries, outliers in "
@@ -186,7 +175,7 @@ def _rare_share(waits: Floats) -> float:
     return float((int(reached.argmax()) + 1) / len(ordered))
 
 
-def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
+def _storage(inputs: RuleInputs, loading: _Loading) -> Cause | None:
     """Whoever makes the batches waits himself: for storage, a network, or a lock."""
     if loading.is_computing is not False:
         return None
@@ -200,7 +189,7 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
         "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),
     }
     rows = [(name, sum(ranks.values()), "bytes/s") for name, ranks in read.items() if ranks]
-    return LoaderCause(
+    return Cause(
         slug="storage",
         title="and the loader itself waits: storage, network, or a lock",
         remedy=f"{parallel}read less often and more at once: larger files (tar, parquet, memory "
@@ -209,7 +198,7 @@ def _storage(inputs: RuleInputs, loading: _Loading) -> LoaderCause | None:
     )
 
 
-def _workers(loading: _Loading, *, on_gpu: bool) -> LoaderCause | None:
+def _workers(loading: _Loading, *, on_gpu: bool) -> Cause | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
     workers = loading.workers
     if workers is None:
@@ -235,7 +224,7 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> LoaderCause | None:
             f"give the DataLoader more workers (num_workers={2 * workers}), or do less per sample: "
             "decode and tokenize once, ahead of training"
         )
-    return LoaderCause(
+    return Cause(
         slug=slug,
         title=title,
         remedy=remedy,

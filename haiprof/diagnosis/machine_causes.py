@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import polars as pl
@@ -19,7 +19,7 @@ from haiprof.diagnosis.thresholds import (
     SAME_COUNT_RATIO,
     STOLEN_NOTED_RATIO,
 )
-from haiprof.diagnosis.verdict import Evidence, evidence_rows
+from haiprof.diagnosis.verdict import Abstention, Evidence, Finding, Judgement, evidence_rows
 from haiprof.run_analysis.settings import Placement, sharing_groups
 
 _NAMED_RANKS = 4
@@ -33,19 +33,20 @@ _THROTTLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starvation:
-    """Why threads that could run got no core."""
+class Cause:
+    """Why training waits, in words: what counters show behind an account of the ledger."""
 
     slug: str
     title: str
     remedy: str
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Evidence, ...] = ()
+    missing: tuple[str, ...] = ()
     is_choice: bool = True
-    """Whether somebody could give the job these cores; not where the node has no more of them."""
+    """Whether somebody could change it; not where the node has no more cores to give."""
 
 
-def starvation(inputs: RuleInputs) -> Starvation | None:
-    """The cause that the counters show, of the rank that waits most; None where they show none.
+def starvation(inputs: RuleInputs) -> Cause | None:
+    """Why the rank that waits most got no core; None where the counters do not show it.
 
     A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
     that want more cores than they may use, which would wait without anybody else; then others.
@@ -70,7 +71,7 @@ def lost_to_waiting(inputs: RuleInputs) -> float:
     return max(lost, default=0.0)
 
 
-def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
+def _limit(inputs: RuleInputs, rank: int) -> Cause | None:
     """The cgroup's limit stopped something in as much of its periods as the rank waited."""
     host = hosts_of(inputs).get(rank)
     node = inputs.node_cpus.get(host) if host is not None else None
@@ -78,7 +79,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
         return None
     limit = "" if node.limit_cores is None else f" of {node.limit_cores:.3g} cores"
-    return Starvation(
+    return Cause(
         slug="cpu_throttled",
         title=f"the job's cgroup stops at its limit{limit} in {ratio_text(stopped)} of the periods",
         remedy="raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
@@ -90,7 +91,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Starvation | None:
     )
 
 
-def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
+def _own_doing(inputs: RuleInputs, rank: int) -> Cause | None:
     """The ranks on these cores want more of them than there are."""
     groups = sharing_groups(inputs.placements[r] for r in inputs.world if r in inputs.placements)
     group = next((g for g in groups if rank in {p.rank for p in g}), ())
@@ -110,7 +111,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Starvation | None:
     shared = len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
-    return Starvation(
+    return Cause(
         slug="shared_cores" if shared else "too_few_cores",
         title=f"{ranks_text(ranks)} share {count}{of}"
         if shared
@@ -144,13 +145,13 @@ def _core_remedy(*, shared: bool, spare: bool) -> str:
     )
 
 
-def _neighbours(inputs: RuleInputs, rank: int) -> Starvation | None:
+def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
     """Others use as many cores as the rank misses."""
     host = hosts_of(inputs).get(rank)
     used = used_by_others(inputs, host) if host is not None else None
     if used is None or used < inputs.core_waits[rank]:
         return None
-    return Starvation(
+    return Cause(
         slug="busy_neighbours",
         title=f"others use the CPUs ({used:.2g} cores)",
         remedy="see what else runs there (top, haiprof ps, other containers of the node), and give "
@@ -261,15 +262,13 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> RankState |
 
 
 def _find_far_memory(inputs: RuleInputs, rank: int) -> RankState | None:
-    placed = find_misplacement(
-        [inputs.placements[r] for r in inputs.world if r in inputs.placements]
-    )
-    if placed is None or placed.ranks != [rank]:
+    placed = numa_placement(inputs)
+    if not isinstance(placed, Finding) or placed.rank != rank:
         return None
     return RankState(
         cause="far_memory",
         text=", it runs far from its GPU or memory",
-        remedy=placed.kind.remedy,
+        remedy=placed.remedy,
         evidence=placed.evidence,
     )
 
@@ -300,99 +299,79 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> RankState | Non
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MisplacementKind:
-    """One way to be misplaced."""
-
-    weight: int
-    """The heavier one names the finding; from 2 on it is a warning, 0 may cost nothing."""
-    title: str
-    singular: str
-    remedy: str
-
-
-_BIND_EARLY = "numactl --cpunodebind=N --membind=N"
-_CORES = MisplacementKind(
-    weight=3,
-    title="run on another NUMA node than their GPU",
-    singular="runs on another NUMA node than its GPU",
-    remedy="bind each rank to its GPU's node: torchrun --numa-binding=node, srun "
-    f"--gpu-bind=closest with --cpu-bind, or {_BIND_EARLY} (nvidia-smi topo -m shows which)",
+_BIND = "numactl --cpunodebind=N --membind=N"
+_BIND_RANKS = (
+    "bind each rank to its GPU's node: torchrun --numa-binding=node, srun --gpu-bind=closest with "
+    f"--cpu-bind, or {_BIND} (nvidia-smi topo -m shows which)"
 )
-_MEMORY = MisplacementKind(
-    weight=2,
-    title="have most of their memory on another NUMA node than their cores",
-    singular="has most of its memory on another NUMA node than its cores",
-    remedy=f"bind before memory is taken, not afterwards: {_BIND_EARLY} in front of the command, "
-    "or torchrun --numa-binding=node",
-)
-_UNBOUND = MisplacementKind(
-    weight=1,
-    title="are not bound, and have most of their memory on another NUMA node than their GPU",
-    singular="is not bound, and has most of its memory on another NUMA node than its GPU",
-    remedy=_CORES.remedy,
-)
-_ADAPTER = MisplacementKind(
-    weight=0,
-    title="run on a NUMA node without a network adapter, while another has one",
-    singular="runs on a NUMA node without a network adapter, while another has one",
-    remedy=f"bind the ranks to the adapters' node: {_BIND_EARLY}",
-)
+_MISPLACED = {
+    "cores": ("run on another NUMA node than their GPU", _BIND_RANKS),
+    "memory": (
+        "have most of their memory on another NUMA node than their cores",
+        f"bind before memory is taken, not afterwards: {_BIND} in front of the command, or "
+        "torchrun --numa-binding=node",
+    ),
+    "unbound": (
+        "are not bound, and have most of their memory on another NUMA node than their GPU",
+        _BIND_RANKS,
+    ),
+    "adapter": (
+        "run on a NUMA node without a network adapter, while another has one",
+        f"bind the ranks to the adapters' node: {_BIND}",
+    ),
+}
+"""Ways to be misplaced, the heaviest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misplacement:
-    """The ranks that are misplaced in the heaviest way that was found."""
+def numa_placement(inputs: RuleInputs) -> Judgement:
+    """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes.
 
-    kind: MisplacementKind
-    placements: tuple[Placement, ...]
-
-    @property
-    def ranks(self) -> list[int]:
-        """Which ranks."""
-        return [placement.rank for placement in self.placements]
-
-    @property
-    def title(self) -> str:
-        """What is wrong, in one line."""
-        one = len(self.placements) == 1
-        return f"{ranks_text(self.ranks)} {self.kind.singular if one else self.kind.title}"
-
-    @property
-    def evidence(self) -> tuple[Evidence, ...]:
-        """Where the first of the ranks run."""
-        return tuple(_placement_evidence(p, self.kind) for p in self.placements[:_NAMED_RANKS])
-
-
-def find_misplacement(placed: Sequence[Placement]) -> Misplacement | None:
-    """The heaviest kind of misplacement among ranks, and all ranks that have it.
-
-    A machine with one node, and a rank that may run anywhere with its memory near its GPU, is fine.
-    Network adapters count where no GPU says where the rank belongs; a rank beside a GPU without an
-    adapter of its node is how the machine is built.
+    The heaviest way is told, with all ranks that have it. A machine with one node, and a rank that
+    may run anywhere with its memory near its GPU, is fine. Network adapters count where no GPU says
+    where the rank belongs; a rank beside a GPU without an adapter of its node is how the machine is
+    built.
     """
-    judged = [(p, kind) for p in placed if p.cpu_nodes and (kind := _misplacement_kind(p))]
-    if not judged:
+    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
+    if not any(placement.cpu_nodes for placement in placed):
+        why = "the NUMA nodes of the ranks' cores are not known"
+        why = why if placed else "no placement of a rank was recorded"
+        return Abstention(rule="numa_placement", why=why)
+    ways = [(_misplacement(placement), placement) for placement in placed if placement.cpu_nodes]
+    worst = next((way for way in _MISPLACED if way in dict(ways)), None)
+    if worst is None:
         return None
-    worst = max((kind for _, kind in judged), key=lambda kind: kind.weight)
-    return Misplacement(kind=worst, placements=tuple(p for p, kind in judged if kind is worst))
+    found = [placement for way, placement in ways if way == worst]
+    title, remedy = _MISPLACED[worst]
+    if len(found) == 1:
+        for plural, single in (("run ", "runs "), ("have ", "has "), ("are ", "is "),
+                               ("their ", "its ")):  # fmt: skip
+            title = title.replace(plural, single)
+    return Finding(
+        rule="numa_placement",
+        severity="warning" if worst in ("cores", "memory") else "info",
+        title=f"{ranks_text([placement.rank for placement in found])} {title}",
+        evidence=tuple(_placement_evidence(p, worst) for p in found[:_NAMED_RANKS]),
+        remedy=remedy,
+        confidence=0.5 if worst == "adapter" else 0.7,
+        missing=("what it costs: counters of memory read from other nodes would say",),
+        rank=found[0].rank if len(found) == 1 else None,
+    )
 
 
-def _misplacement_kind(placement: Placement) -> MisplacementKind | None:
-    """The heaviest kind that fits."""
+def _misplacement(placement: Placement) -> str | None:
+    """The heaviest way that fits."""
     gpu, cores = placement.gpu_node, placement.cpu_nodes
     if len(placement.nodes) < 2:
         return None
     if gpu is not None and gpu not in cores:
-        return _CORES
+        return "cores"
     if _has_pages_elsewhere(placement, cores):
-        return _MEMORY
+        return "memory"
     if gpu is not None and len(cores) > 1 and _has_pages_elsewhere(placement, [gpu]):
-        return _UNBOUND
+        return "unbound"
     adapters = {node for _, node in placement.adapters}
-    if gpu is None and len(cores) == 1 and adapters and cores[0] not in adapters:
-        return _ADAPTER
-    return None
+    alone = gpu is None and len(cores) == 1 and adapters and cores[0] not in adapters
+    return "adapter" if alone else None
 
 
 def _has_pages_elsewhere(placement: Placement, nodes: Collection[int]) -> bool:
@@ -402,13 +381,13 @@ def _has_pages_elsewhere(placement: Placement, nodes: Collection[int]) -> bool:
     return enough and share is not None and share >= PAGES_ELSEWHERE_RATIO
 
 
-def _placement_evidence(placement: Placement, kind: MisplacementKind) -> Evidence:
+def _placement_evidence(placement: Placement, way: str) -> Evidence:
     parts = [f"cores on node {_join_nodes(placement.cpu_nodes)}"]
     if placement.gpu_node is not None:
         parts.append(f"GPU on {placement.gpu_node}")
     if placement.adapters:
         parts.append(f"network on {_join_nodes({node for _, node in placement.adapters})}")
-    gpu = None if kind is _MEMORY else placement.gpu_node
+    gpu = None if way == "memory" else placement.gpu_node
     away = "its cores" if gpu is None else "its GPU"
     return Evidence(
         name=f"rank {placement.rank}: {', '.join(parts)}; pages away from {away}",

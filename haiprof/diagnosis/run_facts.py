@@ -8,7 +8,7 @@ import polars as pl
 
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis import memory_facts, settings_facts, window_facts
-from haiprof.diagnosis.machine_causes import find_misplacement
+from haiprof.diagnosis.machine_causes import numa_placement
 from haiprof.diagnosis.rule_inputs import RuleInputs, median, usual_share
 from haiprof.diagnosis.thresholds import (
     CPU_FULL_CORES,
@@ -134,28 +134,6 @@ def gpu_waits_for_host(inputs: RuleInputs) -> Judgement:
         confidence=0.7,
         missing=("which Python code runs meanwhile",),
         rank=rank,
-    )
-
-
-def numa_placement(inputs: RuleInputs) -> Judgement:
-    """A rank's cores, its memory, its GPU or its network adapters are on different NUMA nodes."""
-    placed = [inputs.placements[rank] for rank in inputs.world if rank in inputs.placements]
-    if not any(placement.cpu_nodes for placement in placed):
-        why = "the NUMA nodes of the ranks' cores are not known"
-        why = why if placed else "no placement of a rank was recorded"
-        return Abstention(rule="numa_placement", why=why)
-    found = find_misplacement(placed)
-    if found is None:
-        return None
-    return Finding(
-        rule="numa_placement",
-        severity="warning" if found.kind.weight >= 2 else "info",
-        title=found.title,
-        evidence=found.evidence,
-        remedy=found.kind.remedy,
-        confidence=0.7 if found.kind.weight else 0.5,
-        missing=("what it costs: counters of memory read from other nodes would say",),
-        rank=found.ranks[0] if len(found.ranks) == 1 else None,
     )
 
 

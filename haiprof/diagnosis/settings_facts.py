@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import ceil
@@ -33,19 +33,13 @@ from haiprof.diagnosis.thresholds import (
 )
 from haiprof.diagnosis.verdict import (
     Abstention,
-    Evidence,
     Finding,
     Judgement,
     Severity,
     evidence_rows,
 )
 from haiprof.run_analysis.code_samples import CODE_PHASES
-from haiprof.run_analysis.settings import (
-    OptimizerSettings,
-    RankSettings,
-    differences,
-    sharing_groups,
-)
+from haiprof.run_analysis.settings import RankSettings, differences, sharing_groups
 
 MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
@@ -72,10 +66,10 @@ class Price:
         """Of the mean step, what the setting costs at least; `on`: share of the time it is on."""
         return on * touched_ratio(inputs, self.phases) * max(1 - 1 / self.least, 0.0)
 
-    def evidence(self, inputs: RuleInputs) -> tuple[Evidence, ...]:
-        """The price, and the share of the step that it is paid for."""
+    def rows(self, inputs: RuleInputs) -> Sequence[tuple[str, float, str]]:
+        """Evidence: the price, and the share of the step that it is paid for."""
         phases = " and ".join(self.phases) if len(self.phases) < 3 else "all phases of the model"
-        return evidence_rows(
+        return (
             (f"measured price, least ({MEASURED})", self.least, ""),
             ("measured price, most", self.most, ""),
             (f"{phases}, share of the step", touched_ratio(inputs, self.phases), "ratio"),
@@ -104,10 +98,15 @@ class _Found:
     """What is on; remedy and confidence where they are not those of the setting's row."""
 
     title: str
-    evidence: tuple[Evidence, ...] = ()
+    rows: Sequence[tuple[str, float | None, str]] = ()
+    """Evidence beside the price."""
+    price: Price | None = None
+    on: float = 1.0
+    """Share of the time for which it is on."""
     lost_ratio: float | None = None
+    """Where it is known better than by the price, and on GPUs, where no price is measured."""
     phases: tuple[str, ...] = ()
-    """The phases whose operators `lost_ratio` is the price of."""
+    """The phases whose operators `lost_ratio` is the price of, where there is no price."""
     missing: tuple[str, ...] | None = None
     """None: the price, where it is not known."""
     remedy: str | None = None
@@ -146,17 +145,21 @@ def _setting(
                 return Abstention(rule=find.__name__, why=found)
             if found is None:
                 return None
-            unknown = (UNKNOWN,) if found.lost_ratio is None else ()
+            price = None if inputs.uses_gpu else found.price
+            lost = found.lost_ratio
+            if price is not None and lost is None:
+                lost = price.lost_ratio(inputs, on=found.on)
+            unknown = (UNKNOWN,) if lost is None else ()
             return Finding(
                 rule=find.__name__,
                 cause=found.cause,
                 title=found.title,
-                evidence=found.evidence,
+                evidence=evidence_rows(*found.rows, *(price.rows(inputs) if price else ())),
                 remedy=found.remedy or remedy,
                 confidence=found.confidence or confidence,
                 severity=severity,
-                lost_ratio=found.lost_ratio,
-                phases=found.phases,
+                lost_ratio=lost,
+                phases=found.price.phases if found.price else found.phases,
                 missing=unknown if found.missing is None else found.missing,
                 rank=found.rank,
             )
@@ -164,21 +167,6 @@ def _setting(
         return rule
 
     return row
-
-
-def _with_price(
-    inputs: RuleInputs, price: Price, title: str, *evidence: Evidence, on: float = 1.0,
-    rank: int | None = None,
-) -> _Found:  # fmt: skip
-    """What a setting with a measured price costs on CPUs; on GPUs none is measured."""
-    measured = () if inputs.uses_gpu else price.evidence(inputs)
-    return _Found(
-        title=title,
-        evidence=(*evidence, *measured),
-        lost_ratio=None if inputs.uses_gpu else price.lost_ratio(inputs, on=on),
-        phases=price.phases,
-        rank=rank,
-    )
 
 
 @_setting(
@@ -203,11 +191,11 @@ def anomaly_detection(inputs: RuleInputs) -> _Found | None:
     return _Found(
         title="anomaly detection is on"
         + (f": writing stacks down takes {ratio_text(seen)} of the step" if seen else ""),
-        evidence=evidence_rows(
+        rows=[
             ("on, of the looks at it", ratio, "ratio"),
             ("writing stacks, of the step (samples)", seen, "ratio"),
             ("forward and backward, share of the step", touched_ratio(inputs, MODEL), "ratio"),
-        ),
+        ],
         lost_ratio=max(known, default=None),
         phases=MODEL,
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
@@ -247,12 +235,11 @@ def profiler_left_on(inputs: RuleInputs) -> _Found | None:
     if not ranks:
         return None
     ratio, some = max(on.values()), len(ranks) < len(inputs.world)
-    return _with_price(
-        inputs,
-        PRICES["profiler"],
-        f"a profiler of the job's own is on {ratio_text(ratio)} of the time"
+    return _Found(
+        title=f"a profiler of the job's own is on {ratio_text(ratio)} of the time"
         + (f", on {ranks_text(ranks)}" if some else ""),
-        *evidence_rows(("on, of the looks at it", ratio, "ratio")),
+        rows=[("on, of the looks at it", ratio, "ratio")],
+        price=PRICES["profiler"],
         on=ratio,
         rank=ranks[0] if some and len(ranks) == 1 else None,
     )
@@ -273,9 +260,7 @@ def costly_switches(inputs: RuleInputs) -> _Found | None:
     unknown = [name for name in on if name not in prices]
     return _Found(
         title="; ".join(f"{name}: {does}" for name, does in on.items()),
-        evidence=evidence_rows(
-            *((f"{name}: of the step at least", prices.get(name), "ratio") for name in on)
-        ),
+        rows=[(f"{name}: of the step at least", prices.get(name), "ratio") for name in on],
         remedy=f"leave out {', '.join(on)}",
         lost_ratio=max(prices.values(), default=None),
         phases=MODEL,
@@ -349,35 +334,26 @@ def double_precision(inputs: RuleInputs) -> _Found | None:
     meet is computed in float64 until it is cast, and how much that is was not measured.
     """
     share = max(_double_ratio(each) for each in inputs.settings.values())
+    batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
     if share < FLOAT64_RATIO:
-        count = sum("float64" in each.input_dtypes for each in inputs.settings.values())
-        return _double_batches(count) if count else None
-    price, busy = PRICES["float64"], max(inputs.gpu_use.values(), default=None)
-    if not inputs.uses_gpu:
-        lost: float | None = price.lost_ratio(inputs)
-    else:
-        lost = None if busy is None else touched_ratio(inputs, STEP) * busy * _GPU_FLOAT64_RATIO
+        return None if not batches else _Found(
+            cause="batches",
+            title="float64: the model is called with batches that have twice the bytes of float32",
+            rows=[("ranks with such batches", float(batches), "count")],
+            remedy="make batches float32 where they are made (arrays of numpy are float64): "
+            ".float(), np.float32; copies and transfers take half the time then",
+            confidence=0.6,
+            missing=("how much is computed in float64 before it is cast",),
+        )  # fmt: skip
+    busy, lost = max(inputs.gpu_use.values(), default=None), None
+    if inputs.uses_gpu and busy is not None:
+        lost = touched_ratio(inputs, STEP) * busy * _GPU_FLOAT64_RATIO
     return _Found(
         title=f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
-        evidence=(
-            *evidence_rows(("float64, of what is trained", share, "ratio")),
-            *(() if inputs.uses_gpu else price.evidence(inputs)),
-        ),
+        rows=[("float64, of what is trained", share, "ratio")],
+        price=PRICES["float64"],
         lost_ratio=lost,
-        phases=price.phases,
-        missing=("how busy the GPU is",) if lost is None else (),
-    )
-
-
-def _double_batches(rank_count: int) -> _Found:
-    return _Found(
-        cause="batches",
-        title="float64: the model is called with batches that have twice the bytes of float32",
-        evidence=evidence_rows(("ranks with such batches", float(rank_count), "count")),
-        remedy="make batches float32 where they are made (arrays of numpy are float64): .float(), "
-        "np.float32; copies and transfers take half the time then",
-        confidence=0.6,
-        missing=("how much is computed in float64 before it is cast",),
+        missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
     )
 
 
@@ -407,7 +383,7 @@ def deterministic_mode(inputs: RuleInputs) -> _Found | None:
     if not on or not (inputs.uses_gpu or price.lost_ratio(inputs)):
         return None
     switches = " and ".join(titles[name] for name in sorted(on))
-    return _with_price(inputs, price, f"deterministic algorithms only: {switches}")
+    return _Found(title=f"deterministic algorithms only: {switches}", price=price)
 
 
 @_setting(
@@ -425,11 +401,11 @@ def mkldnn_off(inputs: RuleInputs) -> _Found | None:
     if not any(_has_layers(each, ("Conv",)) for each in off):
         return None
     price = PRICES["mkldnn_convolutions"]
-    return _with_price(
-        inputs,
-        price,
-        f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
-        f"{ratio_text(price.lost_ratio(inputs))} of the step",
+    lost = ratio_text(price.lost_ratio(inputs))
+    return _Found(
+        title=f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
+        f"{lost} of the step",
+        price=price,
     )
 
 
@@ -440,25 +416,23 @@ def optimizer_loop(inputs: RuleInputs) -> _Found | None:
     Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
     finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
     """
-    loops = [o for each in inputs.settings.values() for o in each.optimizers if _loops(o)]
-    share = usual_share(inputs, "optimizer")
-    if not loops or share is None or share < PROBLEM_RATIO:
+    loops = [
+        (optimizer.tensor_count or 0, optimizer.name)
+        for each in inputs.settings.values()
+        for optimizer in each.optimizers
+        if optimizer.foreach is False and not optimizer.fused and "cuda" in optimizer.devices
+    ]
+    count, name = max(loops, key=lambda loop: loop[0], default=(0, None))
+    share = usual_share(inputs, "optimizer") or 0.0
+    if count < LOOP_MIN_TENSORS or share < PROBLEM_RATIO:
         return None
-    most = max(loops, key=lambda optimizer: optimizer.tensor_count or 0)
     return _Found(
-        title=f"{most.name} updates {most.tensor_count} tensors one by one (foreach=False), "
+        title=f"{name} updates {count} tensors one by one (foreach=False), "
         f"{ratio_text(share)} of the step",
-        evidence=evidence_rows(
-            ("tensors", float(most.tensor_count or 0), "count"),
-            ("optimizer, share of the step", share, "ratio"),
-        ),
-    )
-
-
-def _loops(optimizer: OptimizerSettings) -> bool:
-    many = (optimizer.tensor_count or 0) >= LOOP_MIN_TENSORS
-    one_by_one = optimizer.foreach is False and not optimizer.fused
-    return many and one_by_one and "cuda" in optimizer.devices
+        rows=[
+            ("tensors", float(count), "count"), ("optimizer, share of the step", share, "ratio")
+        ],
+    )  # fmt: skip
 
 
 @_setting(
@@ -480,7 +454,17 @@ def ddp_arguments(inputs: RuleInputs) -> _Found | str | None:
     ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
     unused = any(each.get("find_unused_parameters") is True for each in ddp)
     if unused and not any(each.get("static_graph") is True for each in ddp):
-        return _find_unused(inputs)
+        price = PRICES["find_unused_parameters"]
+        lost = "" if inputs.uses_gpu else ratio_text(price.lost_ratio(inputs))
+        return _Found(
+            cause="find_unused_parameters",
+            title="find_unused_parameters=True: the graph is walked after each forward"
+            + (f", at least {lost} of the step" if lost else ""),
+            remedy="leave it out where every parameter gets a gradient in every step; where the "
+            "unused ones are always the same, static_graph=True does without",
+            confidence=0.5,
+            price=price,
+        )
     return None
 
 
@@ -506,29 +490,12 @@ def _no_sync(inputs: RuleInputs, count: float) -> _Found:
     return _Found(
         cause="no_sync",
         title=f"gradients of {count:.0f} micro-steps are accumulated, and reduced after each one",
-        evidence=evidence_rows(
+        rows=[
             ("backward passes of a step", count, "count"),
             ("waiting and reducing that no_sync spares", spare, "ns"),
-        ),
+        ],
         lost_ratio=None if spare is None or not whole else spare / whole,
         phases=("backward",),
-        missing=(UNKNOWN,) if spare is None else (),
-    )
-
-
-def _find_unused(inputs: RuleInputs) -> _Found:
-    price = PRICES["find_unused_parameters"]
-    lost = None if inputs.uses_gpu else price.lost_ratio(inputs)
-    return _Found(
-        cause="find_unused_parameters",
-        title="find_unused_parameters=True: the graph is walked after each forward"
-        + (f", at least {ratio_text(lost)} of the step" if lost else ""),
-        evidence=() if inputs.uses_gpu else price.evidence(inputs),
-        remedy="leave it out where every parameter gets a gradient in every step; where the unused "
-        "ones are always the same, static_graph=True does without",
-        confidence=0.5,
-        lost_ratio=lost,
-        phases=price.phases,
     )
 
 
@@ -551,9 +518,10 @@ def fsdp_units(inputs: RuleInputs) -> _Found | None:
             return _Found(
                 title=f"FSDP has the whole of {model.name} as one unit: all parameters are "
                 "gathered before forward, and nothing computes meanwhile",
-                evidence=evidence_rows(
-                    ("units", 1.0, "count"), ("parameters, each a tensor", float(count), "count")
-                ),
+                rows=[
+                    ("units", 1.0, "count"),
+                    ("parameters, each a tensor", float(count), "count"),
+                ],
             )
     return None
 
@@ -643,10 +611,10 @@ def threads_over_cores(inputs: RuleInputs) -> _Found | None:
     sharing = next((len(group) for group in groups if rank in {p.rank for p in group}), 1)
     return _Found(
         title=f"{settings.operator_threads} threads per operator on {cores:g} cores",
-        evidence=evidence_rows(
+        rows=[
             ("threads per operator", float(settings.operator_threads or 0), "count"),
             (f"cores, by {where}", cores, "cores"),
-        ),
+        ],
         remedy=f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
         + (f", as {sharing} ranks share the cores" if sharing > 1 else "")
         + (": torch counts the machine's cores, and knows no limit" if limited else ""),
