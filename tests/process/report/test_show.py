@@ -32,7 +32,7 @@ def test_show_in_a_terminal_prints(
     analyzer.show_one_rank(0)
     analyzer.show_comparison(other)
     text = capsys.readouterr().out
-    assert "cannot be judged" in text  # all its steps are equal: they tell nothing
+    assert "no difference above" in text  # a run against itself
     assert "Processes" in text
     assert "Slowest steps" in text
 
@@ -63,5 +63,5 @@ def test_show_in_a_notebook_displays_figures_that_need_no_network(
         assert "Plotly.newPlot" in page
         assert "cdn.plot.ly/plotly" not in page
         assert page.startswith('<div role="figure" aria-label="')
-        name = "cannot be judged" if "comparison" in cell.source else "job</b>"
+        name = "no difference above" if "comparison" in cell.source else "job</b>"
         assert f"haiprof figure: <b>{name}" in output["data"]["text/plain"]
