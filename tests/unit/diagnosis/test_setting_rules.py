@@ -214,7 +214,7 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
     double = on_gpu(root.with_name("gpu"), model={"dtypes": {"float64": 1000}})["double_precision"]
     assert double.lost_ratio == pytest.approx(0.45, abs=0.03)
     ddp = {"passes": 1, "no_sync_count": 0, "find_unused_parameters": True}
-    unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]  # type: ignore[arg-type]
+    unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]
     assert (unused.cause, unused.lost_ratio is None) == ("find_unused_parameters", False)
 
 
