@@ -113,10 +113,9 @@ def count(files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame) ->
         value = pl.col("value")
         for metric, parts in own.items():
             rows = pl.concat(parts).drop_nulls("value")
-            known = rows.group_by("owner").agg(value.median(), mean=value.mean())
-            medians[metric].update(known.select("owner", "value").rows())
+            medians[metric].update(rows.group_by("owner").agg(value.median()).rows())
             if metric == _LOST:
-                waits.update(known.select("owner", "mean").rows())
+                waits.update(rows.group_by("owner").agg(value.mean()).rows())
             if metric in _SERIES:
                 points.append(_thin(metric, rows))
         means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
@@ -144,13 +143,14 @@ def _add_rows(
     inside = (source.time_ns >= begin) & (source.time_ns <= end)
     for metric in source.metrics:
         at = np.flatnonzero(metric.shown & inside)
-        time, length = source.time_ns[at], end[at] - begin[at]
         rows = {
             "owner": owners.gather(source.owner[at]),
-            "time_ns": time,
-            "part": (time - begin[at]) // np.maximum(length // POINT_COUNT, 1),
+            "time_ns": source.time_ns[at],
             "value": pl.Series(metric.values[at], dtype=pl.Float64, nan_to_null=True),
         }
+        if metric.name in _SERIES:
+            part_ns = np.maximum((end[at] - begin[at]) // POINT_COUNT, 1)
+            rows["part"] = (source.time_ns[at] - begin[at]) // part_ns
         found[metric.name].append(pl.DataFrame(rows))
 
 
