@@ -54,18 +54,6 @@ class CodeTree:
         lines = [first.setdefault(frame[:3], at) for at, frame in enumerate(self.frames)]
         return np.array([*lines, -1])[self.place]
 
-    def ends_outside(self, file: str) -> Ints:
-        """Per stack: the part of it that lies outside the first frame of that file; else itself."""
-        own = np.array([*(frame.file.endswith(file) for frame in self.frames), False])
-        found = np.arange(len(self.place))
-        cut = np.zeros(len(found), dtype=np.bool_)
-        for stack in range(1, len(found)):  # callers come first
-            parent = self.parent[stack]
-            cut[stack] = cut[parent] or own[self.place[stack]]
-            if cut[stack]:
-                found[stack] = found[parent]
-        return found
-
     def within(self, file: str) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
         own = np.array([*(frame.file.endswith(file) for frame in self.frames), False])

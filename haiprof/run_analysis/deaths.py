@@ -41,8 +41,6 @@ _PLACES_LIMIT = 4
 """Of so many ranks each one's line is shown where none of them is to blame."""
 _SAME_KILL_NS = NS_PER_S // 100
 """Signals to several ranks at once arrive within this time; launchers look ten times a second."""
-LOST_NS = 10 * NS_PER_S
-"""A node that wrote nothing for so long while others did is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.nesting import Bools, Codes, Spans, kind_table
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_tokens import BOUNDARIES, WORDS
-from haiprof.run_analysis.steps import NOGRAD_PHASE, PHASES, SPAN_PHASES, Segmentation, segment
+from haiprof.run_analysis.steps import PHASES, SPAN_PHASES, Segmentation, segment
 from haiprof.run_format import schema
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
@@ -308,7 +308,6 @@ def _device(rank: RankSegments, missing: pl.Series) -> dict[str, object]:
 
 
 GC_PHASE, SAVE_PHASE = "gc", "save"
-NOGRAD_NAME = SPAN_PHASES[NOGRAD_PHASE]
 PHASE_SCHEMA = {
     "rank": pl.Int64,
     "attempt": pl.Int64,
