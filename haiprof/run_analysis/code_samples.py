@@ -56,11 +56,14 @@ class CodeTree:
 
     def within(self, file: str) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
-        own = np.array([*(frame.file.endswith(file) for frame in self.frames), False])
-        found: Bools = own[self.place]
+        return self.holds(np.array([*(frame.file.endswith(file) for frame in self.frames), False]))
+
+    def holds(self, frames: Bools) -> Bools:
+        """Per stack: whether one of these frames is in it; the last stands for no frame."""
+        found: Bools = frames[self.place]
         outwards = self.parent
         while outwards.any():
-            found = found | own[self.place[outwards]]
+            found = found | frames[self.place[outwards]]
             outwards = self.parent[outwards]
         return found
 

@@ -404,19 +404,9 @@ def _activities(samples: CodeSamples, packages: Sequence[str]) -> Ints:
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
     workers = np.array([*(_WORKER_LOADER in f.function for f in tree.frames), False])
-    found = np.where(_within(tree, workers)[samples.stack], LOADER_WAIT, found)
+    found = np.where(tree.holds(workers)[samples.stack], LOADER_WAIT, found)
     found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
-
-
-def _within(tree: CodeTree, frames: Bools) -> Bools:
-    """Per stack: whether one of these frames is in it."""
-    found: Bools = frames[tree.place]
-    outwards = tree.parent
-    while outwards.any():
-        found = found | frames[tree.place[outwards]]
-        outwards = tree.parent[outwards]
-    return found
 
 
 def _frame_activity(frame: Frame, package: str) -> int:
