@@ -54,10 +54,10 @@ def collect(folder: Path, python: str = PYTHON) -> int:
             wheel = download(name, folder, python)
             index[name] = entry(wheel, python)
             waiting += index[name]["needs"]
-    wheel, told = build_wheel(folder, python)
+    own, told = build_wheel(folder, python)
     print(told)
-    if wheel is not None:
-        index["haiprof"] = {**entry(wheel, python), "needs": []}
+    if own is not None:
+        index["haiprof"] = {**entry(own, python), "needs": []}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     return report(folder)
 

@@ -260,7 +260,13 @@ class Burst:
         """Advances the state; called about twice a second, never waits."""
         try:
             if self.status == "waiting":
-                self._wait()
+                if isinstance(self._nsys, Refusal):
+                    self._end("unavailable", self._nsys)
+                elif self._begins_s is None:
+                    if self._has_trained():
+                        self._begins_s = time.monotonic() + self._delay_s
+                elif time.monotonic() >= self._begins_s:
+                    self._sample(self._nsys)
             elif self._process is not None:
                 self._watch(self._process)
         except (OSError, subprocess.SubprocessError) as error:
@@ -288,15 +294,6 @@ class Burst:
             self._end("stopped", Refusal(reason, remedy if self.status == "exporting" else ""))
 
     # -- states - ------------------------------------------------------------------------
-
-    def _wait(self) -> None:
-        if isinstance(self._nsys, Refusal):
-            self._end("unavailable", self._nsys)
-        elif self._begins_s is None:
-            if self._has_trained():
-                self._begins_s = time.monotonic() + self._delay_s
-        elif time.monotonic() >= self._begins_s:
-            self._sample(self._nsys)
 
     def _sample(self, nsys: Nsys) -> None:
         options, node = self._options, self._node

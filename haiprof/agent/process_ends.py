@@ -85,7 +85,16 @@ class ProcessEnds:
             self._watch(rank.pid)
         now = time.monotonic()
         if now >= self._scan_at:
-            self._scan()
+            self._tree.refresh()
+            found, known = [self._job_pid], {self._job_pid}
+            for pid in found:
+                below = [child for child in self._tree.children.get(pid, ()) if child not in known]
+                found += below
+                known.update(below)
+            for pid in found:
+                if pid not in self._seen:
+                    self._watch(pid)
+            self._seen &= known | self._watched.keys()
             self._scan_at = now + self._scan_gap_s
             self._scan_gap_s = min(self._scan_gap_s * SCAN_GROWTH, MAX_SCAN_S)
 
@@ -102,18 +111,6 @@ class ProcessEnds:
         self._log.close()
 
     # -- who is watched -------------------------------------------------------------------------
-
-    def _scan(self) -> None:
-        self._tree.refresh()
-        found, known = [self._job_pid], {self._job_pid}
-        for pid in found:
-            below = [child for child in self._tree.children.get(pid, ()) if child not in known]
-            found += below
-            known.update(below)
-        for pid in found:
-            if pid not in self._seen:
-                self._watch(pid)
-        self._seen &= known | self._watched.keys()
 
     def _watch(self, pid: int) -> None:
         if pid in self._watched or len(self._watched) >= WATCHED_LIMIT:

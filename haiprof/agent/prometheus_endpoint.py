@@ -29,7 +29,6 @@ from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.otel_names import (
     Family,
-    Instrument,
     Sample,
     families,
     instruments,
@@ -200,31 +199,21 @@ class Latest:
                 meaning = meanings.get((table.name, column.name))
                 if value is None or meaning is None:
                     continue
-                labels = self._labels(meaning, table.keys, key, entity, rank)
+                labels = series_labels(
+                    meaning,
+                    run=self._run.root.name,
+                    host=self._host,
+                    keys=table.keys,
+                    key=key,
+                    entity=entity,
+                    rank=rank,
+                )
                 yield Sample(
                     instrument=meaning,
                     labels=labels,
                     value=value / meaning.divisor,
                     time_ns=row["time_ns"],
                 )
-
-    def _labels(
-        self,
-        meaning: Instrument,
-        keys: tuple[str, ...],
-        key: tuple[int, ...],
-        entity: Mapping[str, Any],
-        rank: int | None,
-    ) -> dict[str, str]:
-        return series_labels(
-            meaning,
-            run=self._run.root.name,
-            host=self._host,
-            keys=keys,
-            key=key,
-            entity=entity,
-            rank=rank,
-        )
 
     def _own_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Ranks of this node; each rank.json of the job is read once."""

@@ -106,7 +106,23 @@ class Reactor:
         fd, path = claim
         command = self._command(alarm)
         try:
-            self._note(path.stem, alarm, command or "none")
+            action = command or "none"
+            wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
+            self._append(
+                {
+                    "type": "reaction",
+                    "name": path.stem,
+                    "time_ns": mono_ns,
+                    "wall_ns": wall_ns,
+                    "trigger": alarm.trigger,
+                    "rank": alarm.rank,
+                    "step": alarm.step,
+                    "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
+                    "reason": alarm.reason,
+                    **alarm.numbers,
+                    "action": action,
+                }
+            )
             if not self._options.quiet and command != "snapshot":
                 print_message(
                     f"{alarm.reason}; tracing {self._steps} steps" if command else alarm.reason
@@ -178,24 +194,6 @@ class Reactor:
         self._note_result(action, content)
 
     # -- results - -------------------------------------------------------------------
-
-    def _note(self, name: str, alarm: Alarm, action: str) -> None:
-        wall_ns, mono_ns = time.time_ns(), time.monotonic_ns()
-        self._append(
-            {
-                "type": "reaction",
-                "name": name,
-                "time_ns": mono_ns,
-                "wall_ns": wall_ns,
-                "trigger": alarm.trigger,
-                "rank": alarm.rank,
-                "step": alarm.step,
-                "since_wall_ns": wall_ns - mono_ns + alarm.since_mono_ns,
-                "reason": alarm.reason,
-                **alarm.numbers,
-                "action": action,
-            }
-        )
 
     def _note_result(self, action: _Action, content: Mapping[str, Any]) -> None:
         line = {"type": "reaction_result", "name": action.name, "wall_ns": time.time_ns()}

@@ -419,7 +419,10 @@ class Relay:
             if peer.given >= 0:
                 self.rings.add(peer.given, peer.pid, self.run.rank(rank, attempt))
                 peer.given = -1
-            self._drop_older(peer)
+            # Drops an older connection of the same process, whose descriptor the job has closed.
+            for other in list(self.peers):
+                if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
+                    self._drop(other)
             self._introduce(peer)
         elif request_id == _STEPS_ID:
             steps = message.get("step")
@@ -437,12 +440,6 @@ class Relay:
             return
         with contextlib.suppress(OSError):  # full disk: the rank seems silent
             post_reply(self.run, request_id, peer.name, said)
-
-    def _drop_older(self, peer: Peer) -> None:
-        """Drops an older connection of the same process, whose descriptor the job has closed."""
-        for other in list(self.peers):
-            if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
-                self._drop(other)
 
     def _drop(self, peer: Peer) -> None:
         peer.connection.close()

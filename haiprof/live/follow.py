@@ -282,7 +282,10 @@ class LiveJob:
 
     def look(self) -> JobNow:
         """Its present progress; of very many ranks a part at each look, in turn."""
-        self._find_ranks()
+        for rank, attempt, paths in self.job.run.rank_folders():
+            known = self._ranks.get(rank)
+            if known is None or known.attempt < attempt:
+                self._ranks[rank] = LiveRank(rank, attempt, paths)
         now_ns = self._clock()
         for live in self._due():
             self._known[live.rank] = live.look(now_ns)
@@ -309,12 +312,6 @@ class LiveJob:
                 for rank in sorted(known)
             ),
         )
-
-    def _find_ranks(self) -> None:
-        for rank, attempt, paths in self.job.run.rank_folders():
-            known = self._ranks.get(rank)
-            if known is None or known.attempt < attempt:
-                self._ranks[rank] = LiveRank(rank, attempt, paths)
 
     def _due(self) -> list[LiveRank]:
         """All ranks at the first look, then so many in turn."""

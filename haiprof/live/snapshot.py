@@ -85,12 +85,14 @@ def inspect_suspects(
 def _inspect(state: RankState, run: RunFiles, wall_ns: int, spy: str | None) -> SuspectDetails:
     native = _native_stack(spy, state)
     gpu, counters = _gpu(state, run, wall_ns)
+    lines = [line for node in run.nodes if node.host == state.host for line in node.of_type("xid")]
+    codes = [integer(line.get("xid")) for line in lines if line.get("gpu") == gpu]
     return SuspectDetails(
         rank=state.rank,
         native=None if isinstance(native, str) else native,
         note=native if isinstance(native, str) else None,
         gpu=counters,
-        xids=_xids(run, state.host, gpu),
+        xids=tuple(code for code in codes if code is not None) if gpu is not None else (),
     )
 
 
@@ -142,12 +144,6 @@ def _gpu(state: RankState, run: RunFiles, wall_ns: int) -> tuple[int | None, dic
     last = own.sort("time_ns").group_by("metric", maintain_order=True).last()
     index = integer(own["gpu"][-1]) if own.height else None
     return index, {str(m): float(v) for m, v in last.select("metric", "value").rows()}
-
-
-def _xids(run: RunFiles, host: str | None, gpu: int | None) -> tuple[int, ...]:
-    lines = [line for node in run.nodes if node.host == host for line in node.of_type("xid")]
-    codes = [integer(line.get("xid")) for line in lines if line.get("gpu") == gpu]
-    return tuple(code for code in codes if code is not None) if gpu is not None else ()
 
 
 ANSWER_S = 3.0

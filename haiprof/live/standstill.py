@@ -139,7 +139,11 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
     found: dict[int, Suspect] = {}
     for suspect in (
         *_stopped_ranks(states),
-        *_mismatched_ranks(mismatches),
+        *[
+            Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
+            for mismatch in mismatches
+            for rank in mismatch.odd
+        ],
         *_mute(states),
         *_not_begun(states),
         *_behind(states),
@@ -331,11 +335,3 @@ def doing(state: RankState) -> str:
     if state.pid is None:
         return "not known: nothing of it is seen from here"
     return "not known: it did not answer"
-
-
-def _mismatched_ranks(mismatches: Sequence[Mismatch]) -> list[Suspect]:
-    return [
-        Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
-        for mismatch in mismatches
-        for rank in mismatch.odd
-    ]

@@ -173,7 +173,8 @@ class XidWatch:
             raise
         if not event.eventType & _XID_EVENTS:
             return
-        gpu = self._index(event.device)
+        wanted = _address(event.device)
+        gpu = next((d.index for d in self._devices if _address(d.handle) == wanted), None)
         if gpu is not None:
             self._counts[gpu] += 1
         line = {"type": XID, "gpu": gpu, "xid": int(event.eventData), "time_ns": self._clock()}
@@ -186,11 +187,6 @@ class XidWatch:
             pass  # it cannot be handled
         finally:
             self._nvml.close()
-
-    def _index(self, handle: object) -> int | None:
-        """The GPU of a handle; None for one that was not registered."""
-        wanted = _address(handle)
-        return next((d.index for d in self._devices if _address(d.handle) == wanted), None)
 
     def _refuse(self, devices: Sequence[Device], why: Unavailable) -> None:
         for device in devices:

@@ -93,7 +93,17 @@ class Nvml:
     def open(self) -> None:
         """Loads the library and starts it."""
         if self._module is None:
-            self._module = _binding()
+            try:
+                ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
+            except OSError:
+                raise Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY) from None
+            try:
+                import pynvml
+            except ImportError as error:
+                reason = f"nvidia-ml-py cannot be imported: {error}"
+                raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
+            module: ModuleType = pynvml
+            self._module = module
         self.call("nvmlInit")
         self._started = True
         try:
@@ -229,7 +239,8 @@ class Call:
 
 def call_reading(device: Device, call: Call) -> Reading:
     """A call as a reading."""
-    function = _first_known(device, call)
+    names = call.functions
+    function = next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
     return Reading(
         columns=call.columns,
         origin=function,
@@ -321,27 +332,6 @@ def numa_node(root: Path, bus_id: str) -> int | None:
 def text(words: str | bytes) -> str:
     """NVML's words are bytes in older bindings."""
     return words.decode(errors="replace") if isinstance(words, bytes) else words
-
-
-def _binding() -> ModuleType:
-    """The module of nvidia-ml-py; imported late, as it is useless without a driver."""
-    try:
-        ctypes.CDLL(LIBRARY)  # as pynvml will, but before the 10 ms that its import takes
-    except OSError:
-        raise Unavailable(NO_LIBRARY, remedy=NO_LIBRARY_REMEDY) from None
-    try:
-        import pynvml
-    except ImportError as error:
-        reason = f"nvidia-ml-py cannot be imported: {error}"
-        raise Unavailable(reason, remedy=_OLD_BINDING_REMEDY) from None
-    module: ModuleType = pynvml
-    return module
-
-
-def _first_known(device: Device, call: Call) -> str:
-    """The function's name on this driver; the last one where none of them is there."""
-    names = call.functions
-    return next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
 
 
 def _is_known(device: Device, function: str, call: Call) -> bool:

@@ -129,23 +129,18 @@ def _tool(name: str, kind: Kind, purpose: str, path: str | None) -> Tool:
 def software(root: Path = Path("/")) -> Software:
     """Versions, without importing what they are of."""
     driver = _DRIVER_VERSION.search(read_text(root / "proc/driver/nvidia/version") or "")
+    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
+    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
     return Software(
         host=socket.gethostname(),
         kernel=f"{platform.system()} {platform.release()}",
-        cgroup=_cgroup_version(root),
+        cgroup=" + ".join(sorted(versions)) or None,
         python=platform.python_version(),
         executable=sys.executable,
         torch=_version("torch"),
         nvidia_driver=driver.group(1) if driver else None,
         nvidia_ml_py=_version("nvidia-ml-py"),
     )
-
-
-def _cgroup_version(root: Path) -> str | None:
-    """Source: cgroups(7), /proc/PID/cgroup: hierarchy 0 is version 2."""
-    lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
-    versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
-    return " + ".join(sorted(versions)) or None
 
 
 def _version(package: str) -> str | None:
