@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from haiprof.agent.samplers.table import TableSampler
+from haiprof.agent.samplers.table import Node, TableSampler
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -225,13 +225,14 @@ class Device:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One NVML function and the columns that it fills."""
 
-    columns: tuple[str, ...]
-    functions: tuple[str, ...]
-    """The first one that driver and binding have is used, as names change."""
+    columns: str
+    """With blanks between them."""
+    functions: str
+    """Names, as they change: the first one that driver and binding have is used."""
     arguments: tuple[object, ...] = ()
     values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)
     """From NVML's answer to base units."""
@@ -239,10 +240,10 @@ class Call:
 
 def call_reading(device: Device, call: Call) -> Reading:
     """A call as a reading."""
-    names = call.functions
+    names = call.functions.split()
     function = next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
     return Reading(
-        columns=call.columns,
+        columns=tuple(call.columns.split()),
         origin=function,
         read=lambda: call.values(device.call(function, *call.arguments)),
     )
@@ -261,11 +262,15 @@ class NvmlSampler(TableSampler):
         root: Path = Path("/"),
         clock: Clock = time.perf_counter_ns,
     ) -> None:
-        super().__init__(clock=clock)
+        super().__init__(root=root, clock=clock)
         self.nvml = Nvml(nvml)
-        self.root = root
         self.devices: list[Device] = []
         """Those that can be used; after `find`."""
+
+    @classmethod
+    def for_node(cls, node: Node) -> NvmlSampler:
+        """The sampler of a node."""
+        return cls(nvml=node.nvml, root=node.root, clock=node.clock)
 
     def readings(self, device: Device) -> Iterable[Reading]:
         """What is read of one GPU."""
