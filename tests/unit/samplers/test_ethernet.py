@@ -37,11 +37,7 @@ BNXT = {"rx_pfc_ena_frames_pri3": 5, "rx_pause_frames": 1, "pfc_pri3_rx_duration
 
 
 class FakeKernel:
-    """Interfaces in /sys/class/net and the kernel's side of SIOCETHTOOL.
-
-    Args:
-        root: Stands for `/`.
-    """
+    """Interfaces in /sys/class/net and the kernel's side of SIOCETHTOOL."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
