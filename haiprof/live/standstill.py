@@ -97,15 +97,15 @@ class RankState:
     rank: int
     host: str | None
     pid: int | None
-    answered: bool
-    """Whether its own interpreter answered."""
     process_state: str | None
     """The kernel's letter; None if its node did not report it."""
-    stack: Stack | None
+    answered: bool = False
+    """Whether its own interpreter answered."""
+    stack: Stack | None = None
     """Of its main thread."""
-    collectives: GroupStatus
+    collectives: GroupStatus = field(default_factory=dict)
     """At the second look."""
-    before: GroupStatus
+    before: GroupStatus = field(default_factory=dict)
     """At the first look."""
     begun: bool = True
     """Whether it has reached its first backward pass."""
