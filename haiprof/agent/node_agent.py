@@ -25,7 +25,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.reader import read_json, read_lines
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
-from haiprof.run_format.writer import LineWriter, write_json
+from haiprof.run_format.writer import append_line, write_json
 
 if TYPE_CHECKING:
     from haiprof.agent.prometheus_endpoint import Scrape
@@ -225,9 +225,8 @@ class Agent:
         try:
             relay.start()
         except OSError as error:
-            writer = LineWriter(self.run.node(self.host).events)
-            writer.append({"type": "control", "state": "unavailable", "reason": str(error)})
-            writer.close()
+            line = {"type": "control", "state": "unavailable", "reason": str(error)}
+            append_line(self.run.node(self.host).events, line)
         else:
             self._relay = relay
             if self.options.reach:
@@ -345,11 +344,8 @@ class Agent:
             asdict(process) for process in self.unreported.values() if process.pid not in reported
         ]
         self.unreported.clear()
-        if missing:
-            writer = LineWriter(self.run.node(self.host).events)
-            for process in missing:
-                writer.append({"type": "unreported", **process})
-            writer.close()
+        for process in missing:
+            append_line(self.run.node(self.host).events, {"type": "unreported", **process})
         return missing
 
     def _elect(self) -> bool:

@@ -33,7 +33,7 @@ from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
 WATCHED_LIMIT = 1024
@@ -212,11 +212,8 @@ class ProcessEnds:
                 **_kill_json(own)}  # fmt: skip
 
     def _note(self, lines: list[dict[str, Any]]) -> None:
-        if lines:
-            writer = LineWriter(self._events)
-            for line in lines:
-                writer.append(line)
-            writer.close()
+        for line in lines:
+            append_line(self._events, line)
 
 
 def note_job_end(
@@ -278,9 +275,7 @@ def note_launcher_gone(run: RunPaths, host: str) -> None:
 
 def _append(run: RunPaths, host: str, line: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):
-        writer = LineWriter(run.node(host).events)
-        writer.append(line)
-        writer.close()
+        append_line(run.node(host).events, line)
 
 
 def _label(environ: Mapping[str, str]) -> int | None:

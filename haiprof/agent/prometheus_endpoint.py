@@ -5,6 +5,7 @@ Nothing here runs unless `--prometheus-port` was given; the port is on the loopb
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import threading
@@ -36,7 +37,7 @@ from haiprof.run_format.otel_names import (
 )
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.schema import NULL_I64, counter_end
-from haiprof.run_format.writer import LineWriter
+from haiprof.run_format.writer import append_line
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -89,12 +90,9 @@ class Scrape:
 
     def _note(self, line: Mapping[str, object]) -> None:
         """Writes a line to the node's events file; on a full disk it is lost."""
-        try:
-            writer = LineWriter(self._run.node(self._host).events)
-        except OSError:
-            return
-        writer.append({"type": "scrape", "time_ns": time.perf_counter_ns(), **line})
-        writer.close()
+        with contextlib.suppress(OSError):
+            full = {"type": "scrape", "time_ns": time.perf_counter_ns(), **line}
+            append_line(self._run.node(self._host).events, full)
 
 
 class _Server(GuardedServer, WSGIServer):
