@@ -24,8 +24,8 @@ OFFLINE = ["unshare", "--map-root-user", "--net", sys.executable, "-S", "-c", _A
 
 
 def make_python(folder: Path) -> Path:
-    """A virtual environment without pip that has links to torch and to what torch needs."""
-    venv.create(folder, symlinks=True)
+    """A virtual environment that has pip, and links to torch and to what torch needs."""
+    venv.create(folder, symlinks=True, with_pip=True)
     [site] = folder.glob("lib/python*/site-packages")
     for name in sorted(_with_needs("torch")):
         _link(importlib.metadata.distribution(name), site)
