@@ -16,7 +16,7 @@ from haiprof.diagnosis.explanations import (
     account_line,
     code_lines,
     explain,
-    straggler,
+    stragglers,
 )
 from haiprof.diagnosis.machine_causes import stolen_notes
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
@@ -213,8 +213,8 @@ def _finding(
     question = Question(
         inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
     )
-    if account.explanation == "ranks_uneven" and rank is not None:
-        said = straggler(question, rank, found.straggler_ns, account.position)
+    if account.explanation == "ranks_uneven" and found.late is not None:
+        said = stragglers(question, found.late.extra_ns)
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)

@@ -260,21 +260,25 @@ def _peers(question: Question) -> Explanation:
     )
 
 
-def straggler(question: Question, rank: int, own_ns: float, phase: str) -> Explanation:
-    """One rank needs longer than the others for the same work."""
-    inputs = question.inputs
-    state = state_of(inputs, rank, question.share)
-    where = WHERE[phase]
+def stragglers(question: Question, extra_ns: float) -> Explanation:
+    """Some ranks need longer than the others for the same work."""
+    inputs, account = question.inputs, question.account
+    state = state_of(inputs, account.ranks[0], question.share)
+    where = WHERE[account.position]
     gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
+    several = len(account.ranks) > 1
+    are = "are stragglers" if several else "is a straggler"
+    code = f": {_code_text(account, lead='')}" if account.file else ""
     return Explanation(
         slug="ranks_uneven",
-        cause=state.cause if state else phase,
-        title=f"rank {rank} is a straggler: {duration_text(own_ns)} of each step more than the "
-        f"others, most of it {where}{state.text if state else ''}",
+        cause=state.cause if state else account.position,
+        title=f"{ranks_text(account.ranks)} {are}: {duration_text(extra_ns)} of each step more "
+        f"than the others, most of it {where}{code}{state.text if state else ''}",
         remedy=state.remedy
         if state
-        else f"compare rank {rank} with another: its data shard, its host's load, its CPU "
-        f"affinity{gpu}; the others wait for it in their collectives",
+        else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
+        f"CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
+        "collectives",
         evidence=state.evidence if state else (),
     )
 

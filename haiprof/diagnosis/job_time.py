@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,8 @@ class JobTime:
     """[rank, step]: waiting for later ranks."""
     covered: Bools
     """[step]: where that is known."""
+    like: Mapping[int, int] = field(default_factory=dict)
+    """By rank: another one whose samples tell of it, where it has none of its own."""
 
     @property
     def own_ns(self) -> Floats:
@@ -123,7 +125,8 @@ class JobTime:
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
         of_rank, pooled = _shares(table, rows, self.slowest)
-        return np.array([of_rank.get(rank, pooled) for rank in self.ranks])
+        like = [rank if rank in of_rank else self.like.get(rank, rank) for rank in self.ranks]
+        return np.array([of_rank.get(rank, pooled) for rank in like])
 
     def interval(self, table: TimeTable, rows: Ints, series: Floats) -> tuple[float, float]:
         """Where a mean lies with 95 % certainty, in ns.
@@ -146,9 +149,7 @@ class JobTime:
             below, above = wilson(np.array([share * count]), np.array([count]))
             if share:
                 low, high = mean * float(below[0]) / share, mean * float(above[0]) / share
-        blocks = np.array(
-            [part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))]
-        )
+        blocks = np.array([part.mean() for part in np.array_split(series, _block_count(series))])
         spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else 0.0
         return (
             max(mean - float(np.hypot(mean - low, spread)), 0.0),
@@ -165,8 +166,8 @@ class JobTime:
         """
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
-        spiked = series > 2 * np.median(series) + series.mean() / 2
-        if series[spiked].sum() > _SPIKE_RATIO * series.sum() and spiked.mean() <= 0.5:
+        spiked = _find_spikes(series)
+        if spiked.any():
             return _spike_text(self.step[: len(series)], series, spiked)
         known = rows[table.step[rows] >= 0]
         if table.count[known].sum() < _SEEN:
@@ -230,43 +231,75 @@ def job_time(
     )
 
 
-def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] | None:
-    """The rank that needs longer than the others, steadily; None where there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """Ranks that need longer than the others."""
 
-    On the mean it needs at least half of what the slowest of each step needs beyond the middle one:
-    of ranks that take turns in being the slowest none does.
+    ranks: tuple[int, ...]
+    extra_ns: float
+    """What the slowest needs beyond the middle one per step."""
+    by_position: Mapping[int, Floats]
+    """By rank: that of each position."""
+
+
+def find_stragglers(time: JobTime, own_ns: Floats) -> Stragglers | None:
+    """The ranks that need longer than the others, steadily; None where there are none.
+
+    On the mean the slowest needs at least half of what the slowest of each step needs beyond the
+    middle one: of ranks that take turns in being the slowest none does. Others that lose more than
+    half as much as it are stragglers, too, where they are fewer than half of all.
 
     Args:
         time: All ranks.
         own_ns: [rank, covered step]: each rank's own time, without what was found avoidable.
-
-    Returns:
-        The rank, what it needs beyond the middle rank per step, and that by position.
     """
-    if not time.waits_for_all or len(time.ranks) < 2:
+    count = len(time.ranks)
+    if not time.waits_for_all or count < 2:
         return None
-    place = int(own_ns.mean(axis=1).argmax())
-    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(len(own_ns) - 2) // 2]
+    means = own_ns.mean(axis=1)
+    place = int(means.argmax())
+    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(count - 2) // 2]
     beyond = own_ns[place] - middle
-    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(len(own_ns) - 1) // 2]
-    if beyond.mean() <= lost.mean() / 2 or not _is_steady(beyond):
+    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(count - 1) // 2]
+    extra = float(beyond.mean())
+    if extra <= lost.mean() / 2 or not _is_steady(beyond):
         return None
+    late = np.flatnonzero(means - float(middle.mean()) > extra / 2)
+    late = late if len(late) <= count / 2 else np.array([place])
+    return Stragglers(
+        ranks=tuple(time.ranks[row] for row in late.tolist()),
+        extra_ns=extra,
+        by_position={
+            time.ranks[row]: _longer(time, row, late, float(means[row] - middle.mean()))
+            for row in late.tolist()
+        },
+    )
+
+
+def _longer(time: JobTime, place: int, late: Ints, extra_ns: float) -> Floats:
+    """[position]: what one of the late ranks needs beyond the middle one of the others."""
     longer = np.zeros(_COUNT)
     for row, position in enumerate(time.used):
         cells = time.cell_ns[row]
         if position == BACKWARD:
             cells = np.maximum(cells - time.peer_ns, 0.0)
         cells = cells[:, time.covered]
-        others = np.median(np.delete(cells, place, axis=0), axis=0)
+        others = np.median(np.delete(cells, late, axis=0), axis=0)
         longer[position] = max(float((cells[place] - others).mean()), 0.0)
-    extra = float(beyond.mean())
-    return time.ranks[place], extra, longer * min(extra / max(float(longer.sum()), 1.0), 1.0)
+    return longer * min(extra_ns / max(float(longer.sum()), 1.0), 1.0)
 
 
 def _is_steady(series: Floats) -> bool:
-    """Whether most blocks of steps have a good part of the mean."""
+    """Whether a series has a good part of its mean in most of one stretch of the steps.
+
+    The stretch is from the first such block of steps to the last, and a quarter of all at least.
+    """
     blocks = np.array([part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))])
-    return float((blocks > series.mean() / 4).mean()) >= _PERIODIC
+    high = blocks > series.mean() / 4
+    at = np.flatnonzero(high)
+    if not len(at) or at[-1] - at[0] + 1 < len(blocks) / 4:
+        return False
+    return float(high[at[0] : at[-1] + 1].mean()) >= _PERIODIC
 
 
 def _peer_waits(
@@ -334,14 +367,38 @@ def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
     return share.reshape(3, _COUNT)
 
 
+def _find_spikes(series: Floats) -> Bools:
+    """Steps in which an account is paid that most steps do not pay; none where most of them do."""
+    found: Bools = series > 2 * np.median(series) + series.mean() / 2
+    few = series[found].sum() > _SPIKE_RATIO * series.sum() and found.mean() <= 0.5
+    return found if few else np.zeros_like(found)
+
+
+def _period(step: Ints) -> int | None:
+    """The number of steps between those given, where it is always about the same."""
+    gaps = np.diff(step)
+    if len(gaps) < 2:
+        return None
+    usual = float(np.median(gaps))
+    alike = float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC
+    return round(usual) if usual >= 2 and alike else None
+
+
+def _block_count(series: Floats) -> int:
+    """Into how many blocks of steps a series is cut to see its spread.
+
+    What is paid every Nth step is no spread: a block holds at least N steps.
+    """
+    period = _period(np.flatnonzero(_find_spikes(series)))
+    return max(min(_BLOCKS, len(series) // (period or 1)), 1)
+
+
 def _spike_text(step: Ints, series: Floats, spiked: Bools) -> str:
     at = step[spiked]
     paid = float(series[spiked].mean())
-    gaps = np.diff(at)
-    if len(gaps) >= 2:
-        usual = float(np.median(gaps))
-        if usual >= 2 and float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC:
-            return f"every {_ordinal(round(usual))} step, {paid / 1e6:.3g} ms"
+    period = _period(at)
+    if period:
+        return f"every {_ordinal(period)} step, {paid / 1e6:.3g} ms"
     return f"in {len(at)} of {len(series)} steps, {paid / 1e6:.3g} ms"
 
 

@@ -8,7 +8,7 @@ rank does has no code and is one opportunity by activity. No nanosecond is in tw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
     LINK_WAIT,
     MODEL_POSITIONS,
+    NO_CORE,
     NO_LINE,
     OPERATORS,
     PYTHON,
@@ -102,6 +103,12 @@ class _Line:
 
 def needed_rows(table: TimeTable) -> Bools:
     """Per row: whether it is the model's own work, which no change around it removes."""
+    found: Bools = _is_models_own(table) & (table.activity != NO_CORE)
+    return found
+
+
+def _is_models_own(table: TimeTable) -> Bools:
+    """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
     of_optimizer = np.array(
@@ -110,10 +117,10 @@ def needed_rows(table: TimeTable) -> Bools:
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
-    own = (table.activity == OPERATORS) | ((table.activity == PYTHON) & of_model)
-    own |= table.activity == UNKNOWN
-    needed: Bools = (inside & own) | (of_optimizer & np.isin(table.activity, (OPERATORS, PYTHON)))
-    return needed
+    own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
+    own |= table.work == UNKNOWN
+    found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
+    return found
 
 
 def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
@@ -125,12 +132,15 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    called = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    for activity in NO_LINE:  # but a collective that the job itself calls has one
-        rows = np.flatnonzero(free & (table.activity == activity) & ~called)
+    # A collective that the job itself calls has a line; so has waiting for a core amid code that a
+    # change removes.
+    has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table)
+    for activity in NO_LINE:
+        rows = np.flatnonzero(free & (table.activity == activity) & ~has_line)
         free[rows] = False
         if len(rows):
-            found.append(opportunity(table, rows, None))
+            found.append(replace(opportunity(table, rows, None), activity=activity))
     rows = np.flatnonzero(free & (table.position == COMPILE))
     free[rows] = False
     if len(rows):
@@ -149,7 +159,7 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
         rows=rows,
         at=at,
         position=int(np.bincount(table.position[rows], ns).argmax()),
-        activity=int(np.bincount(table.activity[rows], ns).argmax()),
+        activity=int(np.bincount(table.work[rows], ns).argmax()),
     )
 
 
