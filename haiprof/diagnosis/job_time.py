@@ -31,8 +31,6 @@ _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
 _PARTS = 8
 """A change is looked for in parts of the run of this number."""
-_SEEN = 40
-"""With fewer samples nothing is said of how an account changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +138,7 @@ class JobTime:
             series: [step]: what is averaged.
         """
         mean = float(series.mean())
-        cells = np.isin(table.cell, np.unique(table.cell[rows])) & (table.count > 0)
-        cells &= np.isin(table.rank, np.unique(table.rank[rows]))
+        cells = self._same_cells(table, rows)
         whole, count = float(table.ns[cells].sum()), float(table.count[cells].sum())
         low = high = mean
         if table.count[rows].any() and whole:
@@ -169,10 +166,21 @@ class JobTime:
         spiked = _find_spikes(series)
         if spiked.any():
             return _spike_text(self.step[: len(series)], series, spiked)
-        known = rows[table.step[rows] >= 0]
-        if table.count[known].sum() < _SEEN:
-            return "each step"
-        return _change_text(self.step, table.step[known], table.ns[known])
+        cells = self._same_cells(table, rows) & (table.step >= 0)
+        exact = sum(
+            self.cell_ns[row].mean(axis=0)
+            for row, position in enumerate(self.used)
+            if position in table.cell[rows]
+        )
+        return _change_text(
+            self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
+        )
+
+    def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
+        """Samples of the cells that some rows lie in."""
+        found = np.isin(table.cell, np.unique(table.cell[rows])) & (table.count > 0)
+        found &= np.isin(table.rank, np.unique(table.rank[rows]))
+        return found
 
 
 def job_time(
@@ -407,19 +415,32 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else ending}"
 
 
-def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
-    """Whether an account changed on the way, by where its samples lie.
+def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
+    """Whether an account changed on the way.
 
-    It changed where the sum of its time is farthest below that of an even one (Page 1954).
+    Where it changed is where the sum of its samples' time is farthest below that of an even one
+    (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
+    1927), times the exact time of these, is more than before with 95 % certainty, and _GROWN times.
+
+    Args:
+        step: Numbers of the judged steps.
+        cells: All samples in its positions.
+        own: Which of them are its own.
+        exact_ns: [step]: time in its positions.
     """
-    count = int(step[-1] - step[0]) + 1
-    inside = (seen >= step[0]) & (seen <= step[-1])
-    each = np.bincount(seen[inside] - step[0], ns[inside], minlength=count)
+    count = len(step)
+    at = np.clip(np.searchsorted(step, cells.step), 0, count - 1)
+    each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
     cut = part + int(below[part - 1 : count - part].argmax())
-    before, after = float(each[:cut].mean()), float(each[cut:].mean())
-    if after <= _GROWN * before:
+    early = at < cut
+    seen = np.array([[cells.count[own & half].sum(), cells.count[half].sum()]
+                     for half in (early, ~early)])  # fmt: skip
+    low, high = wilson(seen[:, 0], np.maximum(seen[:, 1], 1.0))
+    share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
+    before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
+    if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
         return "each step"
     parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
     rises = np.diff(parts)
@@ -427,6 +448,7 @@ def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
         return "growing"
     later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
     spread = parts[: cut // part].std(), parts[later:].std()
-    if max(spread) < 0.5 * part * (after - before):
-        return f"since step {step[0] + cut}"
+    mean = each[:cut].mean(), each[cut:].mean()
+    if max(spread) < 0.5 * part * (mean[1] - mean[0]):
+        return f"since step {step[cut]}"
     return "each step"

@@ -52,6 +52,9 @@ _PURE = 0.5
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _OPTIMIZER_FILES = "/torch/optim/"
+_MODULE_FILE = "/torch/nn/modules/module.py"
+"""A module that runs before the forward of the trained model is a part of it: a teacher, an encoder
+that follows it, the other one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ def _is_models_own(table: TimeTable) -> Bools:
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
+    of_module = np.array([*(_MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    inside |= (table.position == PREPARE) & table.tree.holds(of_module)[table.stack]
     own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
     own |= table.work == UNKNOWN
     found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
@@ -231,7 +236,7 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
         below: set[int] = set()
         while stack:
             frame = int(tree.place[stack])
-            if tree.frames[frame].file.endswith("/torch/nn/modules/module.py"):
+            if tree.frames[frame].file.endswith(_MODULE_FILE):
                 found |= below
                 below.clear()
             elif not tree.library[frame]:

@@ -175,8 +175,8 @@ def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
     tree, _ = tree_of([])
     return TimeTable(
         tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
-        activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0, ns=ns.astype(np.float64),
-        count=np.ones(len(step)), sample=same - 1,
+        activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0,
+        ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
     )  # fmt: skip
 
 
@@ -227,12 +227,13 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (5.0 - 0.02 * AT, np.repeat(AT, 10 - AT // 20), "each step"),  # it becomes less
-        (np.full(STEPS, 3.0), AT[150:180], "each step"),  # too few samples tell nothing
+        (np.full(STEPS, 3.0), AT[150:180:8], "each step"),  # too few samples tell nothing
     ],
 )
 def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str) -> None:
+    """Its samples among as many others of its position."""
     time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
-    table = rows_of(seen, np.ones(len(seen)))
+    table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
     assert time.when(table, np.arange(len(seen)), series_ms * NS_PER_MS) == said
 
 
