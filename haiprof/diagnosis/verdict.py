@@ -289,6 +289,7 @@ FINDING_FIELDS = {
     "evidence": "the numbers: `name`, `value` (base units; null: not known), `unit`",
     "remedy": "what to change",
     "ranks": "ranks it is about; empty: all",
+    "account": "row of `ledger` that it is about; null: none",
     "code_lines": "the job's own code that it is about, most time first: `file`, `line`, "
     "`function`, `share` with its 95 % interval `low` to `high`, `of` what, `sample_count`, "
     "`callees` in libraries, `callers` in the job's own code; empty: not known",
@@ -310,7 +311,7 @@ def as_document(verdict: Verdict, *, since_ns: int | None = None) -> dict[str, A
         "problem_count": sum(found.severity != "info" for found in verdict.findings),
         "schema": SCHEMA,
         "since_ns": since_ns,
-        "findings": [_finding(finding) for finding in verdict.findings],
+        "findings": [_finding(finding, ledger) for finding in verdict.findings],
         "abstained": [{"slug": rule, "why": why} for rule, why in verdict.abstained],
         "not_measured": [{"what": what, "why": why} for what, why in verdict.not_measured],
     }
@@ -322,10 +323,12 @@ def account_document(account: Account) -> dict[str, Any]:
     return asdict(account) | {"ranks": list(account.ranks)}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, ledger: Ledger | None) -> dict[str, Any]:
     content = asdict(finding) | {"explained_by": None}
     content["slug"] = finding.rule
     content["ranks"] = [] if finding.rank is None else [finding.rank]
+    if ledger is not None and finding.account is not None:
+        content["ranks"] = list(ledger.accounts[finding.account].ranks)
     return {name: content[name] for name in FINDING_FIELDS}
 
 
