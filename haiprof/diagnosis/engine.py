@@ -18,7 +18,7 @@ from haiprof.diagnosis.explanations import (
     explain,
     stragglers,
 )
-from haiprof.diagnosis.machine_causes import stolen_notes
+from haiprof.diagnosis.machine_causes import machine_text, stolen_notes
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import RULES
 from haiprof.diagnosis.run_ledger import PricedSetting, RunLedger, run_ledger
@@ -97,6 +97,7 @@ def judge(
         evaluation_ns=_largest(inputs.ranks["eval_ns"] - _compiled_in_evaluation(inputs)),
         compile_ns=_largest(inputs.ranks["compile_ns"]),
         events=_events(analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi")),
+        machine=machine_text(inputs),
         cost=_cost(analyzer, inputs),
         next_command=_next_command(run, inputs, findings),
         notes=(

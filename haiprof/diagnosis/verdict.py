@@ -229,6 +229,8 @@ class Verdict:
     """The share of the run's wall time in steps that counted."""
     checked: tuple[str, ...] = ()
     """Rules beside the ledger that had their data and found nothing."""
+    machine: str | None = None
+    """What the cores of the busiest node did while it trained; None where that is not known."""
     traces: tuple[str, ...] = ()
     """What was traced, and why the rest was not; empty where no trace was asked for."""
     reactions: tuple[str, ...] = ()
@@ -270,6 +272,7 @@ FIELDS = {
     "known",
     "compile_ns": "time in which torch.compile worked, the rank with the most; null: not known",
     "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
+    "machine": "what the cores of the job's busiest node did while it trained; null: not known",
     "cost": "what haiprof itself took: `hook_ns_per_step`, `hook_ratio`, `agent_cpu_ratio`",
     "next_command": "what to run next",
     "notes": "what was damaged or left out while reading, and what to know of the run",
