@@ -326,6 +326,7 @@ def _cost(analyzer: RunFrames, inputs: RuleInputs) -> Cost:
     return Cost(
         hook_ns_per_step=number(inputs.ranks["cost_ns_per_step"].max()),
         hook_ratio=number(inputs.ranks["cost_ratio"].max()),
+        threads_cpu_ratio=number(inputs.ranks["beside_cpu_ratio"].max()),
         agent_cpu_ratio=max(agents, default=None),
     )
 

@@ -165,9 +165,11 @@ class Cost:
     """What haiprof itself took, measured in this run."""
 
     hook_ns_per_step: float | None
-    """Inside the job, the costliest rank; None where no cost was recorded."""
+    """Of the training thread, the costliest rank; None where no cost was recorded."""
     hook_ratio: float | None
     """The same as a share of the recorded time."""
+    threads_cpu_ratio: float | None
+    """Share of one CPU that haiprof's own threads used in a process of the job, at most."""
     agent_cpu_ratio: float | None
     """CPU time of the node agent per elapsed time, the busiest node."""
 
@@ -273,7 +275,7 @@ FIELDS = {
     "compile_ns": "time in which torch.compile worked, the rank with the most; null: not known",
     "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
     "machine": "what the cores of the job's busiest node did while it trained; null: not known",
-    "cost": "what haiprof itself took: `hook_ns_per_step`, `hook_ratio`, `agent_cpu_ratio`",
+    "cost": "what haiprof itself took: `hook_ns_per_step`, of the training thread, `hook_ratio`; `threads_cpu_ratio` of one CPU in other threads of the job; `agent_cpu_ratio` beside the job",
     "next_command": "what to run next",
     "notes": "what was damaged or left out while reading, and what to know of the run",
     "traces": "what was traced, and why the rest was not",

@@ -337,13 +337,15 @@ def _is_foreign(verdict: Verdict, what: str, why: str) -> bool:
 
 def cost_text(cost: Cost) -> str:
     """The cost of haiprof itself, in the job and beside it."""
-    inside = "in the job not recorded"
+    inside = "of the training thread not recorded"
     if cost.hook_ns_per_step is not None:
         share = f" ({fine_ratio_text(cost.hook_ratio)})" if cost.hook_ratio is not None else ""
-        inside = f"{duration_text(cost.hook_ns_per_step)} per step in the job{share}"
+        inside = f"{duration_text(cost.hook_ns_per_step)} per step of the training thread{share}"
+    if cost.threads_cpu_ratio is not None:
+        inside += f"; {fine_ratio_text(cost.threads_cpu_ratio)} of one CPU in other threads"
     if cost.agent_cpu_ratio is None:
-        return f"{inside}; beside it not recorded"
-    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside it"
+        return f"{inside}; beside the job not recorded"
+    return f"{inside}; {fine_ratio_text(cost.agent_cpu_ratio)} of one CPU beside the job"
 
 
 # rich's own format loads its font from a content network; ours needs no network. Characters have
