@@ -87,8 +87,7 @@ class RankFiles:
         self._events.append(line)
 
     def note_cost(self, started_ns: int | None) -> None:
-        """Cumulative cost: spans times their calibrated price, CPU time of draining and sampling, and
-        for how long sampling held the training thread up."""
+        """Cumulative cost: spans times their price, CPU time of our threads, training held up."""
         now = time.perf_counter_ns()
         writers = [w for w in (self._phases, self._device) if w is not None]
         self.note(

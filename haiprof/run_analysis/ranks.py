@@ -176,7 +176,7 @@ def _recording(files: RankFiles, segments: RankSegments | None) -> dict[str, obj
 
 
 def _cost(files: RankFiles, segments: RankSegments | None) -> dict[str, object]:
-    """From the last cost line, whose numbers are cumulative: of the training thread, and of ours."""
+    """From the last cost line, whose numbers are cumulative."""
     lines = files.of_type("cost")
     steps = segments.found.steps.step_ns if segments is not None else None
     if not lines or segments is None or steps is None or not len(steps):
