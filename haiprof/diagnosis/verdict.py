@@ -275,7 +275,8 @@ FIELDS = {
     "compile_ns": "time in which torch.compile worked, the rank with the most; null: not known",
     "events": "`gc` and `save`, where there were any: `count`, `total_ns`, `longest_ns`",
     "machine": "what the cores of the job's busiest node did while it trained; null: not known",
-    "cost": "what haiprof itself took: `hook_ns_per_step`, of the training thread, `hook_ratio`; `threads_cpu_ratio` of one CPU in other threads of the job; `agent_cpu_ratio` beside the job",
+    "cost": "what haiprof itself took: `hook_ns_per_step` of the training thread, `hook_ratio`; "
+    "`threads_cpu_ratio`, of one CPU, in its own threads of the job; `agent_cpu_ratio` beside it",
     "next_command": "what to run next",
     "notes": "what was damaged or left out while reading, and what to know of the run",
     "traces": "what was traced, and why the rest was not",
