@@ -9,7 +9,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-TRACE_VERSION = 6  # of the tables below; a cache of another version is built again
+TRACE_VERSION = 7  # of the tables below; a cache of another version is built again
 
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
