@@ -12,6 +12,7 @@ import typer
 
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_PEAK
 from haiprof.cli.target import default_log_dir, existing_log_dir, name_log_dir, trace_target
 
 if TYPE_CHECKING:
@@ -163,6 +164,17 @@ StepRange = Annotated[
 Rank = Annotated[
     int | None,
     typer.Option("--rank", metavar="R", min=0, help="Only this rank.", show_default=False),
+]
+PeakOption = Annotated[
+    str | None,
+    typer.Option(
+        "--peak",
+        metavar="GPU|NAME=VALUE,...",
+        help="What the device can do at most: a GPU of the table (MI300X), or TFLOP/s by precision "
+        "and TB/s of memory: bf16=989.4,memory=3.35.",
+        envvar=ENV_PEAK,
+        show_default=False,
+    ),
 ]
 Window = Annotated[
     int | None,
