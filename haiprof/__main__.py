@@ -51,6 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         return _complete(words[1:])
     if words and words[0] == "run":
         words = words[1:]
+    if words and words[0] == "trace":  # hai-platform's spelling of a traced run
+        words = ["--trace", *words[1:]]
+    if words and _is_trace(words[0]):
+        from haiprof.cli import main as command_main
+
+        return command_main(["verdict", *words])
     if not words or words[0] in ("-h", "--help", "-V", "--version"):
         return _explain(words)
     if is_mistyped(words[0]):
@@ -59,6 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     from haiprof.launch.run import main as launch_main
 
     return launch_main(words, own_command)
+
+
+def _is_trace(word: str) -> bool:
+    """Whether the first word is a file of JSON: a trace, and no program."""
+    return word.endswith((".json", ".json.gz")) and os.path.isfile(word)
 
 
 def is_mistyped(word: str) -> bool:

@@ -10,8 +10,8 @@ import typer
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
-from haiprof.cli.trace_diff import SLOWER, parse_percent
+from haiprof.cli.target import named_traces, open_target
+from haiprof.cli.trace_diff import SLOWER, parse_percent, trace_diff
 
 LAST_GOOD = "last-good"
 
@@ -54,7 +54,7 @@ def compare(
     fail_if_slower: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two recorded runs: is the new one slower, by chance or not, and by what.
+    """Compare two recorded runs, or two traces: is the new one slower, and by what.
 
     The difference of two ledgers: the mean step after warm-up with a 99 % interval; accounts of
     time (position in the step, what was done, line of code) by how much they changed; whether the
@@ -79,6 +79,16 @@ def compare(
 
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)
+    before_traces, after_traces = named_traces(first), named_traces(last)
+    if before_traces and after_traces:
+        trace_diff(before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=as_json)
+        return
+    if before_traces or after_traces:
+        raise UsageError(
+            f"compare: {before_traces or after_traces} is a trace, and "
+            f"{last if before_traces else first} is a run",
+            hint="name two runs or two traces",
+        )
     output = Output(json=as_json)
     after = compared_run_of(open_target(last))
     before = baseline_named(first, after)

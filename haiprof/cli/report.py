@@ -11,7 +11,7 @@ from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
-from haiprof.cli.target import open_target
+from haiprof.cli.target import named_traces, open_target
 
 OutFile = Annotated[
     Path | None,
@@ -41,7 +41,7 @@ def report(
     baseline: Baseline = None,
     read_traces: ReadTraces = True,
 ) -> None:
-    """Write all of a run into one HTML file: to attach to a ticket, to keep, to send.
+    """Write all of a run, or of traces, into one HTML file, for a ticket or to keep.
 
     The verdict first, then steps and ranks over time, any rank's phases and counters, collectives,
     what the traces say, and how it was run. The file needs no network and no other file.
@@ -59,6 +59,9 @@ def report(
     from haiprof.show.page.content import page_content
     from haiprof.show.page.render import write_report
 
+    if (traces := named_traces(directory)) is not None:
+        _write_trace_page(traces, output)
+        return
     analyzer = open_target(directory)
     content = page_content(analyzer, read_traces=read_traces, baseline=baseline)
     if content.comparison is not None and content.comparison.missing:
@@ -76,3 +79,20 @@ def report(
     write_report(content, output, below=below)
     print_message(f"wrote {output} ({bytes_text(output.stat().st_size)})")
     print_message(f"next: open it in a browser, or haiprof view {shown_path(analyzer.run.root)}")
+
+
+def _write_trace_page(traces: Path, output: Path | None) -> None:
+    """The page of traces that are named in place of a run: here, named after them."""
+    from haiprof.base.output_file import output_file
+    from haiprof.cli.arguments import ReadProgress
+    from haiprof.show.page.render import trace_page_html
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+    from haiprof.trace_analysis.report import standard_report
+
+    with ReadProgress(quiet=False) as waiting:
+        report = standard_report(traces, progress=waiting)
+    page = trace_page_html(report, TraceQuestions(report.path))
+    path = output or Path(f"{traces.resolve().name.partition('.json')[0]}.html")
+    with output_file(path, force=output is not None) as file:
+        file.write(page.encode())
+    print_message(f"wrote {path}: open it in a browser")

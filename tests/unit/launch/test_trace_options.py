@@ -96,7 +96,7 @@ def test_published_names_of_tracing_keep_their_meaning() -> None:
 
 
 def test_script_keeps_its_own_steps_option() -> None:
-    line = parse_command_line(["train.py", "--trace", "--steps", "100", "--repeat", "3"])
+    line = parse_command_line(["--trace", "train.py", "--steps", "100", "--repeat", "3"])
     assert line.command == [sys.executable, "train.py", "--steps", "100", "--repeat", "3"]
     assert line.options == {"trace": True}
 
