@@ -34,6 +34,7 @@ _NOBODY = (
     "no process of the job reported in: it called no module, loader or collective of PyTorch, "
     "ended before its first step, or ran a Python that ignores PYTHONPATH"
 )
+_DAMAGED = "run.json is damaged, so that what the job did is not known"
 _NO_OPTIMIZER = (
     "no optimizer stepped while haiprof recorded, and nothing repeats that could be a step: the "
     "job ended before its first step, the warm-up was longer than the job, or the optimizer is not "
@@ -54,7 +55,8 @@ def why_no_steps(analyzer: RunFrames, inputs: RuleInputs) -> list[str]:
     if not inputs.ranks.height:
         failed = [f"haiprof's hook failed in {line}" for line in analyzer.files.hook_failures[:1]]
         unseen = [f"process {what}: {why}" for what, why in _processes(analyzer)]
-        return failed or unseen or [_NOBODY]
+        nobody = _NOBODY if analyzer.files.manifest is not None else _DAMAGED
+        return failed or unseen or [nobody]
     evaluated = inputs.ranks["eval_ns"].sum()
     unread = inputs.ranks["step_count"].null_count()
     if unread == inputs.ranks.height:
