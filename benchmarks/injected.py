@@ -178,7 +178,7 @@ def trace(folder: Path) -> Iterator[Row]:
             found = job.ask(job.nodes[0], "trace-now", "faulty_job.py", "--steps=5")
             after = _since(began_ns)
             where = "no shared disk, `--reach`" if apart else "a shared disk"
-            asked = "`haiprof trace-now JOB --steps 5`"
+            asked = "`haiprof trace now JOB --steps 5`"
             yield _steps_row(f"nothing; {where}", asked, job.own_steps(found), after)
 
 
@@ -219,7 +219,7 @@ def kineto(folder: Path) -> Iterator[Row]:
             agent.communicate(timeout=20)
     injected, asked = (
         "a job with only `KINETO_USE_DAEMON=1`, one node",
-        "`haiprof trace-now PID --steps 5`",
+        "`haiprof trace now PID --steps 5`",
     )
     if without:
         yield Row(injected, asked, f"without a trace: {without}", False, after)

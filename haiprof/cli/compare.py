@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
+from haiprof.cli.command_line import Arg, ExitStatus, Opt
 from haiprof.cli.output import Output
 from haiprof.cli.target import named_traces, open_target
 from haiprof.cli.trace_diff import SLOWER, parse_percent, trace_diff
@@ -17,33 +16,29 @@ LAST_GOOD = "last-good"
 
 Runs = Annotated[
     list[Path] | None,
-    typer.Argument(
-        metavar="[BASELINE] RUN",
-        help="The run before and the new one; or the new one alone, with --baseline. A log "
-        "directory stands for its newest run; left out: the log directory of a job started here.",
-        show_default=False,
+    Arg(
+        "[BASELINE] RUN",
+        "The run before and the new one; or the new one alone, with --baseline. A log "
+        "directory stands for its newest run; left out: the log directory of a job started "
+        "here.",
     ),
 ]
 BaselineName = Annotated[
     str | None,
-    typer.Option(
-        "--baseline",
-        metavar="DIR|last-good",
-        help="What RUN is compared with. last-good: the newest earlier run in the same log "
-        "directory with the same name and number of ranks that ended with exit status 0 and was "
-        "not itself found slower; the result is kept in RUN/report/compare.json.",
-        show_default=False,
+    Opt(
+        "--baseline DIR|last-good",
+        "What RUN is compared with. last-good: the newest earlier run in the same log "
+        "directory with the same name and number of ranks that ended with exit status 0 and "
+        "was not itself found slower; the result is kept in RUN/report/compare.json.",
     ),
 ]
 Limit = Annotated[
     str | None,
-    typer.Option(
-        "--fail-if-slower",
-        metavar="PERCENT",
-        help="End with status 10 where the mean step is longer by more than this and the "
-        "interval excludes 0, and with 5 where that cannot be judged (too few steps, an interval "
-        "from below 0 to beyond the limit, other load). For continuous integration.",
-        show_default=False,
+    Opt(
+        "--fail-if-slower PERCENT",
+        "End with status 10 where the mean step is longer by more than this and the interval "
+        "excludes 0, and with 5 where that cannot be judged (too few steps, an interval from "
+        "below 0 to beyond the limit, other load). For continuous integration.",
     ),
 ]
 
@@ -60,15 +55,13 @@ def compare(
     time (position in the step, what was done, line of code) by how much they changed; whether the
     gain that the first run's verdict promised came true; counters and kernels; and what differs in
     command, code, packages, variables and machine. What chance may explain is not claimed.
+    `haiprof compare --traces A B` compares the traces of two runs (see its --help).
 
     For example:
 
       haiprof compare haiprof-logs/train-before haiprof-logs/train-after
-
       haiprof compare before after --fail-if-slower 5%
-
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
-
       haiprof compare before after --json | jq .verdict
     """
     from haiprof.base.units import ratio_text
@@ -109,7 +102,7 @@ def compare(
         if chosen:
             output.hint(f"if that is meant: remove {after.analyzer.run.comparison_json}, and this "
                         "run is the next one's baseline")  # fmt: skip
-        raise typer.Exit(SLOWER)
+        raise ExitStatus(SLOWER)
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:

@@ -5,34 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.cli.arguments import RunDir
+from haiprof.cli.command_line import Opt
 from haiprof.cli.target import named_traces, open_target
 
 OutFile = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE", help="Left out: report/report.html in the run.",
-        show_default=False,
-    ),
-]  # fmt: skip
+    Path | None, Opt("-o --output FILE", "Left out: report/report.html in the run.")
+]
 ReadTraces = Annotated[
     bool,
-    typer.Option("--traces/--no-traces", help="Read the run's traces, which takes long for large "
-                 "ones: kernels, functions, memory."),
-]  # fmt: skip
+    Opt(
+        "--traces/--no-traces",
+        "Read the run's traces, which takes long for large ones: kernels, functions, memory.",
+    ),
+]
 
 Baseline = Annotated[
     str | None,
-    typer.Option(
-        "--baseline", metavar="DIR|last-good",
-        help="Also compare with this run, as `haiprof compare` does.", show_default=False,
-    ),
-]  # fmt: skip
+    Opt("--baseline DIR|last-good", "Also compare with this run, as `haiprof compare` does."),
+]
 
 
 def report(
@@ -45,13 +39,12 @@ def report(
 
     The verdict first, then steps and ranks over time, any rank's phases and counters, collectives,
     what the traces say, and how it was run. The file needs no network and no other file.
+    `haiprof report --serve` shows the page in a browser, also while the job runs (see its --help).
 
     For example:
 
       haiprof report                              the newest run of the log directory
-
       haiprof report haiprof-logs/train-... -o slow.html
-
       haiprof report --baseline last-good         with a section that says what changed
     """
     from haiprof.base.safe_files import make_folder
@@ -78,7 +71,9 @@ def report(
             ) from None
     write_report(content, output, below=below)
     print_message(f"wrote {output} ({bytes_text(output.stat().st_size)})")
-    print_message(f"next: open it in a browser, or haiprof view {shown_path(analyzer.run.root)}")
+    print_message(
+        f"next: open it in a browser, or haiprof report --serve {shown_path(analyzer.run.root)}"
+    )
 
 
 def _write_trace_page(traces: Path, output: Path | None) -> None:

@@ -214,7 +214,7 @@ def _check(words: Sequence[str]) -> None:
     if words[0] in _WRITE_INTO_RUN and not {"-o", "--output"} & set(words):
         raise UsageError(
             f"{words[0]} writes into the run, and {address} is fetched for this command alone",
-            hint=f"-o FILE, or haiprof fetch {address} before it",
+            hint=f"-o FILE, or haiprof copy {address} DIR before it",
         )
 
 
@@ -226,8 +226,8 @@ def _fetch(address: str, folders: contextlib.ExitStack) -> Path:
     folder = folders.enter_context(MadeFolder.temporary("haiprof-fetched-"))
     run = fetch_run(address, folder)
     note_fetched(run, mask_text(_address_of(run.name, address)))
-    print_message(f"fetched {run.name} for this command; to keep it: haiprof fetch "
-                  f"{mask_text(address)}")  # fmt: skip
+    print_message(f"fetched {run.name} for this command; to keep it: haiprof copy "
+                  f"{mask_text(address)} DIR")  # fmt: skip
     return run
 
 

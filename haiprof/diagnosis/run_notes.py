@@ -128,12 +128,14 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
     if len(lines) > _LINE_LIMIT:
         more = len(lines) - _LINE_LIMIT + 1
         lines[_LINE_LIMIT - 1 :] = [
-            f"and {more} more: haiprof query {shown_path(run.root)} --schema"
+            f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
         ]
     if kept.height:
         lines.append(_left_out(steps))
         path = shown_path(run.root)
-        lines.append(f"see them: haiprof trace-report {path}, haiprof tensorboard {path}")
+        lines.append(
+            f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
+        )
     return (*watched, *(line for line in lines if line))
 
 
@@ -252,7 +254,7 @@ def _slow_text(reaction: Reaction, run: RunPaths) -> str:
     line += f"; {outcome_text(reaction)}"
     if reaction.window is None:
         return line
-    return f"{line}: haiprof trace-report {shown_path(run.root)} --window {reaction.window}"
+    return f"{line}: haiprof trace report {shown_path(run.root)} --window {reaction.window}"
 
 
 def _hang_text(reaction: Reaction) -> str:

@@ -261,7 +261,7 @@ class RunPaths:
 
     @property
     def diagnosis_json(self) -> Path:
-        """What `haiprof diagnose` found, in the form of docs/diagnosis.md."""
+        """What `haiprof verdict` found, in the form of docs/diagnosis.md."""
         return self.report / "diagnosis.json"
 
     @property

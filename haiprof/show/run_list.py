@@ -135,9 +135,7 @@ class RunTable:
         uncounted = sum(not run.is_counted for run in self._runs)
         if uncounted:
             runs = "run" if uncounted == 1 else "runs"
-            yield from _line(
-                f"steps of {uncounted} {runs} not counted yet: haiprof list --all", dim
-            )
+            yield from _line(f"steps of {uncounted} {runs} not counted yet: haiprof ls --all", dim)
 
 
 _GAP = 2

@@ -72,7 +72,7 @@ def test_verdict_of_a_trace_names_the_largest_opportunity(
     assert "1 forward: idle after a call that waits for it (train.py:4 main <aten::item>)" in text
     assert "30.0 µs, 30 % of the step, each step → without it 70.0 µs" in text
     assert "do: keep the value on the device" in text
-    assert "haiprof trace-report" in err
+    assert "haiprof trace report" in err
 
 
 def test_json_has_the_ledger_under_fixed_names(
