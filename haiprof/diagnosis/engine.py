@@ -344,8 +344,8 @@ def _next_command(run: str, inputs: RuleInputs, findings: tuple[Finding, ...]) -
     """The rank that a finding is about, or the one with the longest steps."""
     run = shlex.quote(run)
     if not inputs.steps.height:
-        return f"haiprof overview {run}"
+        return f"haiprof verdict overview {run}"
     named = next((finding.rank for finding in findings if finding.rank is not None), None)
     means = inputs.steps.group_by("rank").agg(pl.col("step_ns").mean())
     slowest = means.sort("step_ns", "rank", descending=[True, False])["rank"][0]
-    return f"haiprof rank {run} {slowest if named is None else named}"
+    return f"haiprof verdict rank {run} {slowest if named is None else named}"

@@ -154,7 +154,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
     return Cause(
         slug="busy_neighbours",
         title=f"others use the CPUs ({used:.2g} cores)",
-        remedy="see what else runs there (top, haiprof ps, other containers of the node), and give "
+        remedy="see what else runs there (top, haiprof ls, other containers of the node), and give "
         "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
         "move the neighbour",
         evidence=evidence_rows(

@@ -216,7 +216,7 @@ class Verdict:
     run_time: Mapping[str, int] = field(default_factory=dict)
     """The run's wall time in ns by what passed, from start to end; empty where it has no end."""
     most_steps: int = 0
-    """Steps of the rank that has most, in all its attempts, as `haiprof list` shows them."""
+    """Steps of the rank that has most, in all its attempts, as `haiprof ls` shows them."""
     end_wall_ns: int | None = None
     """Unix time of the job's end; None where it still ran, or its end was not noted."""
     death: Death | None = None

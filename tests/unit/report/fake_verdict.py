@@ -61,6 +61,6 @@ def fake_verdict(*findings: Finding) -> Verdict:
             threads_cpu_ratio=0.001,
             agent_cpu_ratio=0.004,
         ),
-        next_command="haiprof rank haiprof-logs/train-1 0",
+        next_command="haiprof verdict rank haiprof-logs/train-1 0",
         notes=("ranks/1/phases.rec: cut 5 bytes of a torn last record",),
     )
