@@ -355,7 +355,7 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
     if is_alive(address):
         raise UsageError(
             f"{shown_address(address)}: another process listens there already",
-            hint="a dynolog daemon is driven with haiprof trace-now PID --backend dynolog",
+            hint="a dynolog daemon is driven with haiprof trace now PID --backend dynolog",
         )
     remove_socket(address)  # of a killed agent: nobody listens
     agent = KinetoAgent(address, failed=lambda _: os.kill(os.getpid(), signal.SIGTERM))

@@ -201,7 +201,7 @@ class Reactor:
             )
         else:
             print_message(
-                f"traced {content['rank_count']} ranks: haiprof trace-report {self._run.root} "
+                f"traced {content['rank_count']} ranks: haiprof trace report {self._run.root} "
                 f"--window {content['window']}"
             )
 

@@ -195,7 +195,7 @@ class RunPaths:
     verdict_json = _Below("report/verdict.json")
     """The verdict for scripts."""
     diagnosis_json = _Below("report/diagnosis.json")
-    """What `haiprof diagnose` found, in the form of docs/diagnosis.md."""
+    """What `haiprof verdict` found, in the form of docs/diagnosis.md."""
     verdict_text = _Below("report/verdict.txt")
     """The verdict card as it was printed."""
     answers = _Below("report/answers")
