@@ -146,10 +146,12 @@ def _core_remedy(*, shared: bool, spare: bool) -> str:
 
 
 def _neighbours(inputs: RuleInputs, rank: int) -> Cause | None:
-    """Others use as many cores as the rank misses."""
-    host = hosts_of(inputs).get(rank)
+    """Others use as many cores as the ranks of the node miss; else these hold each other up."""
+    hosts = hosts_of(inputs)
+    host = hosts.get(rank)
     used = used_by_others(inputs, host) if host is not None else None
-    if used is None or used < inputs.core_waits[rank]:
+    missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
+    if used is None or used < missed:
         return None
     return Cause(
         slug="busy_neighbours",
