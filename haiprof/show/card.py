@@ -319,7 +319,7 @@ def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
         if not _is_foreign(verdict, rule, why):
             rules.setdefault(why, []).append(rule.replace("_", " "))
     for place, (why, names) in enumerate(rules.items()):
-        yield "" if place else "not judged", ", ".join(names), why
+        yield "" if place else "not evaluated", ", ".join(names), why
     for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
         yield "" if place else "notes", "", note
     if len(verdict.notes) > _NOTE_LIMIT:

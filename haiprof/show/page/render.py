@@ -71,7 +71,7 @@ def write_report(
     below: Path | None = None,
     only: Collection[str] | None = None,
 ) -> Path:
-    """Writes the page as one file that opens anywhere; returns its path."""
+    """Writes the page as one self-contained file; returns its path."""
     return write_text(path, report_html(content, only=only), below=below)
 
 
