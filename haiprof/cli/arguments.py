@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from haiprof.base.errors import UsageError
 from haiprof.base.messages import print_message
+from haiprof.base.options import ENV_PEAK
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.target import default_log_dir, existing_log_dir, name_log_dir, trace_target
 
@@ -133,6 +134,15 @@ Force = Annotated[bool, Opt("--force", "Replace files that already exist.")]
 StepRange = Annotated[
     str | None,
     Opt("--steps A:B", "Only what profiler steps A to before B launched; A alone is one step."),
+]
+PeakOption = Annotated[
+    str | None,
+    Opt(
+        "--peak GPU|NAME=VALUE,...",
+        "What the device can do at most: a GPU of the table (MI300X), or TFLOP/s by precision "
+        "and TB/s of memory: bf16=989.4,memory=3.35.",
+        env=ENV_PEAK,
+    ),
 ]
 Rank = Annotated[int | None, Opt("--rank R", "Only this rank.", low=0)]
 Window = Annotated[

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from haiprof.base.options import ENV_PEAK
-from haiprof.cli.arguments import AsJson, ReadProgress, StepRange, Traces, Window, parse_steps
-from haiprof.cli.command_line import Opt
+from haiprof.cli.arguments import (
+    AsJson,
+    PeakOption,
+    ReadProgress,
+    StepRange,
+    Traces,
+    Window,
+    parse_steps,
+)
 from haiprof.cli.output import Output
 from haiprof.cli.trace_check import print_faults
-
-PeakOption = Annotated[
-    str | None,
-    Opt(
-        "--peak NAME=VALUE,...",
-        "What the device can do at most, in TFLOP/s by precision and TB/s of memory, in place "
-        "of the table's: bf16=989.4,memory=3.35.",
-        env=ENV_PEAK,
-    ),
-]
 
 
 def efficiency(

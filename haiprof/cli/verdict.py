@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
-from haiprof.cli.arguments import AsJson, Everything, the_job
+from haiprof.cli.arguments import AsJson, Everything, PeakOption, the_job
 from haiprof.cli.command_line import Arg, Opt
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
@@ -67,7 +67,7 @@ def verdict(
     target: Target = None, as_json: AsJson = False, save: Save = False,
     svg: SvgFile = None, last: Last = None, collect: Collect = False, seconds: Seconds = 20.0,
     save_traces: SaveTraces = False, folder: Folder = None, exit_report: ExitReport = None,
-    everything: Everything = False,
+    everything: Everything = False, peak: PeakOption = None,
 ) -> None:  # fmt: skip
     """Show why the job died, or what makes it slow, the numbers that prove it, and what to do.
 
@@ -92,6 +92,8 @@ def verdict(
       haiprof verdict --exit-report ticket.md     how it ended, for a ticket
       haiprof verdict --json | jq '.findings[0].remedy'
       haiprof verdict traces/                     of torch.profiler: the device's time, by account
+
+      haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
@@ -102,7 +104,7 @@ def verdict(
                 f"{traces}: traces, and no run: only --json and --all go with them",
                 hint="name a run directory, or leave the other options out",
             )
-        _show_traces(traces, as_json=as_json, everything=everything)
+        _show_traces(traces, as_json=as_json, everything=everything, peak=peak)
         return
     since = None
     if collect:
@@ -146,13 +148,14 @@ def verdict(
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _show_traces(path: Path, *, as_json: bool, everything: bool) -> None:
+def _show_traces(path: Path, *, as_json: bool, everything: bool, peak: str | None) -> None:
     from haiprof.cli.arguments import ReadProgress
     from haiprof.show.views.device_ledger import device_ledger_data, device_ledger_view
     from haiprof.trace_analysis.device_verdict import device_ledger
+    from haiprof.trace_analysis.operator_efficiency import parse_peak
 
     with ReadProgress(quiet=as_json) as waiting:
-        found = device_ledger(path, progress=waiting)
+        found = device_ledger(path, peaks=parse_peak(peak), progress=waiting)
     output = Output(json=as_json)
     output.show(
         lambda width: device_ledger_view(found, path, width=width, everything=everything),

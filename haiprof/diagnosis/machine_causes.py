@@ -180,6 +180,29 @@ def used_by_others(inputs: RuleInputs, host: str) -> float | None:
     return max(busy * cores - sum(inputs.busy_cores[r] for r in ranks), 0.0)
 
 
+def machine_text(inputs: RuleInputs) -> str | None:
+    """What the cores of the job's busiest node did while it trained; None where nothing is known.
+
+    It changes all accounts alike: `2 cores: the job 1.3, others 0.6; ranks could run and had no
+    core 12 % of the time`.
+    """
+    wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
+    host = hosts_of(inputs).get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
+    node = inputs.node_cpus.get(host) if host is not None else None
+    parts = []
+    if node is not None and node.core_count is not None and host is not None:
+        own = [inputs.busy_cores.get(r) for r, h in hosts_of(inputs).items() if h == host]
+        others = used_by_others(inputs, host)
+        if others is not None:
+            used = sum(value for value in own if value is not None)
+            parts.append(f"{node.core_count} cores: the job {used:.2g}, others {others:.2g}")
+    if wait is not None:
+        parts.append(f"rank {rank} could run and had no core {ratio_text(wait)} of the time")
+    if inputs.stolen:
+        parts.append(f"steal {ratio_text(max(inputs.stolen.values()))}")
+    return "; ".join(parts) or None
+
+
 def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     """What the verdict says of steal: time of the cores that other virtual machines got."""
     lost = max(inputs.stolen.values(), default=0.0)

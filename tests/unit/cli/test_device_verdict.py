@@ -101,6 +101,59 @@ def test_nothing_stands_out_where_the_gpu_is_busy(
     assert data(capsys, path)["problem_count"] == 0
 
 
+def slow_product(kernel_us: float = 1000) -> list[Event]:
+    """A product of 2 * 4096**3 FLOPs and 101 MB."""
+    shape, types = [[4096, 4096]] * 2, ["c10::BFloat16"] * 2
+    return [
+        event("aten::mm", "cpu_op", 0, 10, **{"Input Dims": shape, "Input type": types}),
+        launch(1, 2), kernel("Cijk_MT16x16", 10, kernel_us, correlation=1),
+    ]  # fmt: skip
+
+
+def test_an_operator_far_from_the_roofline_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", slow_product())
+    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
+    assert out.startswith(
+        "aten::mm [4096,4096] x2 bf16 at 137 TFLOP/s, 11 % of the bf16 peak: 1.00 ms of 1.01 ms"
+    )
+    assert "at what such operators usually reach" in out
+    peak = "bf16=1307.4,memory=5.3"
+    found = json.loads(run(capsys, "verdict", path, "--peak", peak, "--json")[1])
+    (operator,) = found["operators"]
+    assert operator["bound"] == "compute"
+    assert operator["roofline_ratio"] == pytest.approx(2 * 4096**3 / 1307.4e12 / 1e-3)
+    assert operator["gain_low_ns"] < operator["gain_ns"] < operator["gain_high_ns"] < 1e6
+    assert found["problem_count"] == 1
+
+
+def test_no_operator_is_slow_where_it_does_what_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", slow_product(kernel_us=180))
+    out = run(capsys, "verdict", path, "--peak", "MI300X")[1]
+    assert out.startswith("Nothing stands out: the GPU computes 96 % of the step")
+
+
+def test_without_a_known_gpu_nothing_is_said_of_distances(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", slow_product())
+    out = " ".join(run(capsys, "verdict", path)[1].split())
+    assert "most of it aten::mm [4096,4096] x2 bf16 at 137 TFLOP/s and 0.101 TB/s" in out
+    assert "no peak is known of the GPU, which the trace does not name; --peak NAME" in out
+    assert "peak:" not in out
+
+
+def test_what_is_faster_than_the_gpu_is_called_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace.json", slow_product(kernel_us=50))
+    out = " ".join(run(capsys, "verdict", path, "--peak", "MI300X")[1].split())
+    assert "more than the GPU can do: shapes, times or peak are wrong" in out
+
+
 def test_a_folder_of_ranks_is_one_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
