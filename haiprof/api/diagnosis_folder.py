@@ -1,4 +1,4 @@
-"""A diagnosis as a folder that opens anywhere: card, page, PerfTracker's five reports, tables."""
+"""A diagnosis as a self-contained folder: card, page, PerfTracker's five reports, tables."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from haiprof.base.errors import HaiprofError
 from haiprof.cli.arguments import AsJson, LogDirs, log_dirs
 from haiprof.cli.command_line import Opt
-from haiprof.cli.output import Output
+from haiprof.cli.output import Output, stdout_console
 
 if TYPE_CHECKING:
     from haiprof.live.find import RunningJob
@@ -40,10 +40,11 @@ def ps(log_dir: LogDirs = None, verdict: WithVerdict = False, as_json: AsJson = 
         output.show(lambda _: _NO_JOB, {"jobs": []})
         return
     from haiprof.live.follow import job_progress
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import jobs_view
 
     jobs = [job_progress(job, verdict=_verdict(job) if verdict else None) for job in running]
-    output.show(lambda _: jobs_view(jobs), {"jobs": jobs})
+    output.show(lambda _: jobs_view(jobs, colored=shows_colors(stdout_console())), {"jobs": jobs})
 
 
 def _verdict(job: RunningJob) -> str | None:

@@ -1,4 +1,4 @@
-"""`haiprof report`: all of a run in one page that opens anywhere."""
+"""`haiprof report`: all of a run in one self-contained page."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def snapshot(
     For example:
 
       haiprof snapshot                    the only job that runs here
-      haiprof snapshot train.py --hang    that one, of which is known that it hangs
+      haiprof snapshot train.py --hang    a job that is known to hang
       haiprof snapshot 4711 --json | jq '.suspects[0]'
     """
     from haiprof.live.snapshot import take_snapshot

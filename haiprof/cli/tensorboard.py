@@ -31,7 +31,7 @@ def tensorboard(source: RunOrTraces = None, port: Port = 6006, host: Host = "127
     """Start TensorBoard on a run: its scalars, also while the job runs, and its traces.
 
     It ends with Ctrl-C and leaves nothing behind but the run's own scalars. Only you and root can
-    open it; with --host of another interface, whoever has the printed address. Needs
+    open it; with --host of another interface, anybody with the printed address. Needs
     `pip install 'haiprof[tensorboard]'`; traces also need `'haiprof[torch-tb-profiler]'`, whose
     pages work without network and with right numbers here: docs/tensorboard.md.
 

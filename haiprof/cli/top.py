@@ -28,8 +28,7 @@ def top(
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
     Keys: up and down choose a job or a rank, enter looks at it, q goes back and leaves. Where the
-    output is no terminal, one frame is printed. Each second costs the same, however long a job
-    has run.
+    output is no terminal, one frame is printed.
 
     For example:
 
@@ -63,12 +62,14 @@ def _is_live(as_json: bool) -> bool:
 
 def _once(watch: Watch, selection: Selection, as_json: bool) -> None:
     """One frame, as `ps` would print it."""
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import top_view
 
     jobs = watch.look()
     data = {"jobs": [job.as_json() for job in jobs]}
     Output(json=as_json).show(
-        lambda _: top_view(jobs, selection, height=None, colored=sys.stdout.isatty()), data
+        lambda _: top_view(jobs, selection, height=None, colored=shows_colors(stdout_console())),
+        data,
     )
 
 
@@ -87,9 +88,10 @@ def _lines(watch: Watch) -> None:
 def _live(watch: Watch, selection: Selection, console: Console) -> None:
     """Draws frames until a key leaves or the jobs have ended."""
     from haiprof.cli.keys import keys
+    from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import move, top_view
 
-    colored = console.color_system is not None
+    colored = shows_colors(console)
     jobs = watch.look()
     with (
         keys() as pressed,

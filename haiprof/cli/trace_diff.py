@@ -40,7 +40,7 @@ Tolerance = Annotated[
     Opt(
         "--fail-if-slower PERCENT",
         "End with status 10 where steps are slower by more than this and not by chance, and "
-        "with 5 where nobody can say; for continuous integration.",
+        "with 5 if that cannot be judged; for continuous integration.",
     ),
 ]
 TestSteps = Annotated[str | None, Opt("--test-steps A:B", "Steps of TEST, where they differ.")]

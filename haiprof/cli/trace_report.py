@@ -37,7 +37,7 @@ Reduce = Annotated[
 ]
 
 Html = Annotated[
-    Path | None, Opt("--html FILE", "Also write pictures and tables as a page that opens anywhere.")
+    Path | None, Opt("--html FILE", "Also write pictures and tables as one self-contained page.")
 ]
 
 

@@ -46,7 +46,7 @@ Folder = Annotated[
     Path | None,
     Opt(
         "--folder DIR",
-        "Write everything into a new folder that opens anywhere: card, page, tables, and the "
+        "Write everything into a new self-contained folder: card, page, tables, and the "
         "five reports of traced steps (with --collect some are traced).",
     ),
 ]
@@ -74,7 +74,7 @@ def verdict(
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
     With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
     in its run directory (docs/diagnosis.md). `haiprof verdict` is the same command. With --folder
-    all of it is written into a folder that opens anywhere, without the run: card, page, tables,
+    all of it is written into a self-contained folder: card, page, tables,
     hardware samples, and PerfTracker's five reports where steps were traced.
 
     `haiprof verdict overview`, `verdict rank` and `verdict lines` show the same run by rank and by

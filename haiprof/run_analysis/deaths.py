@@ -584,7 +584,7 @@ class _Case:
         seen_at = self._seen_at(ranks, died) if nowhere else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
-        headline += f", last seen at {seen_at}" if seen_at else ""
+        headline += f"; last sample: {seen_at}" if seen_at else ""
         source = error.source if error is not None else ""
         if error is not None and line is None:
             _, line, inner_source = inner_error(error)
@@ -627,7 +627,7 @@ class _Case:
             return None
         end = self.ends[ranks[0]].failed_ns or died
         before = (end - seen.wall_ns) if end else 0
-        return f"{seen.line}, {duration_text(before)} before" if before > 0 else seen.line
+        return f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
 
     def _fates(self, ranks: Sequence[int], died: int | None) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
@@ -779,8 +779,8 @@ _REMEDIES: Mapping[str, str] = {
     "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
     "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
     "cancelled": "find out who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
-    "signal": "ask whoever sent it; haiprof passed it on to the job",
-    "interrupted": "somebody pressed Ctrl-C, or sent SIGINT",
+    "signal": "ask the sender; haiprof passed the signal on to the job",
+    "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",
     "launcher": "fix what the launcher reports",
     "gone": "look at the log of the kernel (dmesg) and of the scheduler",
     "unknown": "look at the job's own output; `haiprof doctor` tells what could not be seen here",

@@ -131,7 +131,7 @@ def what_happened(end: ProcessEnd) -> str:
         inner = inner_error(error)
         place = inner[1] or error.location
         exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
-        via = f", and left with status {end.status}" if exits and end.status else ""
+        via = f", and exited with status {end.status}" if exits and end.status else ""
         way = f"it aborted itself{_by_signal(end)}: " if end.is_terminated else ""
         return f"{way}{inner[0] or error.short}{f' ({place})' if place else ''}{via}"
     if end.oom:
@@ -141,12 +141,12 @@ def what_happened(end: ProcessEnd) -> str:
     if end.status is not None:
         if knows_exit(end):
             place = f" at {error.location}" if error is not None and error.location else ""
-            return f"it left with exit status {end.status} (sys.exit){place}"
+            return f"it exited with status {end.status} (sys.exit){place}"
         way = (
             "" if end.closed else " without Python's own exit (os._exit, native code, or no memory)"
         )
         return f"it ended with exit status {end.status}{way}; why is not known"
-    return "it is gone without a word: killed, or its machine was lost"
+    return "it is gone and left no report: killed, or its machine was lost"
 
 
 def knows_exit(end: ProcessEnd) -> bool:

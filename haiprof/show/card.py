@@ -312,22 +312,22 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
 
 def _unknowns(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     """(label, what, why), the label only where it changes."""
-    measurable = [row for row in verdict.not_measured if not _is_foreign(verdict, *row)]
+    measurable = [row for row in verdict.not_measured if not is_foreign(verdict, *row)]
     for place, (what, why) in enumerate(measurable):
         yield "" if place else "not measured", what, why
     rules: dict[str, list[str]] = {}
     for rule, why in verdict.abstained:
-        if not _is_foreign(verdict, rule, why):
+        if not is_foreign(verdict, rule, why):
             rules.setdefault(why, []).append(rule.replace("_", " "))
     for place, (why, names) in enumerate(rules.items()):
-        yield "" if place else "not judged", ", ".join(names), why
+        yield "" if place else "not evaluated", ", ".join(names), why
     for place, note in enumerate(verdict.notes[:_NOTE_LIMIT]):
         yield "" if place else "notes", "", note
     if len(verdict.notes) > _NOTE_LIMIT:
         yield "", "", f"and {len(verdict.notes) - _NOTE_LIMIT} more, in --json"
 
 
-def _is_foreign(verdict: Verdict, what: str, why: str) -> bool:
+def is_foreign(verdict: Verdict, what: str, why: str) -> bool:
     """Whether a job of this kind cannot have it: a GPU's numbers on CPUs, others of one rank."""
     if why in _NEVER:
         return True

@@ -436,7 +436,7 @@ def submit_job(
         hint = (
             f"--emit {on} prints what it takes" if on in FORMS else f"one of {', '.join(ENGINES)}"
         )
-        raise UsageError(f"--on {on}: haiprof submits nothing there", hint=hint)
+        raise UsageError(f"--on: unknown target {on!r}", hint=hint)
     check_engine(spec, on, ENGINES[on])
     if on == "slurm":
         taken = submit_slurm(spec, log_dir=log_dir)

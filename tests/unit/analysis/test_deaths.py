@@ -307,7 +307,7 @@ def test_exit_that_no_exception_led_to_is_proved(job: Job) -> None:
     job.over(1, 0, status=3)
     death = job.death()
     assert death.certain
-    assert "it left with exit status 3 (sys.exit)" in death.headline
+    assert "it exited with status 3 (sys.exit)" in death.headline
 
 
 def exits(job: Job, rank: int, **more: object) -> None:

@@ -39,7 +39,7 @@ def test_card_is_short_unless_everything_is_asked_for(tmp_path: Path, width: int
     short = card_text(tmp_path / "a", FORWARD_BOUND, width=width, everything=False)
     whole = card_text(tmp_path / "b", FORWARD_BOUND, width=width)
     assert len(short.splitlines()) <= {60: 20, 80: 17, 100: 15}[width]  # of every kind a row
-    for words in ("not measured", "not judged", "own cost"):
+    for words in ("not measured", "not evaluated", "own cost"):
         assert words not in short
     assert "own cost" in whole
     assert "move the preprocessing in" in short
