@@ -10,7 +10,7 @@ import typer
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli.arguments import AsJson
 from haiprof.cli.output import Output
-from haiprof.cli.target import open_target
+from haiprof.cli.target import open_target, trace_path
 from haiprof.cli.trace_diff import SLOWER, parse_percent
 
 LAST_GOOD = "last-good"
@@ -70,6 +70,8 @@ def compare(
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
 
       haiprof compare before after --json | jq .verdict
+
+      haiprof compare a.json b.json       traces of torch.profiler: what changed on the GPU
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
@@ -80,6 +82,15 @@ def compare(
     limit = parse_percent(fail_if_slower)
     first, last = parse_runs(runs or [], baseline)
     output = Output(json=as_json)
+    traces = [trace_path(None if path is None else str(path)) for path in (first, last)]
+    if traces[0] is not None and traces[1] is not None:
+        if limit is not None:
+            raise UsageError(
+                "--fail-if-slower is of two runs; here are traces",
+                hint=f"haiprof trace-diff {first} {last} --fail-if-slower {fail_if_slower}",
+            )
+        _show_traces(traces[0], traces[1], output)
+        return
     after = compared_run_of(open_target(last))
     before = baseline_named(first, after)
     found, chosen = compare_runs(before.side, after), before.why
@@ -100,6 +111,24 @@ def compare(
             output.hint(f"if that is meant: remove {after.analyzer.run.comparison_json}, and this "
                         "run is the next one's baseline")  # fmt: skip
         raise typer.Exit(SLOWER)
+
+
+def _show_traces(before: Path, after: Path, output: Output) -> None:
+    from haiprof.cli.arguments import ReadProgress
+    from haiprof.show.views.device_comparison import (
+        device_comparison_data,
+        device_comparison_view,
+    )
+    from haiprof.trace_analysis.device_comparison import compare_devices
+    from haiprof.trace_analysis.device_verdict import device_ledger
+
+    with ReadProgress(quiet=output.json) as waiting:
+        sides = [device_ledger(path, progress=waiting) for path in (before, after)]
+    found = compare_devices(*sides)
+    output.show(
+        lambda width: device_comparison_view(found, width=width), device_comparison_data(found)
+    )
+    output.hint(f"next: haiprof trace-diff {before} {after}")
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:

@@ -223,3 +223,19 @@ def _places(words: Sequence[str]) -> list[int]:
         for place, (before, word) in enumerate(itertools.pairwise(words), start=1)
         if is_address(word) and " " not in word and before not in _OF_OTHERS
     ]
+
+
+def trace_path(target: str | None) -> Path | None:
+    """What is named where that is a trace, or a folder of traces and no run; else None."""
+    from haiprof.base.errors import TraceFormatError
+    from haiprof.trace_format.find import NSIGHT_ENDING, TRACE_ENDINGS, trace_files
+
+    if target is None or not (path := Path(target)).exists():
+        return None
+    if path.is_file() and not target.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)):
+        return None
+    run, traces = run_or_traces(path)
+    try:
+        return traces if run is None and trace_files(traces) else None
+    except TraceFormatError:  # neither a run nor traces: the error of a run says so
+        return None

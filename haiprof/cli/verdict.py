@@ -18,7 +18,7 @@ from haiprof.cli.target import (
     COMMAND_NAME,
     default_log_dir,
     open_target,
-    run_or_traces,
+    trace_path,
     working_folder,
 )
 
@@ -127,7 +127,7 @@ def verdict(
     _check(last=last, save=save, collect=collect, seconds=seconds, save_traces=save_traces)
     if folder is not None and last is not None:
         raise UsageError("--folder is of a whole run, or of --collect: not together with --last")
-    if not collect and (traces := _trace_path(target)) is not None:
+    if not collect and (traces := trace_path(target)) is not None:
         if save or svg or folder or exit_report or last is not None:
             raise UsageError(
                 f"{traces}: traces, and no run: only --json and --all go with them",
@@ -175,22 +175,6 @@ def verdict(
     if collect or COMMAND_NAME.get() in OTHER_NAMES:
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
-
-
-def _trace_path(target: str | None) -> Path | None:
-    """What is named where that is a trace, or a folder of traces and no run; else None."""
-    from haiprof.base.errors import TraceFormatError
-    from haiprof.trace_format.find import TRACE_ENDINGS, trace_files
-
-    if target is None or not (path := Path(target)).exists():
-        return None
-    if path.is_file() and not target.endswith(TRACE_ENDINGS):
-        return None
-    run, traces = run_or_traces(path)
-    try:
-        return traces if run is None and trace_files(traces) else None
-    except TraceFormatError:  # neither a run nor traces: the error of a run says so
-        return None
 
 
 def _show_traces(path: Path, *, as_json: bool, everything: bool, peak: str | None) -> None:

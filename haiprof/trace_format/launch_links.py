@@ -13,6 +13,7 @@ from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import LAUNCHES, Finding, count_text
+from haiprof.trace_format.nsight import is_nsight_export
 
 _STARTS_WORK = r"Launch|Memcpy|Memset"
 _TOLERANCE_NS = 1_000
@@ -59,7 +60,7 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
     events = gpu.select("event", "ts_ns", id="external_id")
     pairs, refused, by = _pairs(events, calls), 0, "External id"
     pairs, refused = _in_time(pairs)
-    if pairs.is_empty():
+    if pairs.is_empty() and len(works) and not is_nsight_export(path):
         pairs, refused = _in_time(_pairs(*_by_arrows(gpu, works, path)))
         by = "the arrows between them"
     found = [*_say_linked(pairs, gpu, by), *_say_unlinked(len(gpu) - len(pairs), refused, gpu)]

@@ -188,3 +188,45 @@ def test_verdict_of_real_traces(name: str, capsys: pytest.CaptureFixture[str]) -
     assert whole == pytest.approx(found["step"]["mean_ns"], abs=1e-3)
     assert found["step"]["residual_ns"] == 0
     assert found["opportunities"]
+
+
+def side(top: str, kernels: list[tuple[str, str, float]]) -> list[Event]:
+    """One step of 1 ms whose operators, inside of one, launch a kernel each."""
+    events = [step(1, 0, 1000), event(top, "cpu_op", 5, 100)]
+    at = 20.0
+    for number, (operator, name, us) in enumerate(kernels, start=1):
+        events += [
+            event(operator, "cpu_op", 10 * number, 8), launch(number, 10 * number + 1, 2),
+            kernel(name, 100 + at, us, correlation=number),
+        ]  # fmt: skip
+        at += us
+    return events
+
+
+@pytest.mark.parametrize(("after", "said"), [
+    (side("conv", [("aten::convolution", "cudnn", 40)]),
+     "GPU busy 0.40 to 0.04 ms: aten::convolution"),
+    (side("conv", [("aten::convolution", "Cijk", 400)]), "GPU equally busy: 0.40 ms"),
+    (side("conv", [("aten::unfold", "im2col", 100), ("aten::mm", "gemm", 600)]),
+     "GPU busy 0.40 to 0.70 ms: conv (aten::convolution to aten::mm, aten::unfold)"),
+])  # fmt: skip
+def test_compare_of_traces_says_what_changed_on_the_device(
+    after: list[Event], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = side("conv", [("aten::convolution", "miopenConv", 400)])
+    paths = [write_trace(tmp_path / f"{name}.json", events)
+             for name, events in (("a", before), ("b", after))]  # fmt: skip
+    status, out, _ = run(capsys, "compare", *paths)
+    assert status == 0
+    assert out.startswith(said + "\n")
+    found = json.loads(run(capsys, "compare", *paths, "--json")[1])
+    assert found["headline"] == said
+
+
+def test_compare_of_traces_leaves_the_gate_to_trace_diff(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "a.json", slow_product())
+    status, _, err = run(capsys, "compare", path, path, "--fail-if-slower", "5%")
+    assert status == 2
+    assert "haiprof trace-diff" in err
