@@ -1,4 +1,4 @@
-"""Treacherous traces: each kind made on purpose, with what `haiprof trace-check` says of it.
+"""Treacherous traces: each kind made on purpose, with what `haiprof trace check` says of it.
 
     python benchmarks/treacherous.py
 
@@ -461,7 +461,7 @@ def main() -> None:
                 rows.append(row_of(kind, Path(folder)))
     head = [
         "# Treacherous traces", "",
-        "Made by `benchmarks/treacherous.py`: what `haiprof trace-check` says, and the GPU's",
+        "Made by `benchmarks/treacherous.py`: what `haiprof trace check` says, and the GPU's",
         "busy time in ms as the file's own numbers give it and as haiprof answers it (per rank).",
         f"Of the sound trace it is {SOUND_MS:.3f}.", "",
         "| kind | what is said | as recorded | as answered |", "|---|---|---|---|",

@@ -52,15 +52,7 @@ class Wheel:
 
 
 def use_wheels(wheels: Path, site: Path) -> str:
-    """Puts carried packages on the path where this Python lacks them; says what is used.
-
-    Args:
-        wheels: The folder that was carried; it need not exist.
-        site: Where they are unpacked to.
-
-    Raises:
-        LackingError: Where one is neither here nor carried; nothing was unpacked.
-    """
+    """Puts carried packages on the path where this Python lacks them; says what is used."""
     carried = read_index(wheels)
     own = carried.pop("haiprof", None)
     names, lacking = choose([*core_dependencies(), TORCH], carried)
@@ -96,10 +88,6 @@ def choose(wanted: Sequence[str], carried: Mapping[str, Wheel]) -> tuple[list[st
 
     A package of this Python's own is taken where its version will do, and whoever installed it has
     installed what it needs.
-
-    Args:
-        wanted: As `name>=1,<2`.
-        carried: What could be taken instead, by name.
     """
     names, lacking, waiting = list[str](), list[str](), list(wanted)
     while waiting:

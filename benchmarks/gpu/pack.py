@@ -38,12 +38,7 @@ COMMAND = "scripts/gpu-check --minutes 9.3 --out $OUT"
 
 
 def collect(folder: Path, python: str = PYTHON) -> int:
-    """Downloads all that haiprof needs there, builds haiprof's wheel; prints how to run there.
-
-    Args:
-        folder: Where the wheels go; what was in it is gone.
-        python: The version of the machine's Python.
-    """
+    """Downloads all that haiprof needs there, builds haiprof's wheel; prints how to run there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     index = dict[str, dict[str, Any]]()
@@ -54,10 +49,10 @@ def collect(folder: Path, python: str = PYTHON) -> int:
             wheel = download(name, folder, python)
             index[name] = entry(wheel, python)
             waiting += index[name]["needs"]
-    wheel, told = build_wheel(folder, python)
+    own, told = build_wheel(folder, python)
     print(told)
-    if wheel is not None:
-        index["haiprof"] = {**entry(wheel, python), "needs": []}
+    if own is not None:
+        index["haiprof"] = {**entry(own, python), "needs": []}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     return report(folder)
 

@@ -1,4 +1,4 @@
-"""`haiprof efficiency`: MFU of traced steps, and operators against the roofline."""
+"""`haiprof trace efficiency`: MFU of traced steps, and operators against the roofline."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ def efficiency(
 
     For example:
 
-      haiprof efficiency traces/ --steps 10:13
-
-      haiprof efficiency trace.json.gz --peak bf16=989.4,memory=3.35
-
-      haiprof efficiency traces/ --json | jq '.steps[].mfu_ratio'
+      haiprof trace efficiency traces/ --steps 10:13
+      haiprof trace efficiency trace.json.gz --peak bf16=989.4,memory=3.35
+      haiprof trace efficiency traces/ --json | jq '.steps[].mfu_ratio'
     """
     from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak

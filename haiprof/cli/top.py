@@ -1,4 +1,4 @@
-"""`haiprof top`: running jobs, live in the terminal."""
+"""`haiprof ls --live`: running jobs, live in the terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.live import Live
 
 from haiprof.cli.arguments import AsJson, JobName, LogDirs, log_dirs
+from haiprof.cli.command_line import Opt
 from haiprof.cli.output import Output, json_line, stdout_console, terminal_width
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from haiprof.show.views.jobs import Selection
 
 REFRESH_S = 1.0
-Follow = Annotated[
-    bool, typer.Option("--follow", help="With --json: one line each second until the job ends.")
-]
+Follow = Annotated[bool, Opt("--follow", "With --json: one line each second until the job ends.")]
 
 
 def top(
@@ -35,11 +33,9 @@ def top(
 
     For example:
 
-      haiprof top                      all jobs of this node
-
-      haiprof top train.py             one of them, its ranks
-
-      haiprof top train.py --json --follow | jq .step_ns
+      haiprof ls --live                      all jobs of this node
+      haiprof ls --live train.py             one of them, its ranks
+      haiprof ls --live train.py --json --follow | jq .step_ns
     """
     from haiprof.cli.own_command import own_command
     from haiprof.live.find import find_job

@@ -16,6 +16,7 @@ from haiprof.base.ledger import Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
+from haiprof.diagnosis.opportunities import RECOMPUTED
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import CodeLine, Evidence, place_text
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
@@ -103,6 +104,8 @@ class Question:
 
 def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
+    if question.account.explanation == RECOMPUTED:
+        return _recomputation(question)
     for activity, function in _BY_ACTIVITY.items():
         if question.account.activity == activity:
             return function(question)
@@ -260,22 +263,37 @@ def _peers(question: Question) -> Explanation:
     )
 
 
-def straggler(question: Question, rank: int, own_ns: float, phase: str) -> Explanation:
-    """One rank needs longer than the others for the same work."""
-    inputs = question.inputs
-    state = state_of(inputs, rank, question.share)
-    where = WHERE[phase]
+def stragglers(question: Question, extra_ns: float) -> Explanation:
+    """Some ranks need longer than the others for the same work."""
+    inputs, account = question.inputs, question.account
+    state = state_of(inputs, account.ranks[0], question.share)
+    where = WHERE[account.position]
     gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
+    several = len(account.ranks) > 1
+    are = "are stragglers" if several else "is a straggler"
+    code = f": {_code_text(account, lead='')}" if account.file else ""
     return Explanation(
         slug="ranks_uneven",
-        cause=state.cause if state else phase,
-        title=f"rank {rank} is a straggler: {duration_text(own_ns)} of each step more than the "
-        f"others, most of it {where}{state.text if state else ''}",
+        cause=state.cause if state else account.position,
+        title=f"{ranks_text(account.ranks)} {are}: {duration_text(extra_ns)} of each step more "
+        f"than the others, most of it {where}{code}{state.text if state else ''}",
         remedy=state.remedy
         if state
-        else f"compare rank {rank} with another: its data shard, its host's load, its CPU "
-        f"affinity{gpu}; the others wait for it in their collectives",
+        else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
+        f"CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
+        "collectives",
         evidence=state.evidence if state else (),
+    )
+
+
+def _recomputation(question: Question) -> Explanation:
+    return Explanation(
+        slug=RECOMPUTED,
+        title="activation checkpointing runs forward again inside backward, "
+        f"{question.amount}{_code_text(question.account)}",
+        remedy="where memory allows, checkpoint fewer layers (every second one), keep what is "
+        "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
+        "take the checkpointing out",
     )
 
 

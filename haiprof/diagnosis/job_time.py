@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,6 @@ _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
 _PARTS = 8
 """A change is looked for in parts of the run of this number."""
-_SEEN = 40
-"""With fewer samples nothing is said of how an account changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +61,8 @@ class JobTime:
     """[rank, step]: waiting for later ranks."""
     covered: Bools
     """[step]: where that is known."""
+    like: Mapping[int, int] = field(default_factory=dict)
+    """By rank: another one whose samples tell of it, where it has none of its own."""
 
     @property
     def own_ns(self) -> Floats:
@@ -123,7 +123,8 @@ class JobTime:
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, usual, spike or collections, position]: what rows have of each cell's time."""
         of_rank, pooled = _shares(table, rows, self.slowest)
-        return np.array([of_rank.get(rank, pooled) for rank in self.ranks])
+        like = [rank if rank in of_rank else self.like.get(rank, rank) for rank in self.ranks]
+        return np.array([of_rank.get(rank, pooled) for rank in like])
 
     def interval(self, table: TimeTable, rows: Ints, series: Floats) -> tuple[float, float]:
         """Where a mean lies with 95 % certainty, in ns.
@@ -137,8 +138,7 @@ class JobTime:
             series: [step]: what is averaged.
         """
         mean = float(series.mean())
-        cells = np.isin(table.cell, np.unique(table.cell[rows])) & (table.count > 0)
-        cells &= np.isin(table.rank, np.unique(table.rank[rows]))
+        cells = self._same_cells(table, rows)
         whole, count = float(table.ns[cells].sum()), float(table.count[cells].sum())
         low = high = mean
         if table.count[rows].any() and whole:
@@ -146,9 +146,7 @@ class JobTime:
             below, above = wilson(np.array([share * count]), np.array([count]))
             if share:
                 low, high = mean * float(below[0]) / share, mean * float(above[0]) / share
-        blocks = np.array(
-            [part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))]
-        )
+        blocks = np.array([part.mean() for part in np.array_split(series, _block_count(series))])
         spread = _Z * float(blocks.std(ddof=1)) / len(blocks) ** 0.5 if len(blocks) > 1 else 0.0
         return (
             max(mean - float(np.hypot(mean - low, spread)), 0.0),
@@ -165,13 +163,24 @@ class JobTime:
         """
         if len(series) < _COVERED_MIN or not series.sum():
             return "each step"
-        spiked = series > 2 * np.median(series) + series.mean() / 2
-        if series[spiked].sum() > _SPIKE_RATIO * series.sum() and spiked.mean() <= 0.5:
+        spiked = _find_spikes(series)
+        if spiked.any():
             return _spike_text(self.step[: len(series)], series, spiked)
-        known = rows[table.step[rows] >= 0]
-        if table.count[known].sum() < _SEEN:
-            return "each step"
-        return _change_text(self.step, table.step[known], table.ns[known])
+        cells = self._same_cells(table, rows) & (table.step >= 0)
+        exact = sum(
+            self.cell_ns[row].mean(axis=0)
+            for row, position in enumerate(self.used)
+            if position in table.cell[rows]
+        )
+        return _change_text(
+            self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact
+        )
+
+    def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
+        """Samples of the cells that some rows lie in."""
+        found = np.isin(table.cell, np.unique(table.cell[rows])) & (table.count > 0)
+        found &= np.isin(table.rank, np.unique(table.rank[rows]))
+        return found
 
 
 def job_time(
@@ -230,43 +239,75 @@ def job_time(
     )
 
 
-def find_straggler(time: JobTime, own_ns: Floats) -> tuple[int, float, Floats] | None:
-    """The rank that needs longer than the others, steadily; None where there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """Ranks that need longer than the others."""
 
-    On the mean it needs at least half of what the slowest of each step needs beyond the middle one:
-    of ranks that take turns in being the slowest none does.
+    ranks: tuple[int, ...]
+    extra_ns: float
+    """What the slowest needs beyond the middle one per step."""
+    by_position: Mapping[int, Floats]
+    """By rank: that of each position."""
+
+
+def find_stragglers(time: JobTime, own_ns: Floats) -> Stragglers | None:
+    """The ranks that need longer than the others, steadily; None where there are none.
+
+    On the mean the slowest needs at least half of what the slowest of each step needs beyond the
+    middle one: of ranks that take turns in being the slowest none does. Others that lose more than
+    half as much as it are stragglers, too, where they are fewer than half of all.
 
     Args:
         time: All ranks.
         own_ns: [rank, covered step]: each rank's own time, without what was found avoidable.
-
-    Returns:
-        The rank, what it needs beyond the middle rank per step, and that by position.
     """
-    if not time.waits_for_all or len(time.ranks) < 2:
+    count = len(time.ranks)
+    if not time.waits_for_all or count < 2:
         return None
-    place = int(own_ns.mean(axis=1).argmax())
-    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(len(own_ns) - 2) // 2]
+    means = own_ns.mean(axis=1)
+    place = int(means.argmax())
+    middle = np.sort(np.delete(own_ns, place, axis=0), axis=0)[(count - 2) // 2]
     beyond = own_ns[place] - middle
-    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(len(own_ns) - 1) // 2]
-    if beyond.mean() <= lost.mean() / 2 or not _is_steady(beyond):
+    lost = own_ns.max(axis=0) - np.sort(own_ns, axis=0)[(count - 1) // 2]
+    extra = float(beyond.mean())
+    if extra <= lost.mean() / 2 or not _is_steady(beyond):
         return None
+    late = np.flatnonzero(means - float(middle.mean()) > extra / 2)
+    late = late if len(late) <= count / 2 else np.array([place])
+    return Stragglers(
+        ranks=tuple(time.ranks[row] for row in late.tolist()),
+        extra_ns=extra,
+        by_position={
+            time.ranks[row]: _longer(time, row, late, float(means[row] - middle.mean()))
+            for row in late.tolist()
+        },
+    )
+
+
+def _longer(time: JobTime, place: int, late: Ints, extra_ns: float) -> Floats:
+    """[position]: what one of the late ranks needs beyond the middle one of the others."""
     longer = np.zeros(_COUNT)
     for row, position in enumerate(time.used):
         cells = time.cell_ns[row]
         if position == BACKWARD:
             cells = np.maximum(cells - time.peer_ns, 0.0)
         cells = cells[:, time.covered]
-        others = np.median(np.delete(cells, place, axis=0), axis=0)
+        others = np.median(np.delete(cells, late, axis=0), axis=0)
         longer[position] = max(float((cells[place] - others).mean()), 0.0)
-    extra = float(beyond.mean())
-    return time.ranks[place], extra, longer * min(extra / max(float(longer.sum()), 1.0), 1.0)
+    return longer * min(extra_ns / max(float(longer.sum()), 1.0), 1.0)
 
 
 def _is_steady(series: Floats) -> bool:
-    """Whether most blocks of steps have a good part of the mean."""
+    """Whether a series has a good part of its mean in most of one stretch of the steps.
+
+    The stretch is from the first such block of steps to the last, and a quarter of all at least.
+    """
     blocks = np.array([part.mean() for part in np.array_split(series, min(_BLOCKS, len(series)))])
-    return float((blocks > series.mean() / 4).mean()) >= _PERIODIC
+    high = blocks > series.mean() / 4
+    at = np.flatnonzero(high)
+    if not len(at) or at[-1] - at[0] + 1 < len(blocks) / 4:
+        return False
+    return float(high[at[0] : at[-1] + 1].mean()) >= _PERIODIC
 
 
 def _peer_waits(
@@ -334,14 +375,44 @@ def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:
     return share.reshape(3, _COUNT)
 
 
+def _find_spikes(series: Floats) -> Bools:
+    """Steps in which an account is paid that other steps do not pay; none where most of them do.
+
+    What every second or third step pays is no more than usual, and is known by its regularity.
+    """
+    for level in (0.5, 0.25):
+        found: Bools = series > 2 * np.quantile(series, level) + series.mean() / 2
+        few = series[found].sum() > _SPIKE_RATIO * series.sum() and found.mean() <= 0.5
+        if few and (level == 0.5 or _period(np.flatnonzero(found))):
+            return found
+    return np.zeros(len(series), dtype=np.bool_)
+
+
+def _period(step: Ints) -> int | None:
+    """The number of steps between those given, where it is always about the same."""
+    gaps = np.diff(step)
+    if len(gaps) < 2:
+        return None
+    usual = float(np.median(gaps))
+    alike = float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC
+    return round(usual) if usual >= 2 and alike else None
+
+
+def _block_count(series: Floats) -> int:
+    """Into how many blocks of steps a series is cut to see its spread.
+
+    What is paid every Nth step is no spread: a block holds at least N steps.
+    """
+    period = _period(np.flatnonzero(_find_spikes(series)))
+    return max(min(_BLOCKS, len(series) // (period or 1)), 1)
+
+
 def _spike_text(step: Ints, series: Floats, spiked: Bools) -> str:
     at = step[spiked]
     paid = float(series[spiked].mean())
-    gaps = np.diff(at)
-    if len(gaps) >= 2:
-        usual = float(np.median(gaps))
-        if usual >= 2 and float((np.abs(gaps - usual) <= 0.1 * usual).mean()) >= _PERIODIC:
-            return f"every {_ordinal(round(usual))} step, {paid / 1e6:.3g} ms"
+    period = _period(at)
+    if period:
+        return f"every {_ordinal(period)} step, {paid / 1e6:.3g} ms"
     return f"in {len(at)} of {len(series)} steps, {paid / 1e6:.3g} ms"
 
 
@@ -350,19 +421,32 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if 10 <= number % 100 <= 20 else ending}"
 
 
-def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
-    """Whether an account changed on the way, by where its samples lie.
+def _change_text(step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats) -> str:
+    """Whether an account changed on the way.
 
-    It changed where the sum of its time is farthest below that of an even one (Page 1954).
+    Where it changed is where the sum of its samples' time is farthest below that of an even one
+    (Page 1954). That it changed is said where its share of the samples of its positions (Wilson
+    1927), times the exact time of these, is more than before with 95 % certainty, and _GROWN times.
+
+    Args:
+        step: Numbers of the judged steps.
+        cells: All samples in its positions.
+        own: Which of them are its own.
+        exact_ns: [step]: time in its positions.
     """
-    count = int(step[-1] - step[0]) + 1
-    inside = (seen >= step[0]) & (seen <= step[-1])
-    each = np.bincount(seen[inside] - step[0], ns[inside], minlength=count)
+    count = len(step)
+    at = np.clip(np.searchsorted(step, cells.step), 0, count - 1)
+    each = np.bincount(at[own], cells.ns[own], minlength=count)
     part = max(count // _PARTS, 1)
     below = np.arange(1, count) / count - np.cumsum(each)[:-1] / max(float(each.sum()), 1.0)
     cut = part + int(below[part - 1 : count - part].argmax())
-    before, after = float(each[:cut].mean()), float(each[cut:].mean())
-    if after <= _GROWN * before:
+    early = at < cut
+    seen = np.array([[cells.count[own & half].sum(), cells.count[half].sum()]
+                     for half in (early, ~early)])  # fmt: skip
+    low, high = wilson(seen[:, 0], np.maximum(seen[:, 1], 1.0))
+    share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
+    before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
+    if after * share[1] <= _GROWN * before * share[0] or after * low[1] <= before * high[0]:
         return "each step"
     parts = np.array([each[at : at + part].sum() for at in range(0, count - part + 1, part)])
     rises = np.diff(parts)
@@ -370,6 +454,7 @@ def _change_text(step: Ints, seen: Ints, ns: Floats) -> str:
         return "growing"
     later = min(-(-cut // part), len(parts) - 1)  # the last part may be less than a whole one
     spread = parts[: cut // part].std(), parts[later:].std()
-    if max(spread) < 0.5 * part * (after - before):
-        return f"since step {step[0] + cut}"
+    mean = each[:cut].mean(), each[cut:].mean()
+    if max(spread) < 0.5 * part * (mean[1] - mean[0]):
+        return f"since step {step[cut]}"
     return "each step"

@@ -8,7 +8,7 @@ rank does has no code and is one opportunity by activity. No nanosecond is in tw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from haiprof.run_analysis.code_samples import CodeTree
 from haiprof.run_analysis.ledger import (
     LINK_WAIT,
     MODEL_POSITIONS,
+    NO_CORE,
     NO_LINE,
     OPERATORS,
     PYTHON,
@@ -51,6 +52,11 @@ _PURE = 0.5
 _MOST = 0.7
 """Who holds so much of an opportunity is what it is named by."""
 _OPTIMIZER_FILES = "/torch/optim/"
+RECOMPUTED = "recomputation"
+_CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
+_MODULE_FILE = "/torch/nn/modules/module.py"
+"""A module that runs before the forward of the trained model is a part of it: a teacher, an encoder
+that follows it, the other one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,19 @@ class _Line:
 
 def needed_rows(table: TimeTable) -> Bools:
     """Per row: whether it is the model's own work, which no change around it removes."""
+    found: Bools = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
+    return found
+
+
+def _is_recomputed(table: TimeTable) -> Bools:
+    """Per row: whether activation checkpointing runs a part of forward again for backward."""
+    files = np.array([*(_CHECKPOINT_FILE in f.file for f in table.tree.frames), False])
+    found: Bools = (table.position == BACKWARD) & table.tree.holds(files)[table.stack]
+    return found & np.isin(table.work, (OPERATORS, PYTHON))
+
+
+def _is_models_own(table: TimeTable) -> Bools:
+    """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
     of_optimizer = np.array(
@@ -110,10 +129,12 @@ def needed_rows(table: TimeTable) -> Bools:
     inside = np.isin(table.position, MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
-    own = (table.activity == OPERATORS) | ((table.activity == PYTHON) & of_model)
-    own |= table.activity == UNKNOWN
-    needed: Bools = (inside & own) | (of_optimizer & np.isin(table.activity, (OPERATORS, PYTHON)))
-    return needed
+    of_module = np.array([*(_MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    inside |= (table.position == PREPARE) & table.tree.holds(of_module)[table.stack]
+    own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
+    own |= table.work == UNKNOWN
+    found: Bools = (inside & own) | (of_optimizer & np.isin(table.work, (OPERATORS, PYTHON)))
+    return found
 
 
 def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
@@ -125,16 +146,24 @@ def find_opportunities(table: TimeTable, needed: Bools) -> list[Opportunity]:
     """
     free = ~needed & (table.ns > 0)
     found = []
-    called = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    for activity in NO_LINE:  # but a collective that the job itself calls has one
-        rows = np.flatnonzero(free & (table.activity == activity) & ~called)
+    # A collective that the job itself calls has a line; so has waiting for a core amid code that a
+    # change removes.
+    has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table)
+    for activity in NO_LINE:
+        rows = np.flatnonzero(free & (table.activity == activity) & ~has_line)
         free[rows] = False
         if len(rows):
-            found.append(opportunity(table, rows, None))
+            found.append(replace(opportunity(table, rows, None), activity=activity))
     rows = np.flatnonzero(free & (table.position == COMPILE))
     free[rows] = False
     if len(rows):
         found.append(opportunity(table, rows, None))
+    rows = np.flatnonzero(free & _is_recomputed(table))
+    free[rows] = False
+    if len(rows):
+        at = _find_checkpointing(table)
+        found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
     for position in np.unique(table.position[free & (table.stack == 0)]).tolist():
         rows = np.flatnonzero(free & (table.stack == 0) & (table.position == position))
         free[rows] = False
@@ -149,8 +178,28 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
         rows=rows,
         at=at,
         position=int(np.bincount(table.position[rows], ns).argmax()),
-        activity=int(np.bincount(table.activity[rows], ns).argmax()),
+        activity=int(np.bincount(table.work[rows], ns).argmax()),
     )
+
+
+def _find_checkpointing(table: TimeTable) -> CodePlace | None:
+    """The job's line that has most of its forward checkpointed; None where forward shows none."""
+    tree, time = table.tree, dict[int, float]()
+    for row in np.flatnonzero(table.position == FORWARD).tolist():
+        stack, outer = int(table.stack[row]), 0
+        while stack:
+            if _CHECKPOINT_FILE in tree.frames[tree.place[stack]].file:
+                outer = int(tree.parent[stack])
+            stack = int(tree.parent[stack])
+        while outer and tree.library[tree.place[outer]]:
+            outer = int(tree.parent[outer])
+        if outer:
+            at = int(tree.place[outer])
+            time[at] = time.get(at, 0.0) + float(table.ns[row])
+    if not time:
+        return None
+    frame = tree.frames[max(time, key=lambda at: time[at])]
+    return CodePlace(file=frame.file, line=frame.line, function=written_in(frame.function))
 
 
 def _of_code(table: TimeTable, free: Bools, needed: Bools) -> Iterator[Opportunity]:
@@ -221,7 +270,7 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
         below: set[int] = set()
         while stack:
             frame = int(tree.place[stack])
-            if tree.frames[frame].file.endswith("/torch/nn/modules/module.py"):
+            if tree.frames[frame].file.endswith(_MODULE_FILE):
                 found |= below
                 below.clear()
             elif not tree.library[frame]:

@@ -11,7 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
+from haiprof.diagnosis.job_time import JobTime, Stragglers, find_stragglers, job_time, peer_waits
 from haiprof.diagnosis.opportunities import (
     Opportunity,
     find_opportunities,
@@ -69,8 +69,8 @@ class RunLedger:
 
     ledger: Ledger
     samples: CodeSamples
-    straggler_ns: float
-    """What the straggler needs beyond the others, per step; 0 without one."""
+    late: Stragglers | None
+    """The ranks that need longer than the others; None without any."""
     time: JobTime
     table: TimeTable
     rows: tuple[Ints, ...]
@@ -144,15 +144,14 @@ def run_ledger(
     table = time_table(samples, parts)
     needed = needed_rows(table)
     found = find_opportunities(table, needed)
-    own = [each.rows for each in found if each.activity != PEER_WAIT]  # own time is without it
-    avoidable = time.series_of(table, np.concatenate([*own, np.zeros(0, dtype=np.int64)]))
+    alone = _alone(table, time, found)
+    avoidable = _avoidable(table, time, found, alone)
     left = time.own_ns - np.minimum(avoidable[:, time.covered], time.own_ns)
-    late = find_straggler(time, left)
-    straggler_ns = 0.0
+    late = find_stragglers(time, left)
     if late is not None:
-        rank, straggler_ns, by_position = late
-        table, needed, more = _split_straggler(table, needed, time, rank, by_position)
+        table, needed, more = _split_stragglers(table, needed, time, late, found, alone)
         found += more
+        time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
     elif time.waits_for_all and _inputs_differ(inputs.last_attempts.input_sizes, left):
         found = [
             replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
@@ -163,9 +162,9 @@ def run_ledger(
         table, needed, more = _split_setting(table, needed, setting)
         found += more
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
-    ledger, rows = _ledger(table, time, found, needed, left)
+    ledger, rows = _ledger(table, time, found, needed, left, late)
     return RunLedger(
-        ledger=replace(ledger, median_ns=median), samples=samples, straggler_ns=straggler_ns,
+        ledger=replace(ledger, median_ns=median), samples=samples, late=late,
         time=time, table=table, rows=rows,
     )  # fmt: skip
 
@@ -202,24 +201,71 @@ def _keep_needed_link(
     return table, needed, found
 
 
-def _split_straggler(
-    table: TimeTable, needed: np.ndarray, time: JobTime, rank: int, by_position: Floats
-) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
-    """What the straggler's own work takes beyond the others', as one opportunity."""
-    moved: list[Ints] = []
-    for position in np.flatnonzero(by_position > 0).tolist():
-        rows = np.flatnonzero(needed & (table.rank == rank) & (table.position == position))
-        whole = float(table.ns[rows].sum())
-        if not whole:
+def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> list[int | None]:
+    """Per opportunity: the one rank of several that has it; None where several have it."""
+    ranks = []
+    for each in found:
+        parts = time.series_of(table, each.rows).sum(axis=1)
+        has_it = len(time.ranks) > 1 and parts.max() >= _ONE_RANK * max(float(parts.sum()), 1.0)
+        ranks.append(time.ranks[int(parts.argmax())] if has_it else None)
+    return ranks
+
+
+def _avoidable(
+    table: TimeTable, time: JobTime, found: Sequence[Opportunity], alone: Sequence[int | None]
+) -> Floats:
+    """[rank, step]: what was found avoidable; of what several ranks have, what the middle one has.
+
+    What one rank has beyond that is lost to all, whatever it does in it.
+    """
+    total = np.zeros(time.period_ns.shape)
+    for each, rank in zip(found, alone, strict=True):
+        if each.activity == PEER_WAIT:  # own time is without it
             continue
-        share = min(float(by_position[position]) * len(time.step) / whole, _MOST_SPLIT)
-        table, new = table.split(rows, share)
-        needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
-        moved.append(new)
+        parts = time.series_of(table, each.rows)
+        total += parts if rank is not None else np.minimum(parts, np.median(parts, axis=0))
+    return total
+
+
+def _split_stragglers(
+    table: TimeTable,
+    needed: np.ndarray,
+    time: JobTime,
+    late: Stragglers,
+    found: Sequence[Opportunity],
+    alone: Sequence[int | None],
+) -> tuple[TimeTable, np.ndarray, list[Opportunity]]:
+    """What the stragglers' work takes beyond the others', as one opportunity.
+
+    It has a line where most of it is in one account that the others have, too.
+    """
+    account = np.full(len(table.ns), -1)
+    for number, (each, rank) in enumerate(zip(found, alone, strict=True)):
+        if rank is not None or each.activity == PEER_WAIT:
+            account[each.rows] = -2  # a matter of its own
+        else:
+            account[each.rows] = number
+    moved: list[Ints] = []
+    time_of = np.zeros(len(found) + 1)  # the last one: work that is in no account
+    for rank, by_position in late.by_position.items():
+        for position in np.flatnonzero(by_position > 0).tolist():
+            inside = (table.rank == rank) & (table.position == position)
+            rows = np.flatnonzero(inside & (account[: len(inside)] > -2))
+            whole = float(table.ns[rows].sum())
+            if not whole:
+                continue
+            share = min(float(by_position[position]) * len(time.step) / whole, _MOST_SPLIT)
+            np.add.at(time_of, account[rows], share * table.ns[rows])
+            table, new = table.split(rows, share)
+            needed = np.append(needed, np.zeros(len(new), dtype=np.bool_))
+            account = np.append(account, np.full(len(new), -2))
+            moved.append(new)
     if not moved:
         return table, needed, []
-    found = opportunity(table, np.concatenate(moved), None)
-    return table, needed, [replace(found, key="ranks_uneven")]
+    most = int(time_of.argmax())
+    at = found[most].at if most < len(found) and 2 * time_of[most] > time_of.sum() else None
+    more = opportunity(table, np.concatenate(moved), at)
+    return table, needed, [replace(more, key="ranks_uneven")]
 
 
 def _split_setting(
@@ -289,9 +335,10 @@ def _ledger(
     found: Sequence[Opportunity],
     needed: np.ndarray,
     left: Floats,
+    late: Stragglers | None,
 ) -> tuple[Ledger, tuple[Ints, ...]]:
     """The ledger, and the rows of the table by account."""
-    priced = [(_account(table, time, each, left), each.rows) for each in found]
+    priced = [(_account(table, time, each, left, late), each.rows) for each in found]
     priced.sort(key=lambda one: -one[0].gain_ns)
     rest = np.ones(len(table.ns), dtype=np.bool_)
     for each in found:
@@ -317,7 +364,9 @@ def _sample_count(table: TimeTable) -> int:
     return len(np.unique(table.sample[table.sample >= 0]))
 
 
-def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) -> Account:
+def _account(
+    table: TimeTable, time: JobTime, found: Opportunity, left: Floats, late: Stragglers | None
+) -> Account:
     parts = time.series_of(table, found.rows)
     mean = parts.mean(axis=0)
     low, high = time.interval(table, found.rows, mean)
@@ -329,8 +378,9 @@ def _account(table: TimeTable, time: JobTime, found: Opportunity, left: Floats) 
     gain_low, gain_high = time.interval(table, found.rows, gains) if gain > 0 else (0.0, 0.0)
     share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
     several = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
+    ranks = (time.ranks[int(share.argmax())],) if several else ()
     account = Account(
-        ranks=(time.ranks[int(share.argmax())],) if several else (),
+        ranks=late.ranks if found.key == "ranks_uneven" and late is not None else ranks,
         position=POSITIONS[found.position],
         activity=ACTIVITIES[found.activity],
         package=_package(table, found.rows),

@@ -41,7 +41,7 @@ ACTIVITIES = (
     FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
-_COLUMNS = ("rank", "cell", "position", "activity", "stack", "step", "spike", "ns", "count",
+_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "spike", "ns", "count",
             "sample")  # fmt: skip
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
@@ -108,6 +108,8 @@ class TimeTable:
     """The same where the code below an optimizer's closure is told from the optimizer's."""
     activity: Ints
     """Index into ACTIVITIES."""
+    work: Ints
+    """The same where a thread that waited for a core counts as doing what it had begun."""
     stack: Ints
     """Of the tree; 0 where no code is known."""
     step: Ints
@@ -245,14 +247,16 @@ def _rank_rows(
         "count": np.ones(len(at)),
     }
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
+    rows["work"] = rows["activity"]
     rows = _split(rows, _no_core_share(samples, rows, rank), NO_CORE)
     rows = _split(rows, _tail_share(rows, rank), LINK_WAIT)
     rows = _split(rows, _peer_share(rows, rank), PEER_WAIT)
+    rows["work"] = np.where(rows["activity"] == NO_CORE, rows["work"], rows["activity"])
     rest = list(zip(*unseen, strict=True)) or [(), (), (), ()]
     none = np.zeros(len(unseen))
     others = {
         "cell": np.array(rest[0]), "position": np.array(rest[0]),
-        "activity": np.array(rest[1]), "stack": none,
+        "activity": np.array(rest[1]), "work": np.array(rest[1]), "stack": none,
         "step": none - 1, "spike": np.array(rest[2]), "ns": np.array(rest[3]), "count": none,
         "sample": none - 1,
     }  # fmt: skip

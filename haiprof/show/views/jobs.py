@@ -1,4 +1,4 @@
-"""What `haiprof ps` and `haiprof top` show: running jobs, the ranks of one, one rank."""
+"""What `haiprof ls --live` shows: running jobs, the ranks of one, one rank."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _COUNTER_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The current selection in `haiprof top`."""
+    """The current selection in `haiprof ls --live`."""
 
     level: str = JOBS
     job: int = 0
@@ -291,7 +291,7 @@ def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
     where = f"rank {rank.rank}, {rank.host or MISSING}, pid {rank.pid or MISSING}"
     state = "" if rank.recording else ", its recording has ended"
     if rank.elsewhere:
-        state = ": its node keeps its files to itself; haiprof top shows it there"
+        state = ": its node keeps its files to itself; haiprof ls --live shows it there"
     parts: list[RenderableType] = [Text(printable(where + state), style="bold")]
     times = plain_table("phase", "share", "of a step", left=("phase",))
     for phase in PHASES:

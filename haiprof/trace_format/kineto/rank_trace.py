@@ -85,7 +85,7 @@ class Trace:
         if self.path.name.endswith(FUNCTIONS_SUFFIX):
             raise TraceFormatError(
                 f"{self.path}: it holds the functions of a trace alone",
-                hint="haiprof functions can read it",
+                hint="haiprof trace functions can read it",
             )
         return self._given or open_columns(self.path)
 

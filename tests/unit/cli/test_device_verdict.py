@@ -72,7 +72,7 @@ def test_verdict_of_a_trace_names_the_largest_opportunity(
     assert "1 forward: idle after a call that waits for it (train.py:4 main <aten::item>)" in text
     assert "30.0 µs, 30 % of the step, each step → without it 70.0 µs" in text
     assert "do: keep the value on the device" in text
-    assert "haiprof trace-report" in err
+    assert "haiprof trace report" in err
 
 
 def test_json_has_the_ledger_under_fixed_names(
@@ -226,10 +226,47 @@ def test_compare_of_traces_says_what_changed_on_the_device(
     assert found["headline"] == said
 
 
-def test_compare_of_traces_leaves_the_gate_to_trace_diff(
+def test_report_of_a_trace_is_the_page_of_that_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rank_file(tmp_path, 0, steps_with_item())
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, "report", path)
+    assert (status, err.count("error")) == (0, 0)
+    written = path.name.partition(".json")[0] + ".html"
+    assert written in err
+    assert "gemm" in (tmp_path / written).read_text()
+    assert run(capsys, "report", path)[0] == 2, "a file of the user is not replaced"
+
+
+def test_compare_of_two_traces_with_a_limit_compares_their_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_trace(tmp_path / "a.json", slow_product())
-    status, _, err = run(capsys, "compare", path, path, "--fail-if-slower", "5%")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = rank_file(tmp_path / "a", 0, steps_with_item())
+    second = rank_file(tmp_path / "b", 0, steps_with_item())
+    status, out, err = run(capsys, "compare", first, second, "--json", "--fail-if-slower", "5%")
+    assert status in (0, 5), err
+    assert "verdict" in json.loads(out)
+
+
+def test_compare_of_a_trace_and_a_run_says_which_is_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rank_file(tmp_path, 0, steps_with_item())
+    other = tmp_path / "empty"
+    other.mkdir()
+    status, _, err = run(capsys, "compare", path, other)
     assert status == 2
-    assert "haiprof trace-diff" in err
+    assert f"{path} is a trace" in err
+
+
+def test_command_on_runs_names_what_reads_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rank_file(tmp_path, 0, steps_with_item())
+    for command in ("overview", "rank", "lines", "view"):
+        status, _, err = run(capsys, command, path)
+        assert status != 0
+        assert f"haiprof verdict {path}" in err, command

@@ -10,7 +10,7 @@ import pytest
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.job_time import JobTime, find_straggler, job_time, peer_waits
+from haiprof.diagnosis.job_time import JobTime, find_stragglers, job_time, peer_waits
 from haiprof.run_analysis.lateness import Arrivals
 from haiprof.run_analysis.ledger import PYTHON, TimeTable
 from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
@@ -137,9 +137,12 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
 @pytest.mark.parametrize(
     ("ranks", "extra", "at", "expected"),
     [
-        (4, lambda r, s: 5.0 * (r == 2), FORWARD, (2, 5.0)),
-        (2, lambda r, s: 5.0 * (r == 1), AFTER_STEP, (1, 5.0)),
-        (4, lambda r, s: float(CHANCE[r, s]) + 12.0 * (r == 3), FORWARD, (3, 12.0)),
+        (4, lambda r, s: 5.0 * (r == 2), FORWARD, ((2,), 5.0)),
+        (2, lambda r, s: 5.0 * (r == 1), AFTER_STEP, ((1,), 5.0)),
+        (4, lambda r, s: float(CHANCE[r, s]) + 12.0 * (r == 3), FORWARD, ((3,), 12.0)),
+        (4, lambda r, s: 8.0 * (r == 1 and s >= STEPS / 2), FORWARD, ((1,), 4.0)),
+        (6, lambda r, s: 8.0 * (r in (1, 4)), FORWARD, ((1, 4), 8.0)),
+        (4, lambda r, s: 8.0 * (r >= 2), FORWARD, ((2, 3), 8.0)),  # one of two nodes
         (4, lambda r, s: 8.0 * (r == TURNS[s]), FORWARD, None),
         (4, lambda r, s: float(CHANCE[r, s]), FORWARD, None),
         (4, lambda r, s: 90.0 * (r == 1 and s // 20 == 4), FORWARD, None),  # a tenth of the run
@@ -147,20 +150,20 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
         (1, lambda r, s: 5.0, FORWARD, None),
     ],
 )
-def test_a_straggler_is_one_rank_in_most_of_the_run(
-    ranks: int, extra: Work, at: int, expected: tuple[int, float] | None
+def test_stragglers_are_ranks_that_are_slower_in_most_of_a_stretch(
+    ranks: int, extra: Work, at: int, expected: tuple[tuple[int, ...], float] | None
 ) -> None:
     time = recorded(working(ranks, extra, at), known=True)
-    found = find_straggler(time, time.own_ns)
+    found = find_stragglers(time, time.own_ns)
     if expected is None:
         assert found is None
         return
     assert found is not None
-    rank, beyond_ns, by_position = found
-    assert rank == expected[0]
-    assert beyond_ns / NS_PER_MS == pytest.approx(expected[1], rel=0.15)
-    assert int(by_position.argmax()) == at
-    assert by_position.sum() <= beyond_ns * (1 + 1e-6)
+    assert found.ranks == expected[0]
+    assert found.extra_ns / NS_PER_MS == pytest.approx(expected[1], rel=0.15)
+    for by_position in found.by_position.values():
+        assert int(by_position.argmax()) == at
+        assert by_position.sum() <= found.extra_ns * (1 + 1e-6)
 
 
 # -- intervals and when ---------------------------------------------------------------------------
@@ -172,8 +175,8 @@ def rows_of(step: np.ndarray, ns: np.ndarray, cell: int = FORWARD) -> TimeTable:
     tree, _ = tree_of([])
     return TimeTable(
         tree=tree, packages=(), rank=same, cell=same + cell, position=same + cell,
-        activity=same + PYTHON, stack=same, step=step, spike=same > 0, ns=ns.astype(np.float64),
-        count=np.ones(len(step)), sample=same - 1,
+        activity=same + PYTHON, work=same + PYTHON, stack=same, step=step, spike=same > 0,
+        ns=ns.astype(np.float64), count=np.ones(len(step)), sample=same - 1,
     )  # fmt: skip
 
 
@@ -193,12 +196,14 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert np.mean(widths) == pytest.approx(2 * 1.96 * 3e7 * (0.09 / 300) ** 0.5, rel=0.1)
 
 
-def test_what_is_paid_seldom_is_as_unsure_as_it_is_uneven() -> None:
+def test_what_is_paid_now_and_then_is_as_unsure_as_it_is_uneven() -> None:
     time = recorded(working(1, lambda r, s: 0.0), known=False)
     table = rows_of(np.arange(STEPS), np.ones(STEPS))
     rows = np.arange(STEPS)
-    even, seldom = np.full(STEPS, 5e6), 5e6 * 40 * (np.arange(STEPS) % 40 == 3)
-    assert time.interval(table, rows, even) == pytest.approx((5e6, 5e6), rel=0.02)
+    even, every_40th = np.full(STEPS, 5e6), 5e6 * 40 * (rows % 40 == 3)
+    seldom = np.where(np.isin(rows, (5, 17, 60, 62, 171)), 2e8, 0.0)
+    for sure in (even, every_40th):
+        assert time.interval(table, rows, sure) == pytest.approx((5e6, 5e6), rel=0.02)
     low, high = time.interval(table, rows, seldom)
     assert low < 3.5e6 < 6.5e6 < high
 
@@ -212,6 +217,8 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 3.0), AT, "each step"),
         (131.0 * (AT % 20 == 19), AT[19::20], "every 20th step, 131 ms"),
         (131.0 * (AT % 20 == 19) + 1.0, AT[19::20], "every 20th step, 132 ms"),
+        (8.0 * (AT % 2), AT[1::2], "every 2nd step, 8 ms"),
+        (CHANCE.ravel()[:STEPS], AT, "each step"),
         (8.0 * (AT % 3 == 1), AT[1::3], "every 3rd step, 8 ms"),
         (50.0 * (AT % 33 == 0), AT[::33], "every 33rd step, 50 ms"),
         (90.0 * ((AT >= 100) & (AT < 110)), AT[100:110], "in 10 of 200 steps, 90 ms"),
@@ -222,12 +229,13 @@ AT = np.arange(STEPS)
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (5.0 - 0.02 * AT, np.repeat(AT, 10 - AT // 20), "each step"),  # it becomes less
-        (np.full(STEPS, 3.0), AT[150:180], "each step"),  # too few samples tell nothing
+        (np.full(STEPS, 3.0), AT[150:180:8], "each step"),  # too few samples tell nothing
     ],
 )
 def test_when_an_account_is_paid(series_ms: Floats, seen: np.ndarray, said: str) -> None:
+    """Its samples among as many others of its position."""
     time = recorded(working(1, lambda r, s: 0.0, EVALUATION), known=False)
-    table = rows_of(seen, np.ones(len(seen)))
+    table = rows_of(np.concatenate([seen, np.repeat(AT, 3)]), np.ones(len(seen) + 3 * STEPS))
     assert time.when(table, np.arange(len(seen)), series_ms * NS_PER_MS) == said
 
 

@@ -1,4 +1,4 @@
-"""`haiprof view`: who may ask, for what, and what every answer says."""
+"""`haiprof report --serve`: who may ask, for what, and what every answer says."""
 
 from __future__ import annotations
 
