@@ -60,12 +60,12 @@ EXPECTED = (
 """The faults by name and by arithmetic of the shapes and times; moe_05 does what AMD says that an
 MI300X reaches, moe_06 computes faster than its memory could bring the weights."""
 EXPECTED_PAIRS = (
-    Expected("test01", ("1.16 to 0.80 ms", "mixture of experts")),
-    Expected("test02", ("0.29 to 0.12 ms", "aten::bmm")),
-    Expected("test03", ("0.35 to 0.78 ms", "attention")),
-    Expected("test04", ("0.73 to 0.48 ms", "gemm")),
-    Expected("test05", ("equally", "0.20 ms")),
-    Expected("test06", ("2.00 to 0.04 ms", "aten::convolution")),
+    Expected("test01", ("GPU busy 1.16 to 0.80 ms", "aiter::ck_moe_stage1", "fused_moe_kernel")),
+    Expected("test02", ("GPU busy 0.28 to 0.12 ms", "aten::bmm", "aten::softmax")),
+    Expected("test03", ("GPU busy 0.35 to 0.78 ms", "_flash_attn_forward to aten::bmm")),
+    Expected("test04", ("GPU busy 0.73 to 0.48 ms", "aten::mm to aten::addmm")),
+    Expected("test05", ("GPU equally busy: 0.20 ms",)),
+    Expected("test06", ("GPU busy 2.00 to 0.04 ms: aten::convolution",)),
 )
 
 

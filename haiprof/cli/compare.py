@@ -55,7 +55,8 @@ def compare(
     time (position in the step, what was done, line of code) by how much they changed; whether the
     gain that the first run's verdict promised came true; counters and kernels; and what differs in
     command, code, packages, variables and machine. What chance may explain is not claimed.
-    `haiprof compare --traces A B` compares the traces of two runs (see its --help).
+    Of two traces it says what changed on the GPU, operators paired by their role; with
+    --fail-if-slower, and as `haiprof compare --traces A B` (see its --help), step by step.
 
     For example:
 
@@ -63,6 +64,7 @@ def compare(
       haiprof compare before after --fail-if-slower 5%
       haiprof compare haiprof-logs --baseline last-good --fail-if-slower 5%
       haiprof compare before after --json | jq .verdict
+      haiprof compare a.json b.json               what changed on the GPU
     """
     from haiprof.base.units import ratio_text
     from haiprof.diagnosis.compare.baseline import baseline_named, note_outcome
@@ -74,7 +76,10 @@ def compare(
     first, last = parse_runs(runs or [], baseline)
     before_traces, after_traces = named_traces(first), named_traces(last)
     if before_traces and after_traces:
-        trace_diff(before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=as_json)
+        if limit is None:
+            _show_traces(before_traces, after_traces, Output(json=as_json))
+        else:
+            trace_diff(before_traces, after_traces, fail_if_slower=fail_if_slower, as_json=as_json)
         return
     if before_traces or after_traces:
         raise UsageError(
@@ -103,6 +108,24 @@ def compare(
             output.hint(f"if that is meant: remove {after.analyzer.run.comparison_json}, and this "
                         "run is the next one's baseline")  # fmt: skip
         raise ExitStatus(SLOWER)
+
+
+def _show_traces(before: Path, after: Path, output: Output) -> None:
+    from haiprof.cli.arguments import ReadProgress
+    from haiprof.show.views.device_comparison import (
+        device_comparison_data,
+        device_comparison_view,
+    )
+    from haiprof.trace_analysis.device_comparison import compare_devices
+    from haiprof.trace_analysis.device_verdict import device_ledger
+
+    with ReadProgress(quiet=output.json) as waiting:
+        sides = [device_ledger(path, progress=waiting) for path in (before, after)]
+    found = compare_devices(*sides)
+    output.show(
+        lambda width: device_comparison_view(found, width=width), device_comparison_data(found)
+    )
+    output.hint(f"next: haiprof compare --traces {before} {after}")
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:

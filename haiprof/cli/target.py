@@ -136,11 +136,11 @@ def run_or_traces(path: Path | None) -> tuple[RunPaths | None, Path]:
 def named_traces(target: str | Path | None) -> Path | None:
     """What is named where that is a trace, or a folder of traces and no run; else None."""
     from haiprof.base.errors import TraceFormatError
-    from haiprof.trace_format.find import TRACE_ENDINGS, trace_files
+    from haiprof.trace_format.find import NSIGHT_ENDING, TRACE_ENDINGS, trace_files
 
     if target is None or not (path := Path(target)).exists():
         return None
-    if path.is_file() and not path.name.endswith(TRACE_ENDINGS):
+    if path.is_file() and not path.name.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)):
         return None
     run, traces = run_or_traces(path)
     try:

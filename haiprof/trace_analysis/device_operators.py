@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import union
+from haiprof.base.intervals import Ints, union
 from haiprof.trace_analysis.attribution import with_operator
+from haiprof.trace_analysis.call_tree import roots
 from haiprof.trace_analysis.device_ledger import not_covered, step_windows, work_kind
 from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, with_kind
 from haiprof.trace_analysis.host_activity import split
@@ -26,7 +27,7 @@ from haiprof.trace_analysis.operator_work import ATTENTION, CONVOLUTION, GEMM, M
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 REACHED = {
-    GEMM: (0.45, 0.6), CONVOLUTION: (0.35, 0.5), ATTENTION: (0.3, 0.5), MOE: (0.3, 0.45),
+    GEMM: (0.45, 0.55), CONVOLUTION: (0.35, 0.5), ATTENTION: (0.3, 0.5), MOE: (0.3, 0.45),
 }  # fmt: skip
 """What operators reach of the peak of computing: surely where they are large, and usually.
 
@@ -49,12 +50,13 @@ class RankOperators:
     """The operators of one rank's devices."""
 
     rows: pl.DataFrame
-    """`device`, `step`, the columns of OPERATOR, `kernel` (the longest), `row_count`, `is_open`
-    (whether its bytes are not known exactly), `compute_ratio` (of the time at the compute roof to
-    that at the memory roof), and sums: calls, kernels, short kernels; `ns` of computing that
-    neither another kernel nor communication covers; `known_ns`, what of it has known work, with
-    its `flops` and `bytes`; `roof_ns`, `reach_ns`, `sure_ns`: what it would take at the roofline,
-    at what is usually reached of it, and at what surely is. null where that is not known."""
+    """`device`, `step`, `top` (the outermost operator, null for none), the columns of OPERATOR,
+    `kernel` (the longest), `row_count`, `is_open` (whether its bytes are not known exactly),
+    `compute_ratio` (of the time at the compute roof to that at the memory roof), and sums: calls,
+    kernels, short kernels; `ns` of computing that neither another kernel nor communication covers;
+    `known_ns`, what of it has known work, with its `flops` and `bytes`; `roof_ns`, `reach_ns`,
+    `sure_ns`: what it would take at the roofline, at what is usually reached of it, and at what
+    surely is; null where that is not known."""
     device_name: str | None
     peak_source: str | None
     """None where the device's peak is not known."""
@@ -76,7 +78,8 @@ def rank_operators(trace: Trace, *, peaks: Mapping[str, float] | None = None) ->
     row = pl.Series(np.where(call >= 0, call, owned.row))
     events = with_kind(owned.gpu).select(
         "device", "ts_ns", "dur_ns", "kind", row=row, kernel=pl.col("name").cast(pl.String),
-        own=names.gather(pl.select(pl.when(row >= 0).then(row)).to_series()),
+        own=names.gather(_or_null(row.to_numpy())),
+        top=names.gather(_or_null(np.append(roots(tree.parent), -1)[row.to_numpy()])),
     )  # fmt: skip
     computing = events.filter(kind=COMPUTATION)
     by_call = computing.sort("dur_ns", descending=True).group_by("row").agg(
@@ -90,6 +93,10 @@ def rank_operators(trace: Trace, *, peaks: Mapping[str, float] | None = None) ->
     return RankOperators(rows=rows, device_name=device, peak_source=peak.source if peak else None)
 
 
+def _or_null(rows: Ints) -> pl.Series:
+    return pl.select(pl.when(pl.Series(rows) >= 0).then(pl.Series(rows))).to_series()
+
+
 def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """Computing of one device that nothing else covers, by kernel and step."""
     starts = events["ts_ns"].to_numpy()
@@ -101,7 +108,8 @@ def _pieces(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     cut = split(begins, finishes, edges)
     inside = np.flatnonzero((cut.segment >= 0) & (cut.segment % 2 == 0))
     at = own[of[cut.of[inside]]]
-    return events[at].select("device", "row", "own", "dur_ns", longest="kernel").with_columns(
+    kept = events[at].select("device", "row", "own", "top", "dur_ns", longest="kernel")
+    return kept.with_columns(
         step=pl.Series(cut.segment[inside] // 2, dtype=pl.Int64),
         ns=pl.Series(cut.ends[inside] - cut.starts[inside], dtype=pl.Int64),
         event=pl.Series(at),
@@ -149,7 +157,7 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
     )
     part = pl.col("ns") / pl.col("kernel_ns")
     rows = pieces.join(named, on=["longest", "own"], how="left", nulls_equal=True).select(
-        "device", "step", "event", "row",
+        "device", "step", "event", "row", "top",
         operator=pl.coalesce("name", "bare_name"), shapes="input_dims",
         kind=pl.coalesce("kind", "bare_kind"), precision="precision",
         kernel=pl.coalesce("kernel", "longest"), row_count="row_count", ns="ns",
@@ -161,7 +169,7 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
         reach_ns=pl.min_horizontal(pl.col("reach_ns") * part, "ns"),
         sure_ns=pl.min_horizontal(pl.col("sure_ns") * part, "ns"),
     )  # fmt: skip
-    keys = ["device", "step", *OPERATOR]
+    keys = ["device", "step", "top", *OPERATOR]
     nullable = {
         name: pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
         for name in ("known_ns", "flops", "bytes", "roof_ns", "reach_ns", "sure_ns")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -89,6 +89,15 @@ class DeviceOperator:
     gain_high_ns: float
 
 
+class OperatorRole(NamedTuple):
+    """Computing of one operator inside of one outermost operator, per mean step of a device."""
+
+    top: str | None
+    name: str
+    kind: str
+    ns_per_step: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLedger:
     """The ledger of traces, and what it was made of."""
@@ -108,6 +117,8 @@ class DeviceLedger:
     linked_count: int
     operators: tuple[DeviceOperator, ...] = ()
     """By their gain, then by their time."""
+    roles: tuple[OperatorRole, ...] = ()
+    """All computing by operator and the outermost operator around it."""
     device_name: str | None = None
     peak: str | None = None
     """Who states the peak that operators are held against; None where it is not known."""
@@ -314,8 +325,17 @@ def _as_ledger(
         kernel_count=sum(each.kernel_count for each in ranks.values()),
         linked_count=sum(each.linked_count for each in ranks.values()),
         operators=_operators(parts, times, own, count),
+        roles=_roles(parts, count),
         device_name=next((each.device_name for each in parts.values()), None),
         peak=next((each.peak_source for each in parts.values()), None),
+    )
+
+
+def _roles(parts: Mapping[int, RankOperators], count: int) -> tuple[OperatorRole, ...]:
+    rows = pl.concat(each.rows.select("top", "operator", "kind", "ns") for each in parts.values())
+    summed = rows.group_by("top", "operator", "kind", maintain_order=True).agg(pl.col("ns").sum())
+    return tuple(
+        OperatorRole(top, name, kind, ns / count) for top, name, kind, ns in summed.iter_rows()
     )
 
 

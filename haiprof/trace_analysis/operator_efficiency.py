@@ -18,6 +18,7 @@ from haiprof.trace_analysis.device_time import Steps, step_window, traced_window
 from haiprof.trace_analysis.kernel_names import is_matrix_work, uses_tensor_cores
 from haiprof.trace_analysis.operator_work import (
     ATTENTION,
+    COMPOSED,
     CONVOLUTION,
     FORMULAS,
     MATRIX,
@@ -397,6 +398,7 @@ def calls_with_work(trace: Trace, tree: CallTree, window: tuple[int, int] | None
     calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
         pl.col("flops").is_not_null()
     )
+    calls = calls.filter(~pl.Series(_is_counted_inside(tree, calls)))
     outer = _inside_of(tree, calls)
     backward = tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD).to_numpy()
     inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
@@ -411,6 +413,29 @@ def _row(key: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*key, *[None] * len(_WORK_SCHEMA))
     own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
     return (*key, *own, work.most_bytes if work.most_bytes != work.bytes else None, work.rows)
+
+
+def _is_counted_inside(tree: CallTree, calls: pl.DataFrame) -> Flags:
+    """Whether a call is composed of others whose work is known."""
+    composed = calls["name"].is_in(list(COMPOSED)).to_numpy()
+    rows = calls["row"].to_numpy()
+    holds = np.zeros(len(tree.parent), dtype=np.bool_)
+    above = tree.parent[rows[~composed]]
+    while len(above):
+        above = np.unique(above[above >= 0])
+        above = above[~holds[above]]
+        holds[above] = True
+        above = tree.parent[above]
+    # Of two composed ones, such as matmul in linear, the inner one counts.
+    order = np.argsort(-tree.depth[rows], kind="stable")
+    for at in order[composed[order]].tolist():
+        if not holds[rows[at]]:
+            up = tree.parent[rows[at]]
+            while up >= 0 and not holds[up]:
+                holds[up] = True
+                up = tree.parent[up]
+    found: Flags = composed & holds[rows]
+    return found
 
 
 def _inside_of(tree: CallTree, calls: pl.DataFrame) -> Flags:

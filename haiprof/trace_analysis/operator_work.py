@@ -127,42 +127,42 @@ class Work:
 
 
 class Call:
-    """The arguments of a call."""
+    """The arguments of a call: tensors, and the texts of all others."""
 
     def __init__(self, arguments: Sequence[Argument], values: Sequence[str]) -> None:
-        self._arguments, self._values = arguments, values
+        self.arguments, self.values = arguments, values
 
     def tensor(self, at: int) -> Tensor:
         """The tensor at a place; a LookupError where there is none."""
-        found = self._arguments[at]
+        found = self.arguments[at]
         if not isinstance(found, Tensor):
             raise LookupError(at)
         return found
 
     def tensors(self) -> list[Tensor]:
         """All tensors with at least one dimension."""
-        return [each for each in self._arguments if isinstance(each, Tensor) and each.shape]
+        return [each for each in self.arguments if isinstance(each, Tensor) and each.shape]
 
     def lists(self) -> list[tuple[Tensor, ...]]:
         """All lists of tensors."""
-        return [each for each in self._arguments if isinstance(each, tuple)]
+        return [each for each in self.arguments if isinstance(each, tuple)]
 
     def numbers(self, at: int) -> list[int]:
         """A list of whole numbers such as `[2, 2]`; a LookupError where there is none."""
-        text = self._values[at]
+        text = self.values[at]
         if not text.startswith(("[", "(")):
             raise LookupError(at)
         return [int(part) for part in text.strip("[]()").split(",") if part.strip()]
 
     def flag(self, at: int) -> bool:
         """A truth value."""
-        if self._values[at] not in ("True", "False"):
+        if self.values[at] not in ("True", "False"):
             raise LookupError(at)
-        return self._values[at] == "True"
+        return self.values[at] == "True"
 
     def flags(self, at: int) -> list[bool]:
         """A list of truth values such as `[True, False]`."""
-        return [part.strip() == "True" for part in self._values[at].strip("[]()").split(",")]
+        return [part.strip() == "True" for part in self.values[at].strip("[]()").split(",")]
 
 
 def work_of(name: str, arguments: Sequence[Argument], values: Sequence[str] = ()) -> Work | None:
@@ -230,6 +230,23 @@ def _convolution(call: Call) -> Work:
     return Work(CONVOLUTION, flops, _size(data, weight, out), PRECISIONS.get(data.type))
 
 
+def _convolution_alone(call: Call) -> Work:
+    """aten::conv2d(input, weight, bias, stride, padding, dilation, groups) and its like."""
+    more = (*call.values[:6], "False", "[0]", *call.values[6:7])
+    return _convolution(Call(call.arguments, more))
+
+
+def _linear(call: Call) -> Work:
+    """aten::linear(input, weight, bias): the weight is (columns, inner)."""
+    data, weight = call.tensor(0), call.tensor(1)
+    columns, inner = weight.shape
+    if data.shape[-1] != inner:
+        raise ValueError("no product of these shapes")
+    out = Tensor((*data.shape[:-1], columns), data.type)
+    return Work(GEMM, 2 * out.count * inner, _size(data, weight, out), PRECISIONS.get(data.type),
+                rows=math.prod(data.shape[:-1]))  # fmt: skip
+
+
 def _at(numbers: list[int], place: int) -> int:
     """One number may stand for all dimensions."""
     return numbers[place] if len(numbers) > 1 else numbers[0]
@@ -237,7 +254,7 @@ def _at(numbers: list[int], place: int) -> int:
 
 def _transposed_out(call: Call, data: Tensor, weight: Tensor) -> Tensor:
     stride, padding, dilation, more = (call.numbers(at) for at in (3, 4, 5, 7))
-    groups = int(call._values[8])
+    groups = int(call.values[8])
     sizes = [
         (size - 1) * _at(stride, at) - 2 * _at(padding, at)
         + _at(dilation, at) * (kernel - 1) + _at(more, at) + 1
@@ -448,6 +465,17 @@ def _both(names: tuple[str, ...], formula: Formula) -> dict[str, Formula]:
     return {f"aten::{name}{end}": formula for name in names for end in ("", "_")}
 
 
+_COMPOSED: dict[str, Formula] = {
+    "linear": _linear, "matmul": _gemm(0),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution_alone),
+    "scaled_dot_product_attention": _attention(0, 5),
+    "softmax": _rows(NORMALISATION, 5, 0, 2), "log_softmax": _rows(NORMALISATION, 5, 0, 2),
+    "layer_norm": _rows(NORMALISATION, 7, 0, 2), "rms_norm": _rows(NORMALISATION, 5, 0, 2),
+    "group_norm": _rows(NORMALISATION, 7, 0, 2), "batch_norm": _rows(NORMALISATION, 7, 0, 2),
+}  # fmt: skip
+COMPOSED = frozenset(f"aten::{name}" for name in _COMPOSED)
+"""Operators that call others: they count only where none of known work is inside of them."""
+
 FORMULAS: dict[str, Formula] = {
     "aten::mm": _gemm(0), "aten::bmm": _gemm(0), "aten::_int_mm": _gemm(0),
     "aten::_scaled_mm": _gemm(0), "aten::_grouped_mm": _gemm(0),
@@ -494,6 +522,7 @@ FORMULAS: dict[str, Formula] = {
     "aten::native_group_norm_backward": _rows(NORMALISATION, 14, 0, 3),
     **{f"aten::{name}": _rows(NORMALISATION, 7, 0, 2) for name in _BATCH_NORMS},
     **{f"aten::{name}_backward": _rows(NORMALISATION, 14, 0, 3) for name in _BATCH_NORMS},
+    **{f"aten::{name}": formula for name, formula in _COMPOSED.items()},
     "aten::embedding": _embedding, "aten::embedding_dense_backward": _embedding_backward,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_dense_backward": _embedding_backward,
@@ -510,6 +539,6 @@ Convolutions, attention and lists of tensors count at the level of ATen, not onc
 operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
 and 4, other functions 1; none of them counts for MFU."""
 NEED_VALUES = tuple(
-    name for name in FORMULAS if re.search("convolution|scaled_dot_product|flash_att", name)
+    name for name in FORMULAS if re.search(r"conv|scaled_dot_product|flash_att", name)
 )
 """Whose work depends on arguments that are no tensors."""

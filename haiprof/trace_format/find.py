@@ -177,6 +177,8 @@ def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
 
 
 TRACE_ENDINGS = (".json", ".json.gz")
+NSIGHT_ENDING = ".sqlite"
+"""Of an export of Nsight Systems."""
 COUNTER_SUFFIX = "_with_counters"
 """Ends the name of a copy of a trace with counter tracks, which is not another rank."""
 OVERLAY_SUFFIX = "_critical_path"
@@ -280,7 +282,7 @@ def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
         return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
     if os.path.lexists(folder / MANIFEST_NAME):
         return "this run recorded none; haiprof --trace train.py records some steps"
-    return "traces end in .json or .json.gz, one file per rank"
+    return "traces end in .json or .json.gz (Nsight's in .sqlite), one file per rank"
 
 
 def _is_trace(entry: os.DirEntry[str]) -> bool:
@@ -290,7 +292,7 @@ def _is_trace(entry: os.DirEntry[str]) -> bool:
     anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
     of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
     own = plain and not anew and not of_haiprof
-    return own and name.endswith(TRACE_ENDINGS) and entry.is_file()
+    return own and name.endswith((*TRACE_ENDINGS, NSIGHT_ENDING)) and entry.is_file()
 
 
 class _OfRank(Protocol):

@@ -13,6 +13,7 @@ from haiprof.trace_format.kineto.decode import event_texts
 from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import LAUNCHES, Finding, count_text
+from haiprof.trace_format.nsight import is_nsight_export
 
 _STARTS_WORK = r"Launch|Memcpy|Memset"
 _TOLERANCE_NS = 1_000
@@ -41,9 +42,10 @@ class LinkedLaunches:
 def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> LinkedLaunches:
     """Joins GPU events with calls by correlation, else by External id, else by the file's arrows.
 
-    One kind of number counts for the whole trace: numbers of two kinds meet by chance. A number
-    other than the correlation is taken where the GPU event begins after the call that it names; it
-    is of no use where that fails for half of the events.
+    One kind of number counts for the whole trace: numbers of two kinds meet by chance. Correlations
+    do where they join half of the events, or more than External ids do. Another number is taken
+    where the GPU event begins after the call that it names; it is of no use where that fails for
+    half of the events.
 
     Source: Kineto of 2022 and 2023 wrote the correlation as External id; TraceLens
     (trace_to_tree.py) reads such traces by External id and by arrows.
@@ -52,14 +54,17 @@ def link_launches(gpu: pl.DataFrame, runtime: pl.DataFrame, path: Path) -> Linke
     if gpu.is_empty():
         return unchanged
     known = runtime.filter(pl.col("correlation") > 0)
-    if len(gpu.join(known, on="correlation", how="semi")):
+    joined = len(gpu.join(known, on="correlation", how="semi"))
+    if 2 * joined >= len(gpu):
         return unchanged
     works = runtime.filter(pl.col("name").cast(pl.String).str.contains(_STARTS_WORK))
     calls = works.select("event", "ts_ns", id="external_id")
     events = gpu.select("event", "ts_ns", id="external_id")
-    pairs, refused, by = _pairs(events, calls), 0, "External id"
-    pairs, refused = _in_time(pairs)
-    if pairs.is_empty():
+    by = "External id"
+    pairs, refused = _in_time(_pairs(events, calls))
+    if joined >= len(pairs) and joined:
+        return unchanged
+    if pairs.is_empty() and len(works) and not is_nsight_export(path):
         pairs, refused = _in_time(_pairs(*_by_arrows(gpu, works, path)))
         by = "the arrows between them"
     found = [*_say_linked(pairs, gpu, by), *_say_unlinked(len(gpu) - len(pairs), refused, gpu)]
@@ -140,8 +145,8 @@ def _say_linked(pairs: pl.DataFrame, gpu: pl.DataFrame, by: str) -> list[Finding
     return [Finding(
         check="linked_without_correlation",
         count=len(pairs),
-        text=f"no correlation joins a kernel with its launch; {len(pairs):,} of {len(gpu):,} were "
-        f"joined by {by}",
+        text=f"correlations do not join kernels with their launches; {len(pairs):,} of "
+        f"{len(gpu):,} were joined by {by}",
         effect="launches and operators are known of these",
         answers=LAUNCHES,
         is_fault=False,

@@ -51,6 +51,7 @@ _GAPS = ("between kernels", "idle: between kernels", GREY, "·")
 _SPACES = re.compile(r"\s+")
 _IMPOSSIBLE_RATIO = 1.05
 """What is so far above the roofline was not recorded right."""
+_UNKNOWN = ", whose FLOPs and bytes are not known"
 _MANY_SHORT_RATIO = 0.5
 _MARKS_DIFFER_RATIO = 0.05
 """From this share on it is said that the host's marks are longer or shorter than the steps."""
@@ -136,9 +137,7 @@ def headline(found: DeviceLedger) -> str:
     largest = next(iter(opportunities(found)), None)
     most = "" if isinstance(largest, DeviceOperator) else _largest_operator(found)
     busy = f"{work} {_share(needed, ledger.mean_ns)} of the step{most}"
-    if largest is None:
-        return f"Nothing stands out: {busy}"
-    if _is_problem(found, largest):
+    if largest is not None and _is_problem(found, largest):
         of = f"of {duration_text(ledger.mean_ns)} a step"
         if isinstance(largest, DeviceOperator):
             return f"{_phrase(found, largest)}: {duration_text(largest.ns_per_step)} {of}"
@@ -146,19 +145,22 @@ def headline(found: DeviceLedger) -> str:
         operator = next(iter(each for each in found.operators if 2 * each.gain_ns > largest.gain_ns
                              and each.gain_ns >= PROBLEM_RATIO * ledger.mean_ns), None)  # fmt: skip
         return said if operator is None else f"{said}; {_phrase(found, operator)}"
-    what = f"{_phrase(found, largest)}, {_share(largest.gain_ns, ledger.mean_ns)} of the step"
-    if most and found.peak is None and largest.gain_ns < PROBLEM_RATIO * ledger.mean_ns:
-        unknown = "whether that is slow is not known without the GPU's peak (--peak)"
-        return f"{busy[0].upper()}{busy[1:]}; {unknown}; largest other opportunity: {what}"
-    if largest.gain_ns >= PROBLEM_RATIO * ledger.mean_ns:
-        return f"No problem is certain: {busy}; the largest that may be: {what}"
-    return f"Nothing stands out: {busy}; largest opportunity: {what}"
+    gain = largest.gain_ns if largest is not None else 0.0
+    what = "" if largest is None else f"{_phrase(found, largest)}, {_share(gain, ledger.mean_ns)}"
+    if gain >= PROBLEM_RATIO * ledger.mean_ns:
+        return f"No problem is certain: {busy}; the largest that may be: {what} of the step"
+    if most and (found.peak is None or most.endswith(_UNKNOWN)):
+        why = "" if most.endswith(_UNKNOWN) else " without the GPU's peak (--peak)"
+        busy = f"{busy[0].upper()}{busy[1:]}; whether that is slow is not known{why}"
+    else:
+        busy = f"Nothing stands out: {busy}"
+    return f"{busy}; largest opportunity: {what} of the step" if what else busy
 
 
 def _largest_operator(found: DeviceLedger) -> str:
     """The operator that computes most, with what it achieves, for the headline."""
     most = max(found.operators, key=lambda each: each.ns_per_step, default=None)
-    if most is None or not most.flops_per_s or 2 * most.ns_per_step < found.ledger.mean_ns:
+    if most is None or 2 * most.ns_per_step < found.ledger.mean_ns:
         return ""
     return f", most of it {_rates_text(most)}"
 
@@ -174,7 +176,7 @@ def _rates_text(each: DeviceOperator) -> str:
     if each.bytes_per_s and not (each.bound == "compute" or (each.is_open and rates)):
         rates.append(f"{each.bytes_per_s / 1e12:.3g} TB/s")
     if not rates:
-        return f"{name}, whose FLOPs and bytes are not known"
+        return f"{name}{_UNKNOWN}"
     rate, ratio = " and ".join(rates), each.roofline_ratio
     if ratio is None:
         return f"{name} at {rate}"

@@ -46,6 +46,7 @@ from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.launch_checks import Finding
 from haiprof.trace_format.launch_links import LinkedLaunches, link_launches
+from haiprof.trace_format.nsight import is_nsight_export
 
 STEP = re.compile(r"ProfilerStep#(\d+)\Z")
 # torch numbers its own ranges (External id); what haiprof adds to a finished trace has no number.
@@ -270,7 +271,8 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     names = wanted["name"].cast(pl.String).to_list()
     found: list[tuple[int, str]] = []
     first = 0
-    for piece in event_texts(TraceText(path)) if len(events) else ():
+    is_text = len(events) and not is_nsight_export(path)
+    for piece in event_texts(TraceText(path)) if is_text else ():
         texts = TEXTS.decode(b"[" + piece + b"]")
         low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
         found += _of_piece(texts, events[low:high] - first, names[low:high], first)

@@ -13,7 +13,12 @@ import pytest
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli import main
-from haiprof.trace_analysis.operator_efficiency import PEAKS, parse_peak, peak_of
+from haiprof.trace_analysis.operator_efficiency import (
+    PEAKS,
+    operator_efficiency,
+    parse_peak,
+    peak_of,
+)
 from haiprof.trace_analysis.operator_work import Work, arguments_of, work_of
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
 
@@ -245,3 +250,21 @@ def test_command_shows_mfu_and_operators(
     found = json.loads(capsys.readouterr().out)
     assert found["steps"][0]["peak"].startswith("as given")
     assert found["faults"] == []
+
+
+def test_a_composed_operator_counts_where_nothing_inside_is_known(tmp_path: Path) -> None:
+    shapes = {"Input Dims": [[4, 8], [2, 8], [2]], "Input type": ["float"] * 3}
+    inner = {"Input Dims": [[2], [4, 8], [8, 2]], "Input type": ["float"] * 3}
+    events = [
+        event("aten::linear", "cpu_op", 0, 20, **shapes),
+        event("aten::addmm", "cpu_op", 2, 10, **inner), launch(1, 4),
+        kernel("gemm", 30, 5, correlation=1),
+        event("aten::linear", "cpu_op", 50, 20, **shapes), launch(2, 54),
+        kernel("gemm", 80, 10, correlation=2),
+        event("aten::softmax", "cpu_op", 100, 20, **shapes), launch(3, 104),
+        kernel("softmax", 130, 10, correlation=3),
+    ]  # fmt: skip
+    found = operator_efficiency(trace_of(tmp_path, events)).sort("operator")
+    assert found.select("operator", "flops", "time_ns").rows() == [
+        ("aten::addmm", 128, 5000), ("aten::linear", 128, 10_000), ("aten::softmax", 160, 10_000),
+    ]  # fmt: skip

@@ -89,3 +89,13 @@ def test_a_stored_trace_is_linked_like_a_new_one(tmp_path: Path) -> None:
     assert kernel_operators(Trace(trace.path)).equals(first)
     assert Trace(trace.path).runtime["correlation"].null_count() == 1  # the wait launches nothing
     assert len(trace.gpu.filter(pl.col("correlation") > 0)) == made.COUNT
+
+
+def test_a_few_correlations_that_meet_by_chance_do_not_count(tmp_path: Path) -> None:
+    """One kernel of forty has a correlation that a call has, too; External ids join all."""
+    events = made.external_ids()
+    events[1]["args"]["correlation"] = 77
+    events[5]["args"]["correlation"] = 77
+    found = kernel_operators(trace_of(tmp_path, events))
+    right = kernel_operators(trace_of(tmp_path, made.sound()))
+    assert found["operator_event"].to_list() == right["operator_event"].to_list()
