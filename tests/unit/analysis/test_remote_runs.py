@@ -208,7 +208,7 @@ def test_command_line_puts_fetches_and_reads(
     assert json.loads(capsys.readouterr().out)["step_count"] == STEPS
     assert main(["verdict", bucket]) == 0
     card = "".join(capsys.readouterr().out.replace("│", "").split())  # whatever its width
-    assert f"haiprofrank{bucket}/job-1" in card
+    assert f"haiprofverdictrank{bucket}/job-1" in card
     for words, part in (["list", bucket], "only runs in a folder"), (["report", bucket], "-o FILE"):
         assert main(words) == 2
         assert part in capsys.readouterr().err
