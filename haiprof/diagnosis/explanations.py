@@ -106,10 +106,11 @@ def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
     if question.account.explanation == RECOMPUTED:
         return _recomputation(question)
-    for activity, function in _BY_ACTIVITY.items():
-        if question.account.activity == activity:
-            return function(question)
-    function = _BY_POSITION.get(question.account.position, _code)
+    account = question.account
+    by_activity = _BY_ACTIVITY.get(account.activity)
+    if by_activity is not None and (account.activity, account.position) != _EVALUATED:
+        return by_activity(question)
+    function = _BY_POSITION.get(account.position, _code)
     return function(question)
 
 
@@ -406,6 +407,8 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Explanation]] = {
     "wait: link": _link,
     "wait: peer": _peers,
 }
+_EVALUATED = ("wait: loader", "evaluation")
+"""Batches of an evaluation are its own."""
 _BY_POSITION: dict[str, Callable[[Question], Explanation]] = {
     "input": _input,
     "evaluation": _evaluation,
