@@ -142,11 +142,13 @@ def what_if_answers(
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
     late = _late(analysis, steps) if len(analysis.files) > 1 else None
-    return WhatIfAnswers(path=path, ranked=not changes, predictions=found, late=late,
-                         outside_ratio=None if changes else _outside(analysis, steps))  # fmt: skip
+    outside = None if changes else _unrecorded_ratio(analysis, steps)
+    return WhatIfAnswers(
+        path=path, ranked=not changes, predictions=found, late=late, outside_ratio=outside
+    )
 
 
-def _outside(analysis: TraceQuestions, steps: tuple[int, int] | None) -> float | None:
+def _unrecorded_ratio(analysis: TraceQuestions, steps: tuple[int, int] | None) -> float | None:
     """Host time outside of all events, as a share of the lowest rank's critical path."""
     known = analysis.traces[min(analysis.traces)].steps["step"].to_list()
     try:
