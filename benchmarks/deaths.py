@@ -65,6 +65,11 @@ def alone(fault: str) -> tuple[str, ...]:
     return (sys.executable, SCRIPT, fault)
 
 
+def limited(fault: str) -> tuple[str, ...]:
+    """The job with 6 GB of addresses for each of its processes."""
+    return ("sh", "-c", f"ulimit -v 6000000; exec {' '.join(torchrun(fault))}")
+
+
 def send(number: int) -> Callable[[subprocess.Popen[str]], None]:
     def meddle(job: subprocess.Popen[str]) -> None:
         assert job.stdout is not None
@@ -72,6 +77,20 @@ def send(number: int) -> Callable[[subprocess.Popen[str]], None]:
         os.kill(job.pid, number)
 
     return meddle
+
+
+def kill_rank(job: subprocess.Popen[str]) -> None:
+    """SIGKILL to rank 1, whoever that is."""
+    assert job.stdout is not None
+    job.stdout.readline()
+    time.sleep(0.5)
+    for pid in processes_of(job.pid):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"RANK=1" in words and b"dying_job" in line:
+                os.kill(pid, signal.SIGKILL)
+                return
 
 
 def small_shm(fault: str) -> tuple[str, ...]:
@@ -96,7 +115,14 @@ def memory_cgroup(limit_bytes: int) -> Iterator[None]:
 CASES = (
     Case(name="raise", injected="exception in a rank", cause="exception",
          said="in raise_error"),
-    Case(name="kill", injected="SIGKILL of a rank", cause="killed", said="SIGKILL"),
+    Case(name="kill-hand", injected="SIGKILL by hand: `kill -9 PID` of a rank, from another process",
+         cause="killed", said="SIGKILL", meddle=kill_rank),
+    Case(name="limit-torch", injected="out of memory in torch: `ulimit -v` before the job",
+         cause="out_of_memory", said="allocate memory", words=limited("limit-torch")),
+    Case(name="limit-python", injected="out of memory in Python: `ulimit -v` before the job",
+         cause="out_of_memory", said="MemoryError", words=limited("limit-python"),
+         extra={"DYING_TIMEOUT_S": "60"}),
+    Case(name="kill", injected="SIGKILL of a rank by itself", cause="killed", said="SIGKILL"),
     Case(name="hang", injected="a rank waits for a lock: gloo's timeout", cause="hang",
          said="rank 1"),
     Case(name="hang-seen", injected="the same with `--hang-limit 3`: a snapshot sees it first",
@@ -168,6 +194,8 @@ class Row:
     injected: str
     named: str
     right: bool
+    certain: str
+    proof: str
     after: str
 
 
@@ -210,11 +238,31 @@ def judge(case: Case, logs: Path) -> Row:
         goodput = (found.get("goodput") or {}).get("ratio") or 0
         named = f"{len(starts)} starts: " + "; ".join(starts) + f"; goodput {goodput:.0%}"
         right = not death and len(starts) == 3 and "raise_error" in starts[0]
-        return Row(case.injected, named, right, took)
+        return Row(case.injected, named, right, "yes", "the ends of three starts", took)
     headline = str(found.get("headline") or done.stderr[-200:])
     said = " ".join(str(death.get(name)) for name in ("headline", "line", "message"))
     right = (death.get("cause"), tuple(death.get("ranks", ()))) == (case.cause, case.ranks)
-    return Row(case.injected, headline, right and case.said in said, took)
+    certain = "yes" if death.get("certain") else "likely"
+    proof = "; ".join(witnesses(death, Path(found.get("run", ".")))) or "nothing but its absence"
+    return Row(case.injected, headline, right and case.said in said, certain, proof, took)
+
+
+def witnesses(death: Mapping[str, Any], run: Path) -> Iterator[str]:
+    """What the run directory holds of the end of the ranks that the death began with."""
+    events = [json.loads(line) for path in sorted(run.glob("nodes/*/events.jsonl"))
+              for line in path.read_text().splitlines()]  # fmt: skip
+    if death.get("traceback"):
+        yield f"its exception with {len(death['traceback'])} frames, kept by its hook"
+    for event in events:
+        if event["type"] == "process_end" and event["rank"] in death.get("ranks", ()):
+            if event.get("signal") is not None:
+                yield f"wait status of rank {event['rank']}: signal {event['signal']}"
+            elif not death.get("traceback") and event.get("status") is not None:
+                yield f"wait status of rank {event['rank']}: exit status {event['status']}"
+            if event.get("oom"):
+                yield f"the kernel's count of OOM kills: {json.dumps(event['oom'])}"
+    if death.get("seen_at"):
+        yield f"sampled stack: {death['seen_at']}"
 
 
 # -- Slurm, and nodes -----------------------------------------------------------------------------
@@ -313,17 +361,20 @@ def read_table(path: Path) -> dict[str, Row]:
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip().replace("\0", "|") for cell in line.replace("\\|", "\0").split("|")]
-        if len(cells) == 6 and cells[3] in ("yes", "no"):
-            found[cells[1]] = Row(cells[1], cells[2], cells[3] == "yes", cells[4])
+        if len(cells) == 8 and cells[3] in ("yes", "no"):
+            found[cells[1]] = Row(cells[1], cells[2], cells[3] == "yes", *cells[4:7])
     return found
 
 
 def as_table(rows: list[Row]) -> str:
     right = sum(row.right for row in rows)
     head = f"{__doc__.splitlines()[0]}\n\n{right} of {len(rows)} are right.\n\n"  # type: ignore[union-attr]
-    lines = ["| injected | named | right? | after |", "|---|---|---|---|"]
+    lines = [
+        "| injected | named | right? | certain? | what proves it | after |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [f"| {row.injected} | {clean(row.named)} | {'yes' if row.right else 'no'} | "
-              f"{row.after} |" for row in rows]  # fmt: skip
+              f"{row.certain} | {clean(row.proof)} | {row.after} |" for row in rows]  # fmt: skip
     return head + "\n".join(lines) + "\n"
 
 

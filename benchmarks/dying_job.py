@@ -65,6 +65,22 @@ def fill_memory() -> None:
         time.sleep(0.05)
 
 
+def fill_with_tensors() -> None:
+    kept = []
+    while True:
+        kept.append(torch.empty(5_000_000))
+
+
+def fill_with_objects() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(20_000_000))
+
+
+def sleep_on() -> None:
+    time.sleep(1000)
+
+
 def die_in_a_thread() -> None:
     batches: queue.Queue[int] = queue.Queue()
 
@@ -94,6 +110,9 @@ FAULTS = {
     "gil": hold_interpreter_lock,
     "memory": lambda: bytearray(1 << 60),
     "oom": fill_memory,
+    "limit-torch": fill_with_tensors,
+    "limit-python": fill_with_objects,
+    "kill-hand": sleep_on,
     "thread": die_in_a_thread,
     "other": lambda: dist.broadcast(torch.ones(7), 1),
     "size": lambda: dist.all_reduce(torch.ones(999)),

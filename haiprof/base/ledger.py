@@ -23,7 +23,7 @@ class Account:
     ranks: tuple[int, ...]
     """The ranks that have it, or the one that it is about; empty: all."""
     position: str
-    """Of POSITIONS."""
+    """Of POSITIONS: where most of it is."""
     activity: str
     """What the thread or the device did: `python`, `operators`, `native`, `wait: loader`, ..."""
     package: str | None = None
@@ -53,6 +53,13 @@ class Account:
     """When it is paid: `each step`, `every 20th step`, `in bursts`, `since step 512`, `growing`."""
     explanation: str | None = None
     """Key of the explanation that speaks of it; None where none does."""
+    elsewhere: tuple[str, ...] = ()
+    """Other positions that hold a twentieth of it or more."""
+
+    @property
+    def where(self) -> str:
+        """`backward`, or `backward and others`, as people see it."""
+        return self.position.replace("_", " ") + (" and others" if self.elsewhere else "")
 
     @property
     def code_place(self) -> str | None:

@@ -281,7 +281,7 @@ def nothing_text(ledger: Ledger | None) -> str:
         return text
     most = ledger.largest()[0]
     share = ratio_text(most.gain_ns / max(ledger.mean_ns, 1.0))
-    return f"{text}; largest opportunity: {most.position.replace('_', ' ')} {share}"
+    return f"{text}; largest opportunity: {most.where} {share}"
 
 
 def _split(ledger: Ledger | None, inputs: RuleInputs) -> dict[str, float | None]:

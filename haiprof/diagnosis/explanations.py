@@ -64,6 +64,8 @@ SLUGS = {
 _MIN_SAMPLES = 4
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
+_UNEVEN = 1.02
+"""A gain that is so many times the mean over ranks is the slowest rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,13 @@ class Question:
     @property
     def amount(self) -> str:
         """`6.9 ms of a step, 18 %`."""
-        return f"{duration_text(self.account.gain_ns)} of a step, {ratio_text(self.share)}"
+        whole = _whole_of(self.account) or "a step"
+        return f"{duration_text(self.account.gain_ns)} of {whole}, {ratio_text(self.share)}"
+
+
+def _whole_of(account: Account) -> str:
+    """Whose step a gain is a part of, where it is more than the mean over ranks; else empty."""
+    return "the slowest rank's step" if account.gain_ns > _UNEVEN * account.ns_per_step else ""
 
 
 def explain(question: Question) -> Explanation:
@@ -429,7 +437,7 @@ def account_line(account: Account, mean_ns: float) -> CodeLine | None:
         share=min(account.gain_ns / whole, 1.0),
         low=min(account.gain_low_ns / whole, 1.0),
         high=min(account.gain_high_ns / whole, 1.0),
-        of="the step",
+        of=_whole_of(account) or "the step",
         sample_count=0,
         callees=account.callees,
         callers=account.callers[:_LINE_LIMIT],

@@ -49,6 +49,7 @@ SMALL_RATIO = 0.002
 _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
 _ONE_RANK = 0.8
+_ELSEWHERE_RATIO = 0.05
 """Where one of several ranks has so much of an account, it is about that rank."""
 
 
@@ -392,6 +393,7 @@ def _account(
         gain_high_ns=max(gain_high, gain),
         when=time.when(table, found.rows, parts.max(axis=0) if several else mean),
         explanation=found.key,
+        elsewhere=_elsewhere(table, found),
     )
     if found.at is None:
         return account
@@ -405,6 +407,13 @@ def _account(
         callees=common_callees(table.tree, table.stack[found.rows], table.ns[found.rows]),
         callers=tuple(place_text(*caller) for caller in at.callers),
     )
+
+
+def _elsewhere(table: TimeTable, found: Opportunity) -> tuple[str, ...]:
+    """Positions that hold a good part of an account beside the one that it is named by."""
+    ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
+    large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
+    return tuple(POSITIONS[at] for at in large if at != found.position)
 
 
 def _expression(table: TimeTable, found: Opportunity, file: str, line: int) -> str | None:

@@ -131,7 +131,7 @@ def traced_lines(windows: pl.DataFrame, steps: pl.DataFrame, run: RunPaths) -> t
             f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
         ]
     if kept.height:
-        lines.append(_left_out(steps))
+        lines.append(_left_out(steps, kept))
         path = shown_path(run.root)
         lines.append(
             f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
@@ -198,7 +198,7 @@ def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
         line = f"{_steps(first, end)} on {ranks_text(rows['rank'].to_list())}: "
         line += f"{files} {'file' if files == 1 else 'files'}, {bytes_text(size)}, in {run.traces}"
         if rows["stall_ns"].max() is not None:
-            line += f"; the job stood still for {duration_text(_most(rows['stall_ns']))} at most"
+            line += f"; training stopped for {duration_text(_most(rows['stall_ns']))} at most"
         if trigger == "slow":
             line += "; kept because a step was slow"
         yield line + (f"; {state}: {reason}" if reason else "")
@@ -216,13 +216,16 @@ def _others(windows: pl.DataFrame) -> Iterable[str]:
             yield f"{who}: not traced: {reason or _STATES.get(str(state), state)}"
 
 
-def _left_out(steps: pl.DataFrame) -> str:
+def _left_out(steps: pl.DataFrame, kept: pl.DataFrame) -> str:
+    """Steps of all ranks that are in no average: those in the traces, and those around them."""
     traced = int(steps["traced"].sum() or 0)
     if not traced:
         return ""
     if steps.height - traced <= UNTRACED_MIN_RATIO * steps.height:
         return f"{traced} of {steps.height} steps were traced, which makes them slower than usual"
-    return f"{traced} traced steps of all ranks are left out of medians and findings"
+    inside = int((kept["end_step"] - kept["first_step"]).sum() or 0)
+    why = f"{inside} in the traces, {traced - inside} in which the profiler started or stopped"
+    return f"{traced} steps of all ranks are left out of averages and findings: {why}"
 
 
 def _steps(first: str | None, end: str | None) -> str:

@@ -185,7 +185,8 @@ def gain_text(finding: Finding) -> str:
         return ""
     unit, ns = time_unit(gain.step_ns)
     left, low, high = (f"{value / ns:.3g}" for value in (gain.left_ns, gain.low_ns, gain.high_ns))
-    return f"from {gain.step_ns / ns:.3g} to {left} {unit} a step ({low} to {high})"
+    between = f"at most {high}" if low == left else f"{low} to {high}"
+    return f"from {gain.step_ns / ns:.3g} to {left} {unit} a step ({between})"
 
 
 def _label_grid() -> Table:

@@ -90,6 +90,14 @@ class PageTable:
     faint: frozenset[int] = frozenset()
     """Rows that are shown faintly, as they claim nothing."""
 
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Columns that have a value in some row, and the first one."""
+        known = range(len(self.head))
+        return tuple(
+            at for at in known if not at or any(row[at] not in ("", MISSING) for row in self.rows)
+        )
+
 
 def page_table(
     title: str, found: pl.DataFrame, columns: Columns, *, limit: int, note: str = ""

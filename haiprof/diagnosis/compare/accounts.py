@@ -191,7 +191,7 @@ def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> Acco
     at = [place_text(shown.file, shown.line or 0, shown.function or "?")] if shown.file else []
     when = [] if shown.when == "each step" else [shown.when]
     return AccountChange(
-        title=", ".join([*at, shown.position.replace("_", " "), shown.activity, *when]),
+        title=", ".join([*at, shown.where, shown.activity, *when]),
         position=shown.position,
         activity=shown.activity,
         package=shown.package,

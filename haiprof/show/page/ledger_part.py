@@ -98,7 +98,7 @@ def _rows(ledger: Ledger, findings: Sequence[Finding]) -> Iterator[AccountRow]:
         who = f"rank {account.ranks[0]}: " if len(account.ranks) == 1 else ""
         kind = "info" if number in ledger.opportunities else ""
         yield AccountRow(
-            label=who + account.position.replace("_", " "), ns=account.ns_per_step,
+            label=who + account.where, ns=account.ns_per_step,
             account=account, number=number, finding=finding,
             kind=finding.severity if finding else kind,
         )  # fmt: skip

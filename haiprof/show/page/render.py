@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from haiprof.base.units import SPACES, bytes_text, duration_text, visible
+from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.run_frames import RunFrames
@@ -239,6 +239,7 @@ def _template(name: str) -> Template:
         bytes_text=bytes_text,
     )
     environment.globals["zip"] = zip
+    environment.globals["missing"] = MISSING
     return environment.get_template(name)
 
 

@@ -115,7 +115,7 @@ def test_window_has_its_files_its_steps_and_what_it_cost(tmp_path: Path) -> None
     assert row["bytes"] == part(run, 1).trace.stat().st_size
     lines = diagnose(Analyzer(run.root)).traces
     assert lines[0].startswith("steps 20 to 24 on ranks 0 and 1: 2 files, ")
-    assert lines[0].endswith(f"in {run.traces}; the job stood still for 9.00 ns at most")
+    assert lines[0].endswith(f"in {run.traces}; training stopped for 9.00 ns at most")
     assert f"haiprof trace report {run.root}" in lines[-1]
 
 
@@ -147,7 +147,10 @@ def test_slow_traced_steps_do_not_move_the_medians(tmp_path: Path) -> None:
     assert found.step_ns == STEP_NS
     assert found.step_count == 60
     assert overview_summary(analyzer).ranks[0].median_step_ns == STEP_NS
-    assert "33 traced steps of all ranks are left out of medians and findings" in found.traces
+    assert (
+        "33 steps of all ranks are left out of averages and findings: 30 in the traces, "
+        "3 in which the profiler started or stopped"
+    ) in found.traces
 
 
 def test_run_that_was_traced_whole_is_judged_all_the_same(tmp_path: Path) -> None:

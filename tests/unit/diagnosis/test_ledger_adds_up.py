@@ -144,3 +144,29 @@ def test_a_recorded_run_adds_up_from_start_to_end(recorded: Path, tmp_path: Path
     if manifest.end_wall_ns is not None:
         whole = manifest.end_wall_ns - manifest.start_wall_ns
         assert sum(verdict.run_time.values()) == whole
+
+
+@pytest.mark.parametrize("name", ["loader_two_workers", "json_after_optimizer", "two_ranks_traced"])
+def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) -> None:
+    """An account, its line and its gain, against the positions that they are said to be in."""
+    recorded = Path(__file__).parents[2] / "data/runs" / name
+    run = shutil.copytree(recorded, tmp_path / name)
+    verdict = diagnose(Analyzer(run))
+    ledger = verdict.ledger
+    assert ledger is not None
+    for account in ledger.accounts:
+        places = (account.position, *account.elsewhere)
+        whole = sum(ledger.positions[place] for place in places)
+        assert account.ns_per_step <= 1.06 * whole  # others hold less than a twentieth of it
+        assert account.low_ns <= account.ns_per_step <= account.high_ns
+        assert account.where.endswith(" and others") == bool(account.elsewhere)
+    for finding in verdict.findings:
+        if finding.account is None or not finding.gain:
+            continue
+        account = ledger.accounts[finding.account]
+        if account.gain_ns > 1.02 * account.ns_per_step and "straggler" not in finding.title:
+            assert "of the slowest rank's step" in finding.title  # not of the mean step above it
+        for line in finding.code_lines[: account.file is not None]:
+            assert line.share == pytest.approx(finding.lost_ratio)
+            assert line.low is not None and line.high is not None
+            assert line.low <= line.share <= line.high

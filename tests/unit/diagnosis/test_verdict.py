@@ -615,6 +615,8 @@ def test_pauses_and_saves_are_counted_and_what_is_missing_is_said(root: Path) ->
         ({"low": None, "callees": (), "callers": ("train.py:9 evaluate", "train.py:2 main")},
          "train.py:88 load_image: 61 % of the step, called by train.py:9 evaluate < "
          "train.py:2 main"),
+        ({"share": 0.84, "low": 0.59, "high": 0.842, "callees": ()},
+         "train.py:88 load_image: 84 % of the step (at least 59 %)"),
     ],
 )  # fmt: skip
 def test_a_line_is_described_in_one_sentence(more: dict[str, Any], said: str) -> None:

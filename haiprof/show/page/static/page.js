@@ -423,7 +423,7 @@
     return lines.map((line) => { const first = sum; sum += line.count; return first; });
   }
 
-  const PANEL_PX = 150;
+  const PANEL_PX = 150, MANY_KEYS = 8;
 
   /** What a group of panels is drawn from. */
   function sourceOf(place) { return place.dataset.panels === "memory" ? data.memory : data.counters; }
@@ -431,9 +431,11 @@
   function linesFor(place) {
     const all = sourceOf(place).lines;
     if (place.dataset.panels !== "rank") return all.map((_, i) => i).filter((i) => all[i].all);
-    const rank = Number(chosenRank()), host = data.hosts[rank];
+    const rank = Number(chosenRank());
+    // The only host's counters are drawn once, below.
+    const host = new Set(Object.values(data.hosts)).size > 1 ? data.hosts[rank] : undefined;
     return all.map((_, i) => i).filter((i) => all[i].own &&
-      (all[i].rank === rank || (all[i].rank === null && all[i].host === host)));
+      (all[i].rank === rank || (host !== undefined && all[i].rank === null && all[i].host === host)));
   }
 
   function element(tag, text, className) {
@@ -512,7 +514,8 @@
   }
 
   function makePanel(panel, lines) {
-    const box = element("div", "", "panel"), keys = element("ul", "", "keys"), plot = element("div", "", "plot");
+    const box = element("div", "", "panel"), plot = element("div", "", "plot");
+    const keys = element("ul", "", lines.length > MANY_KEYS ? "keys many" : "keys");
     plot.style.minHeight = `${PANEL_PX}px`;
     keys.append(...lines.map((line) => keyOf({ ...line, color: tinted(line.color) })));
     box.append(element("h4", `${panel.title} (${panel.unit})`), keys, plot);
@@ -660,6 +663,7 @@
   /** Makes what stands in a section work, and draws its figures once they are looked at. */
   function prepare(section) {
     section.querySelectorAll("table").forEach(makeSortable);
+    section.querySelectorAll(".scroll").forEach(sayWide);
     for (const place of section.querySelectorAll("[data-flame]")) showFlames(place);
     for (const details of section.querySelectorAll(".accounts details")) openAccount(details);
     for (const place of section.querySelectorAll("figure.plot")) {

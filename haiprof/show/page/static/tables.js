@@ -28,6 +28,13 @@ function sortTable(table, column, order) {
   table.tBodies[0].append(...rows.map(([, row]) => row));
 }
 
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) target.classList.toggle("wide", target.scrollWidth > target.clientWidth + 1);
+});
+
+/** Says of a table that it is wider than the page, as long as it is. */
+function sayWide(scroll) { widths.observe(scroll); }
+
 function makeSortable(table) {
   if (!table.tHead || table.tBodies[0].rows.length < 2) return;
   [...table.tHead.rows[0].cells].forEach((head, column) => {
