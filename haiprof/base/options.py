@@ -298,6 +298,8 @@ OPTIONS = (
                "with CUDA synchronisation events"),
     OptionSpec("execution-trace", "execution_trace", _switch, "HAIPROF_EXECUTION_TRACE", "",
                "also an execution trace of the same steps; implies --trace"),
+    OptionSpec("explain", "explain", _switch, "HAIPROF_EXPLAIN", "",
+               "trace two steps with the lines that call operators: what backward does has a line"),
     OptionSpec("repeat", "repeat", int, "HAIPROF_REPEAT", "N",
                f"trace N windows (default: {Options.repeat})"),
     OptionSpec("repeat-every", "repeat_every", int, "HAIPROF_REPEAT_EVERY", "STEPS",

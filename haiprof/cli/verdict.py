@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from haiprof.base.errors import RunNotFoundError, UsageError
+from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
+from haiprof.base.trace_options import EXPLAIN_STEPS
 from haiprof.cli.arguments import AsJson, Everything, the_job
 from haiprof.cli.names import OTHER_NAMES
 from haiprof.cli.output import Output
@@ -38,12 +39,19 @@ Target = Annotated[
     ),
 ]
 Collect = Annotated[
-    bool, typer.Option("--collect", help="The job runs: watch it for --time, and judge that part.")
+    bool,
+    typer.Option(
+        "--collect",
+        help="The job runs: watch it for --time, trace two steps of it (the verdict says what that "
+        "cost), and judge that part.",
+    ),
 ]
 Seconds = Annotated[float, typer.Option("--time", metavar="SECONDS", help="How long to watch.")]
 SaveTraces = Annotated[
     bool,
-    typer.Option("--save-traces", help="With --collect: also trace some steps of all ranks."),
+    typer.Option(
+        "--save-traces", help="With --collect: trace five steps, for the other commands on traces."
+    ),
 ]
 Folder = Annotated[
     Path | None,
@@ -96,9 +104,10 @@ def verdict(
 
     With --all also what could not be measured or judged and why, and what haiprof itself cost.
     With --collect the next seconds of a running job are judged, and kept as report/diagnosis.json
-    in its run directory (docs/diagnosis.md). `haiprof diagnose` is the same command. With --folder
-    all of it is written into a folder that opens anywhere, without the run: card, page, tables,
-    hardware samples, and PerfTracker's five reports where steps were traced.
+    in its run directory (docs/diagnosis.md); two of its steps are traced, so that what backward
+    does has its line, and left out of all numbers. `haiprof diagnose` is the same command. With
+    --folder all of it is written into a folder that opens anywhere, without the run: card, page,
+    tables, hardware samples, and PerfTracker's five reports where steps were traced.
 
     For example:
 
@@ -228,10 +237,20 @@ def _check(
 
 
 def _watch(run: RunPaths, seconds: float, *, traces: bool) -> int:
+    """Watches a job while two steps, or more, are traced with the lines of their operators."""
     from haiprof.live.trace_now import collect
 
-    trace = {"count": _TRACE_STEPS} if traces else None
-    (since, _), traced = collect(run, seconds, trace=trace, progress=print_message)
+    trace = {"count": _TRACE_STEPS if traces else EXPLAIN_STEPS, "lines": True}
+    try:
+        (since, _), traced = collect(
+            run, seconds, trace=trace, trace_timeout_s=None if traces else seconds,
+            progress=print_message,
+        )  # fmt: skip
+    except HaiprofError as error:
+        if traces:
+            raise
+        print_message(f"no lines of what backward does: {error}")
+        (since, _), traced = collect(run, seconds, progress=print_message)
     if traced is not None and not traced.done:
         why = next((rank.reason for rank in traced.ranks if rank.reason), "no rank answered")
         print_message(f"no trace: {why}")

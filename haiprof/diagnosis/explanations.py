@@ -14,6 +14,7 @@ import polars as pl
 
 from haiprof.base.ledger import Account
 from haiprof.base.units import duration_text, ranks_text, ratio_text
+from haiprof.diagnosis.backward_lines import SMALL_OPERATORS
 from haiprof.diagnosis.loader_causes import loader_cause
 from haiprof.diagnosis.machine_causes import lost_to_waiting, starvation, state_of
 from haiprof.diagnosis.rule_inputs import RuleInputs
@@ -103,11 +104,31 @@ class Question:
 
 def explain(question: Question) -> Explanation:
     """The first explanation that speaks of an account."""
+    if question.account.explanation == SMALL_OPERATORS:
+        return _small_operators(question)
     for activity, function in _BY_ACTIVITY.items():
         if question.account.activity == activity:
             return function(question)
     function = _BY_POSITION.get(question.account.position, _code)
     return function(question)
+
+
+def _small_operators(question: Question) -> Explanation:
+    account, lines = question.account, question.inputs.traces.lines
+    of_line = (pl.col("file") == account.file) & (pl.col("line") == account.line)
+    own = pl.DataFrame() if lines is None else lines.filter(of_line)
+    count = own.select((pl.col("operator_count") / pl.col("step_count")).mean()).item()
+    mean = own.select(pl.col("operator_ns").mean()).item()
+    return Explanation(
+        slug=SMALL_OPERATORS,
+        title=f"many small operators{_code_text(account)}: {count:,.0f} in a step, and as many in "
+        f"backward, {question.amount} in both",
+        remedy="vectorise the loop (torch.stack, einsum, torch.vmap), or torch.compile",
+        evidence=(
+            Evidence(name="operators of that line in a step", value=count, unit="count"),
+            Evidence(name="median operator in the traced window", value=mean, unit="ns"),
+        ),
+    )
 
 
 def _waits_for_loader(question: Question) -> Explanation:

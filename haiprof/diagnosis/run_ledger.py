@@ -11,6 +11,7 @@ import polars as pl
 from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS, Account, Ledger
 from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis.backward_lines import give_lines, small_operators
 from haiprof.diagnosis.job_time import JobTime, Stragglers, find_stragglers, job_time, peer_waits
 from haiprof.diagnosis.opportunities import (
     Opportunity,
@@ -158,6 +159,10 @@ def run_ledger(
             for each in found
         ]
     table, needed, found = _keep_needed_link(table, needed, found, inputs, time)
+    lines = inputs.traces.lines
+    if lines is not None:
+        table, needed = give_lines(table, needed, lines, time)
+        table, needed, found = small_operators(table, needed, found, lines)
     for setting in settings:
         table, needed, more = _split_setting(table, needed, setting)
         found += more
