@@ -63,6 +63,8 @@ class Kind:
     rank: str = ""
     """`first` or `last`: the rank whose account it is."""
     seconds: float = 7.0
+    options: tuple[str, ...] = ()
+    """haiprof's own, where the job is recorded."""
     beside: str = ""
     """`neighbours`: four busy processes from the start; `late`: from the middle on."""
     under: str = ""
@@ -172,6 +174,7 @@ FAULTS = (
     Kind(name="forward hook", at=FORWARD, pieces=hooked("self.inner.head.register_forward_hook(slow_hook)", BURN)),
     Kind(name="numpy in forward", pieces={"forward": "import numpy as np\n\nfor _ in range(max(TURNS // 3000, 1)):\n    np.sort(x.detach().numpy().reshape(-1)[:4096])  # FAULT"}),
     Kind(name="quantiles by numpy in forward", pieces={"forward": "import numpy as np\n\nx = x - float(np.quantile(x.detach().numpy().reshape(-1)[: int(LOSE * 3e7)], 0.5))  # FAULT"}),
+    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), doing=("operators",), said=("many_small_operators",), ranks=(1,), styles=PLAIN, options=("--explain",), shape={"model_init": "self.scale = nn.Parameter(torch.ones(1))"}, pieces={"after_forward": "row = out[0]\nfor _ in range(max(TURNS // 220, 32)):\n    row = row * self.scale  # FAULT\nout = out + 0.0 * row"}),
     Kind(name="loop over elements in forward", pieces={"forward": "for value in x.detach().flatten()[: max(TURNS // 40, 4)]:  # FAULT\n    float(value)  # FAULT"}),
     Kind(name="samples one by one in forward", at=(*FORWARD, *BACKWARD), ranks=(1,), styles=LOOPS, families=("mlp", "transformer", "vit", "recommender", "graph"), pieces={"forward": "alone = max(int(len(x) * min(LOSE / STEP, 0.8) / 10), 1)\nout = torch.cat([*(self.inner(x[i : i + 1]) for i in range(alone)), self.inner(x[alone:])])  # FAULT\n" + ANSWER}),
     Kind(name="augmentation in forward", pieces={"forward": "[math_of(i) for i in range(TURNS // 2)]  # FAULT"}, shape={"constants": "def math_of(i):\n    return i * i % 7"}),

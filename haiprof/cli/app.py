@@ -37,8 +37,10 @@ _MODULES = {
     "diagnose": ("verdict", "verdict"),
 }
 """Module and function of the commands that are not named as both."""
-_OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit"})
+_OWN_LOG_DIR = frozenset({"ps", "top", "attach", "snapshot", "trace-now", "submit", "try-loader"})
 """Commands whose `--log-dir` says where to look for jobs, or where to write."""
+_COMMAND_LINES = frozenset({"try-loader"})
+"""Commands that take another command: what follows its first word is its own."""
 _INTERRUPTED = 130
 
 
@@ -62,7 +64,9 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app.callback()(_no_options)  # without it, one command alone is taken for the whole program
     for name in names:
         function = _full_command(name)
-        app.command(name, help=help_paragraphs(function.__doc__ or "", width))(function)
+        settings = {"allow_interspersed_args": name not in _COMMAND_LINES}
+        words = help_paragraphs(function.__doc__ or "", width)
+        app.command(name, help=words, context_settings=settings)(function)
     return app
 
 

@@ -41,6 +41,7 @@ COMMANDS = {
     "kineto-agent": "haiprof kineto-agent: for trace-now on jobs with KINETO_USE_DAEMON alone",
     "put": "haiprof put [RUN] ADDRESS: a run to s3://bucket/runs, or any address like it",
     "fetch": "haiprof fetch ADDRESS: a run from there into a folder of this machine",
+    "try-loader": "haiprof try-loader train.py: steps per second with other DataLoaders, tried",
     "submit": "haiprof submit train.py: a job in the background, here or on Slurm's nodes",
 }
 """Name, and the line that `haiprof --help` shows."""
@@ -53,7 +54,7 @@ GROUPS = {
         "trace-report", "trace-table", "trace-check", "efficiency", "modules", "functions",
         "critical-path", "what-if", "memory-timeline", "query",
     ),
-    "Before and after": ("compare", "trace-diff"),
+    "Before and after": ("compare", "trace-diff", "try-loader"),
     "In other tools": (
         "tensorboard", "scalars", "perfetto", "merge", "link", "chakra", "export",
     ),

@@ -74,6 +74,7 @@ def test_commands_are_frozen() -> None:
         "kineto-agent",
         "put",
         "fetch",
+        "try-loader",
         "submit",
     ]
 

@@ -29,7 +29,9 @@ MS = 1_000_000
 def write_job(root: Path, *, hook_samples: int = 0) -> RunPaths:
     """100 steps of 40 ms: forward 10 ms, of which 2 ms the loop's, backward 20, optimizer 5."""
     run = write_run(root)
-    rows, samples, now = [], [], START_NS
+    rows: list[tuple[int, int, int, int]] = []
+    samples: list[tuple[int, Stack]] = []
+    now = START_NS
 
     def sampled(count: int, stack: Stack, start: int, every: int = MS) -> None:
         samples.extend((start + place * every + every // 2, stack) for place in range(count))

@@ -82,8 +82,9 @@ def write_any(root: Path, dice: Random) -> None:
             lock = "".join(dice.choice("0h1-") for _ in times) if dice.random() < 0.8 else ""
             write_stacks(RunPaths(root).rank(rank).stacks, stacks, lock=lock)
     if dice.random() < 0.4:
-        lengths = {"small_us": dice.choice((2.0, 9.0)), "large_us": dice.choice((5.0, 4000.0))}
-        write_window(run, *window(dice.choice((0, 5, 40, 90)), **lengths))
+        small, large = dice.choice((2.0, 9.0)), dice.choice((5.0, 4000.0))
+        loops = dice.choice((0, 5, 40, 90))
+        write_window(run, *window(loops, small_us=small, large_us=large))
 
 
 def check_sums(ledger: Ledger) -> None:
