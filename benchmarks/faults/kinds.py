@@ -174,7 +174,6 @@ FAULTS = (
     Kind(name="forward hook", at=FORWARD, pieces=hooked("self.inner.head.register_forward_hook(slow_hook)", BURN)),
     Kind(name="numpy in forward", pieces={"forward": "import numpy as np\n\nfor _ in range(max(TURNS // 3000, 1)):\n    np.sort(x.detach().numpy().reshape(-1)[:4096])  # FAULT"}),
     Kind(name="quantiles by numpy in forward", pieces={"forward": "import numpy as np\n\nx = x - float(np.quantile(x.detach().numpy().reshape(-1)[: int(LOSE * 3e7)], 0.5))  # FAULT"}),
-    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), doing=("operators",), said=("many_small_operators",), ranks=(1,), styles=PLAIN, options=("--explain",), shape={"model_init": "self.scale = nn.Parameter(torch.ones(1))"}, pieces={"after_forward": "row = out[0]\nfor _ in range(max(TURNS // 220, 32)):\n    row = row * self.scale  # FAULT\nout = out + 0.0 * row"}),
     Kind(name="loop over elements in forward", pieces={"forward": "for value in x.detach().flatten()[: max(TURNS // 40, 4)]:  # FAULT\n    float(value)  # FAULT"}),
     Kind(name="samples one by one in forward", at=(*FORWARD, *BACKWARD), ranks=(1,), styles=LOOPS, families=("mlp", "transformer", "vit", "recommender", "graph"), pieces={"forward": "alone = max(int(len(x) * min(LOSE / STEP, 0.8) / 10), 1)\nout = torch.cat([*(self.inner(x[i : i + 1]) for i in range(alone)), self.inner(x[alone:])])  # FAULT\n" + ANSWER}),
     Kind(name="augmentation in forward", pieces={"forward": "[math_of(i) for i in range(TURNS // 2)]  # FAULT"}, shape={"constants": "def math_of(i):\n    return i * i % 7"}),
@@ -238,7 +237,7 @@ FAULTS = (
     Kind(name="two ranks on one core", doing=("no core",), said=("shared_cores",), under="one_core", ranks=(2,), styles=PLAIN),
     Kind(name="ranks pinned to one core", doing=("no core",), said=("shared_cores",), ranks=(2,), styles=PLAIN, pieces={"setup": "os.sched_setaffinity(0, {0})"}),
     Kind(name="too many threads", doing=("no core", "operators"), said=("shared_cores", "too_few_cores", "threads_over_cores"), pieces={"constants": "THREADS = 4"}, ranks=(2,), styles=PLAIN, families=("cnn", "unet", "transformer")),
-    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), styles=PLAIN, ranks=(1,), pieces={"forward": "scale, row = self.inner.head.weight.mean() * 0 + 1, torch.ones(8)\nfor _ in range(max(int(LOSE * 7e4), 10)):\n    row = row * scale  # FAULT\nx = x + 0.0 * row.sum()"}),
+    Kind(name="tiny operators", at=(*FORWARD, *BACKWARD), styles=PLAIN, ranks=(1,), options=("--explain",), pieces={"forward": "scale, row = self.inner.head.weight.mean() * 0 + 1, torch.ones(8)\nfor _ in range(max(int(LOSE * 7e4), 10)):\n    row = row * scale  # FAULT\nx = x + 0.0 * row.sum()"}),
     # ranks
     Kind(name="slow rank: loader", rank="last", ranks=(2,), styles=LOOPS, workers=(0,), pieces={"collate": when("LAST", SLEEP)}),
     Kind(name="slow rank: forward", rank="last", ranks=(2,), styles=LOOPS, pieces={"forward": when("LAST", BURN)}),
